@@ -1,0 +1,188 @@
+"""What the engine takes and gives, as plain frozen data. Torch-free: the front process imports it.
+
+Times are seconds on the clock of `time.monotonic`, which all processes of one Linux machine share.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Priority(enum.IntEnum):
+    """Who goes first when there is a queue. Waiting requests age, so that none waits for ever."""
+
+    BACKGROUND = 0
+    NORMAL = 1
+    INTERACTIVE = 2
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended well. Ending badly is an exception of `engine.errors`."""
+
+    STOP = "stop"  # a stop token; which one is in Finish.stop_token_id
+    LENGTH = "length"
+    TIME_BUDGET = "time_budget"
+
+
+class EngineState(enum.StrEnum):
+    """What the engine process is doing."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn, every value resolved.
+
+    Order: logit_bias, the penalties (repetition over prompt and output; presence and frequency over output),
+    temperature, top_k, top_p, min_p, then one draw whose noise is a function of (seed, position, token id) alone.
+    """
+
+    temperature: float  # 0 is greedy
+    top_k: int  # 0 keeps all
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int  # 64 bits, unsigned
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """When a sequence ends. Stop strings are text, hence the front's business."""
+
+    max_tokens: int
+    min_tokens: int = 0  # before it no stop token is drawn
+    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-text tokens included, unless ignored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate."""
+
+    request_id: str  # unique among live requests
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stopping: Stopping
+    arrived_at: float
+    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    priority: Priority = Priority.NORMAL
+    deadline: float | None = None  # past it the request fails
+    expires_at: float | None = None  # past it the request finishes with TIME_BUDGET
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one place, of the model's own distribution (no penalties, no temperature)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """How a sequence ended, with what it took."""
+
+    reason: FinishReason
+    stop_token_id: int | None
+    cached_tokens: int
+    queue: float  # arrival → first planned, seconds
+    prefill: float  # first planned → first token
+    decode: float  # first token → last
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvents:
+    """What one step brought to one sequence. Several ids where a step makes several; none where it only finishes."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
+    finish: Finish | None = None  # in the last event only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objection:
+    """Why a decoder was passed over."""
+
+    decoder: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What was loaded and how it is run."""
+
+    architecture: str
+    weight_format: str
+    dtype: str
+    device: str
+    decoder: str
+    objections: tuple[Objection, ...]
+    vocab_size: int
+    max_context: int  # prompt and output, tokens; what model and page pool both allow
+    max_sequences: int
+    page_size: int
+    total_pages: int
+    weights_bytes: int
+    weights_digest: str  # SHA-256, hexadecimal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is, as of its last report."""
+
+    running: int = 0
+    waiting: int = 0
+    paused: int = 0
+    used_pages: int = 0
+    total_pages: int = 0
+    steps: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+class TokenStream(AsyncIterator[TokenEvents], Protocol):
+    """The events of one request. Raises what `engine.errors` lists; ends after the event that carries `finish`."""
+
+    def cancel(self) -> None:
+        """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read
+        to its end."""
+
+    def abort(self, reason: str) -> None:
+        """As cancel, but the reader gets `Aborted`."""
+
+
+class Engine(Protocol):
+    """The seam between front and engine: `engine.client` is the real one."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """None until it was ready once."""
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    async def start(self) -> None:
+        """Returns when the engine is ready. Raises InvalidModel or Unsupported where it never will be."""
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        """Raises EngineUnavailable unless the engine is ready."""
+
+    async def set_optimization(self, name: str, enabled: bool) -> None:
+        """Returns when it is in force. Raises Unsupported for a name that the engine does not have."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""The two messages between scheduler and runner: what a step is to do, and what came of it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.api import ModelInfo, TokenLogprob
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: feed `sequence.token_ids[start:start + count]`, whose pages it already holds."""
+
+    sequence: Sequence  # to be read, never written, by the runner
+    start: int  # first position; what lies before is in the page pool
+    count: int  # tokens to feed, at least 1
+    sample: bool  # whether the last of them is followed by a new token
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step is to do."""
+
+    rows: tuple[Row, ...]
+    # Slots whose owner changed since the last plan: forget what is kept for them (token counts, device state).
+    fresh_slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row that sampled brought: one id or several, fewer or as many logprobs as ids."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry a row of the plan; None where the row did not sample."""
+
+    rows: tuple[RowResult | None, ...]
+
+
+class Runner(Protocol):
+    """Does steps: `engine.runner` with torch, `engine.fake` without."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def set_optimization(self, name: str, enabled: bool) -> None:
+        """Raises Unsupported for a name it does not have."""
+
+    def close(self) -> None: ...

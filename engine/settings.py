@@ -1,0 +1,45 @@
+"""What the engine process is told at its start, every value resolved and validated by whoever made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PAGE_SIZE = 16  # tokens in a key-value page
+
+EngineKind = Literal["model", "fake"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DecoderChoice = Literal["auto", "eager"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeSettings:
+    """The engine that needs no torch and no weights: deterministic ids, for tests and for measuring the front."""
+
+    vocab_size: int = 256
+    max_context: int = 4096
+    total_pages: int = 4096
+    step_time: float = 0.0  # seconds a step takes
+    tokens_per_step: int = 1  # ids a sequence gets in a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Everything the engine process needs to know."""
+
+    model: str  # the folder
+    kind: EngineKind = "model"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    decoder: DecoderChoice = "auto"
+    load_format: LoadFormat = "auto"
+    max_sequences: int = 16  # sequences that run at once
+    max_batch_tokens: int = 512  # prompt tokens a step may take, decode rows not counted
+    max_context: int | None = None  # tokens; None: the model's own
+    kv_bytes: int | None = None  # page pool; None: a share of the device's free memory
+    threads: int | None = None  # torch's, on a CPU; None: all cores
+    seed: int = 0  # of dummy weights
+    batching: bool = True  # optimizations.batching
+    fake: FakeSettings = FakeSettings()

@@ -1,0 +1,1 @@
+"""gRPC in, tokens out. No torch here."""

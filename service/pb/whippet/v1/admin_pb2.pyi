@@ -1,0 +1,141 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_STATE_UNSPECIFIED: _ClassVar[EngineState]
+    ENGINE_STATE_LOADING: _ClassVar[EngineState]
+    ENGINE_STATE_READY: _ClassVar[EngineState]
+    ENGINE_STATE_DRAINING: _ClassVar[EngineState]
+    ENGINE_STATE_RESTARTING: _ClassVar[EngineState]
+    ENGINE_STATE_STOPPED: _ClassVar[EngineState]
+
+class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_KIND_UNSPECIFIED: _ClassVar[CacheKind]
+    CACHE_KIND_RESPONSE: _ClassVar[CacheKind]
+    CACHE_KIND_SEMANTIC: _ClassVar[CacheKind]
+    CACHE_KIND_PREFIX: _ClassVar[CacheKind]
+ENGINE_STATE_UNSPECIFIED: EngineState
+ENGINE_STATE_LOADING: EngineState
+ENGINE_STATE_READY: EngineState
+ENGINE_STATE_DRAINING: EngineState
+ENGINE_STATE_RESTARTING: EngineState
+ENGINE_STATE_STOPPED: EngineState
+CACHE_KIND_UNSPECIFIED: CacheKind
+CACHE_KIND_RESPONSE: CacheKind
+CACHE_KIND_SEMANTIC: CacheKind
+CACHE_KIND_PREFIX: CacheKind
+
+class AbortGenerationRequest(_message.Message):
+    __slots__ = ("request_id", "tenant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class AbortGenerationResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("state", "running", "waiting", "paused", "used_pages", "total_pages", "page_size", "steps", "generated_tokens", "preemptions", "restarts")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    USED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    state: EngineState
+    running: int
+    waiting: int
+    paused: int
+    used_pages: int
+    total_pages: int
+    page_size: int
+    steps: int
+    generated_tokens: int
+    preemptions: int
+    restarts: int
+    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ("tenant", "kind", "entry_id")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    kind: CacheKind
+    entry_id: str
+    def __init__(self, tenant: _Optional[str] = ..., kind: _Optional[_Union[CacheKind, str]] = ..., entry_id: _Optional[str] = ...) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: int
+    def __init__(self, entries: _Optional[int] = ...) -> None: ...
+
+class ListOptimizationsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Optimization(_message.Message):
+    __slots__ = ("name", "enabled", "description")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    enabled: bool
+    description: str
+    def __init__(self, name: _Optional[str] = ..., enabled: bool = ..., description: _Optional[str] = ...) -> None: ...
+
+class ListOptimizationsResponse(_message.Message):
+    __slots__ = ("optimizations",)
+    OPTIMIZATIONS_FIELD_NUMBER: _ClassVar[int]
+    optimizations: _containers.RepeatedCompositeFieldContainer[Optimization]
+    def __init__(self, optimizations: _Optional[_Iterable[_Union[Optimization, _Mapping]]] = ...) -> None: ...
+
+class SetOptimizationRequest(_message.Message):
+    __slots__ = ("name", "enabled")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    enabled: bool
+    def __init__(self, name: _Optional[str] = ..., enabled: bool = ...) -> None: ...
+
+class SetOptimizationResponse(_message.Message):
+    __slots__ = ("optimization",)
+    OPTIMIZATION_FIELD_NUMBER: _ClassVar[int]
+    optimization: Optimization
+    def __init__(self, optimization: _Optional[_Union[Optimization, _Mapping]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout",)
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    timeout: _duration_pb2.Duration
+    def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("remaining",)
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    remaining: int
+    def __init__(self, remaining: _Optional[int] = ...) -> None: ...
