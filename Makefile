@@ -1,0 +1,72 @@
+# Two commands matter: `make serve` and `make test`. Both start from a bare checkout and a Python ≥ 3.11 with venv.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+# Installed before everything else, so that no other requirement chooses a build. For CUDA or ROCm name your own here.
+TORCH   ?= torch==2.13.0
+BUF     ?= 1.75.0
+MODEL   ?= models/demo
+ADDRESS ?=
+ARGS    ?=
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+BUFCLI := .tools/node_modules/.bin/buf
+
+.PHONY: serve test lint format proto bench smoke clean
+
+serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
+	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
+
+test: $(VENV)/.test ## Run every test that needs no GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test $(BUFCLI) ## Style, types, arrows between packages, the wire contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/proto.py --check
+	$(BUFCLI) lint
+
+format: $(VENV)/.test ## Bring the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.test ## Make service/pb anew from protos/
+	$(BIN)/python scripts/proto.py
+
+bench: $(VENV)/.test ## What the README's CPU figures come from
+	$(BIN)/python -m bench.engine_cpu
+	$(BIN)/python -m bench.front
+
+smoke: $(VENV)/.test ## grpcurl against ADDRESS, or against a server of its own
+	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh)
+
+clean: ## Forget environment and tools
+	rm -rf $(VENV) .tools
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Whippet needs Python 3.11 or newer: make PYTHON=python3.12 …"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	    rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.torch: | $(BIN)/python
+	@echo "Whippet: installing $(TORCH) (about 200 MB for a CPU)"
+	$(PIP) install "$(TORCH)"
+	@touch $@
+
+$(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "Whippet: installing the server"
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	@echo "Whippet: installing what the tests need"
+	$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(BUFCLI):
+	@command -v npm >/dev/null || { echo "buf comes from npm; on Debian: apt-get install npm"; exit 1; }
+	npm install --no-audit --no-fund --loglevel=error --prefix .tools @bufbuild/buf@$(BUF)
