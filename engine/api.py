@@ -6,7 +6,6 @@ Times are seconds on the clock of `time.monotonic`, which all processes of one L
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,7 +91,7 @@ class Finish:
     """How a sequence ended, with what it took."""
 
     reason: FinishReason
-    stop_token_id: int | None
+    stop_token_id: int | None  # where a stop token ended it; it is then also the last of the token ids
     cached_tokens: int
     queue: float  # arrival → first planned, seconds
     prefill: float  # first planned → first token
@@ -149,8 +148,12 @@ class EngineLoad:
     preemptions: int = 0
 
 
-class TokenStream(AsyncIterator[TokenEvents], Protocol):
+class TokenStream(Protocol):
     """The events of one request. Raises what `engine.errors` lists; ends after the event that carries `finish`."""
+
+    def __aiter__(self) -> TokenStream: ...
+
+    async def __anext__(self) -> TokenEvents: ...
 
     def cancel(self) -> None:
         """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read

@@ -30,7 +30,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row that sampled brought: one id or several, fewer or as many logprobs as ids."""
+    """What a row that sampled brought: one id or several, fewer or as many logprobs as ids.
+
+    Several only as far as the sequence's pages reach: position start + count + len(token_ids) - 2 must be in them,
+    since the keys and values of all new ids but the last count as computed. None at all: its logits were not finite,
+    and this sequence alone fails.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -20,6 +20,7 @@ class Sequence:
     first_planned_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+    key: int = 0  # its name between processes; the scheduler has one sequence a key
 
     @property
     def prompt_length(self) -> int:

@@ -23,6 +23,7 @@ class FakeSettings:
     total_pages: int = 4096
     step_time: float = 0.0  # seconds a step takes
     tokens_per_step: int = 1  # ids a sequence gets in a step
+    faults: bool = False  # whether the prompts listed in engine.fake break things
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
