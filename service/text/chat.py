@@ -1,0 +1,142 @@
+"""Chat templates: messages to the text that the model was trained on.
+
+A template comes with the model and is trusted to be sane, not to be safe: it runs in Jinja's immutable sandbox, and
+what it makes is bounded in size and time. What users write is data to it and never compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as LoopControls
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CHARS = 32 * 2**20  # twice the largest request
+MAX_SECONDS = 10.0
+MAX_MESSAGE = 500  # characters of an error that the caller is told
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatTemplateError(Exception):
+    """The messages do not fit the model's template. The text is safe to send to the caller."""
+
+
+# What a template does wrong comes out as one of these.
+_FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class _Refusal(TemplateError):
+    """The template itself refused, by `raise_exception`."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks the assistant's part for training. Here it is what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: object) -> None:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja's own filter escapes for HTML, which models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template. Rendering shares nothing, so threads may."""
+
+    def __init__(self, source: str, special: dict[str, str]) -> None:
+        """Raises ValueError where the source is no template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise ValueError(str(error)) from error
+        self._special = dict(special)
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """Raises ChatTemplateError."""
+        if not messages:
+            raise ChatTemplateError("a chat needs at least one message")
+        variables: dict[str, Any] = {
+            **self._special,
+            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            return self._bounded(variables)
+        except _Refusal as error:
+            message = error.message or "the model's chat template refuses these messages"
+            raise ChatTemplateError(message[:MAX_MESSAGE]) from error
+        except _FAULTS as error:
+            message = f"the model's chat template cannot render these messages: {error}"
+            raise ChatTemplateError(message[:MAX_MESSAGE]) from error
+
+    def _bounded(self, variables: dict[str, Any]) -> str:
+        parts: list[str] = []
+        size = 0
+        end = time.monotonic() + MAX_SECONDS
+        for part in self._template.generate(variables):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_CHARS:
+                raise ChatTemplateError("the chat is too long once the model's template is applied")
+            if time.monotonic() > end:
+                raise ChatTemplateError("the chat takes too long to render through the model's template")
+        return "".join(parts)
+
+
+def choose_template(value: object) -> str | None:
+    """`chat_template` as tokenizer_config.json has it: a text, a list of named texts or a table of them.
+
+    Raises ValueError for anything else. Of several templates the one named "default" is taken.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        try:
+            value = {entry["name"]: entry["template"] for entry in value}
+        except (KeyError, TypeError) as error:
+            raise ValueError("a list of templates needs a name and a template in each") from error
+    if isinstance(value, dict) and all(isinstance(source, str) for source in value.values()):
+        return value.get("default")
+    raise ValueError("neither a text nor a table of texts")

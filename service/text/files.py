@@ -1,0 +1,115 @@
+"""Reads the text side of a model folder. Whatever is wrong becomes InvalidModel: one line, the file and the remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.errors import InvalidModel
+
+REMEDY = "copy it again from where the model came from"
+
+
+def one_line(error: object) -> str:
+    """The text of a foreign error, fit for a log line."""
+    return " ".join(str(error).split())[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of one model folder."""
+
+    folder: Path
+
+    def refuse(self, name: str, problem: str, remedy: str = REMEDY) -> NoReturn:
+        raise InvalidModel(f"{self.folder / name}: {problem}; {remedy}")
+
+    def read(self, name: str, remedy: str = REMEDY) -> bytes:
+        try:
+            return (self.folder / name).read_bytes()
+        except FileNotFoundError:
+            problem = "no such file" if self.folder.is_dir() else "no such folder"
+            self.refuse(name if self.folder.is_dir() else "", problem, remedy)
+        except OSError as error:
+            self.refuse(name, f"cannot be read ({error.strerror})", "correct its type or its permissions")
+
+    def text(self, name: str) -> str:
+        try:
+            return self.read(name).decode("utf-8")
+        except UnicodeDecodeError:
+            self.refuse(name, "is not UTF-8 text")
+
+    def text_or_none(self, name: str) -> str | None:
+        return self.text(name) if (self.folder / name).exists() else None
+
+    def object(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file; an empty one where there is no such file."""
+        text = self.text_or_none(name)
+        if text is None:
+            return {}
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            self.refuse(name, f"is not JSON ({one_line(error)})")
+        if not isinstance(value, dict):
+            self.refuse(name, "is not a JSON object")
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What the model's generation_config.json says about sampling. None where it says nothing."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None  # 0 keeps all
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def _number(files: ModelFiles, config: dict[str, Any], key: str, low: float, high: float) -> float | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not sound or not low <= value <= high:
+        problem = f"{key} is {json.dumps(value)}, not a number from {low:g} to {high:g}"
+        files.refuse("generation_config.json", problem, "correct it or delete the line")
+    return float(value)
+
+
+def read_sampling(files: ModelFiles, config: dict[str, Any]) -> SamplingDefaults:
+    """Sampling defaults out of generation_config.json."""
+    do_sample = config.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        files.refuse("generation_config.json", "do_sample is neither true nor false", "correct it or delete the line")
+    top_k = _number(files, config, "top_k", -1, 2**31 - 1)
+    if top_k is not None and top_k != int(top_k):
+        files.refuse("generation_config.json", "top_k is no whole number", "correct it or delete the line")
+    tiny = 1e-6
+    return SamplingDefaults(
+        do_sample=do_sample,
+        temperature=_number(files, config, "temperature", 0, 100),
+        top_k=None if top_k is None else max(0, int(top_k)),
+        top_p=_number(files, config, "top_p", tiny, 1),
+        min_p=_number(files, config, "min_p", 0, 1),
+        repetition_penalty=_number(files, config, "repetition_penalty", tiny, 100),
+    )
+
+
+def read_eos(files: ModelFiles, generation: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-text ids of generation_config.json, of config.json where the former names none."""
+    for name, config in (("generation_config.json", generation), ("config.json", files.object("config.json"))):
+        value = config.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            files.refuse(name, "eos_token_id is neither a token id nor a list of them", "correct it")
+        if ids:
+            return tuple(ids)
+    return ()

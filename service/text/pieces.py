@@ -1,0 +1,123 @@
+"""What each token id stands for, read off the tokenizer once, so that a token costs a table look-up."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+BYTE_TOKEN = re.compile(r"<0x(\+[0-9a-fA-F]|[0-9a-fA-F]{2})>")
+
+
+def byte_letters() -> dict[str, int]:
+    """The letters in which byte-level vocabularies spell bytes: printable ones as themselves, others from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+@dataclass(frozen=True, slots=True)
+class ByteLevelPieces:
+    """Vocabulary spelled in bytes; b"" for ids that bring no text."""
+
+    table: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackPieces:
+    """Vocabulary of texts with single bytes for the rest; None for ids that bring no text.
+
+    `strip` many of `strip_char` are taken off the beginning of a text that stands alone.
+    """
+
+    table: list[str | int | None]
+    strip_char: str
+    strip: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpaquePieces:
+    """Only the library knows how to turn these ids into text. `anchor` is some id that brings text."""
+
+    backend: Backend
+    silent: frozenset[int]
+    anchor: int | None
+
+
+Pieces = ByteLevelPieces | FallbackPieces | OpaquePieces
+
+
+def read_pieces(backend: Backend) -> Pieces:
+    tokens, silent = _tokens(backend)
+    steps = _decoder_steps(backend)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return _byte_level(tokens, silent)
+    return _fallback(tokens, silent, steps) or _opaque(backend, tokens, silent)
+
+
+def _tokens(backend: Backend) -> tuple[list[str | None], frozenset[int]]:
+    """The text of each id as the vocabulary spells it, and the ids that are special. None where an id is unused."""
+    added = backend.get_added_tokens_decoder()
+    vocabulary = {index: token for token, index in backend.get_vocab(with_added_tokens=False).items()}
+    vocabulary.update((index, token.content) for index, token in added.items())
+    special = {token.content for token in added.values() if token.special}
+    tokens: list[str | None] = [None] * (max(vocabulary, default=-1) + 1)
+    for index, token in vocabulary.items():
+        tokens[index] = token
+    return tokens, frozenset(index for index, token in vocabulary.items() if token in special)
+
+
+def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+
+
+def _byte_level(tokens: list[str | None], silent: frozenset[int]) -> ByteLevelPieces:
+    letters = byte_letters()
+    latin = str.maketrans({letter: chr(byte) for letter, byte in letters.items()})
+    spelled = set(letters)
+    table = []
+    for index, token in enumerate(tokens):
+        if token is None or index in silent:
+            table.append(b"")
+        elif spelled.issuperset(token):
+            table.append(token.translate(latin).encode("latin-1"))
+        else:  # an added token in plain text
+            table.append(token.encode("utf-8"))
+    return ByteLevelPieces(table)
+
+
+def _fallback(tokens: list[str | None], silent: frozenset[int], steps: list[dict[str, Any]]) -> FallbackPieces | None:
+    """Replace … Replace, ByteFallback, Fuse and maybe Strip: the pipeline of SentencePiece models."""
+    replaced = 0
+    while replaced < len(steps) and steps[replaced]["type"] == "Replace" and "String" in steps[replaced]["pattern"]:
+        replaced += 1
+    rest = steps[replaced:]
+    if [step["type"] for step in rest] not in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]):
+        return None
+    strip_char, strip = (rest[2]["content"], rest[2]["start"]) if len(rest) == 3 else (" ", 0)
+    if len(rest) == 3 and rest[2]["stop"] != 0:
+        return None
+    pairs = [(step["pattern"]["String"], step["content"]) for step in steps[:replaced]]
+    table: list[str | int | None] = []
+    for index, token in enumerate(tokens):
+        table.append(None if token is None or index in silent else _fallback_piece(token, pairs))
+    return FallbackPieces(table, strip_char, strip)
+
+
+def _fallback_piece(token: str, pairs: list[tuple[str, str]]) -> str | int:
+    for pattern, content in pairs:
+        token = token.replace(pattern, content)
+    byte = BYTE_TOKEN.fullmatch(token)
+    return int(byte[1], 16) if byte else token
+
+
+def _opaque(backend: Backend, tokens: list[str | None], silent: frozenset[int]) -> OpaquePieces:
+    plain = (n for n, token in enumerate(tokens) if token is not None and n not in silent)
+    anchor = next((n for n in plain if backend.decode([n]).strip().isalnum()), None)
+    return OpaquePieces(backend, silent, anchor)
