@@ -1,0 +1,26 @@
+"""What the engine loop tells the front about one sequence after one step. Named tuples, since they are made by the
+ten thousand a second and travel as arrays."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from engine.api import Finish, TokenLogprob
+
+
+class Failure(enum.StrEnum):
+    """How a sequence ended badly. Each has its exception in `engine.errors`."""
+
+    DEADLINE = "deadline"
+    STEP = "step"
+
+
+class Event(NamedTuple):
+    """New ids of a sequence, its end, or both."""
+
+    key: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+    failure: Failure | None = None

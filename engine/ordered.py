@@ -1,0 +1,29 @@
+"""A set of (rank, key) pairs kept in order. Adding and removing search in log n and shift an array of pointers, which
+for tens of thousands is a few microseconds and leaves nothing dead behind, unlike a heap."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+
+class Ordered:
+    """(rank, key) pairs, lowest first."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def first(self) -> tuple[float, int] | None:
+        """The lowest pair."""
+        return self._pairs[0] if self._pairs else None
+
+    def add(self, rank: float, key: int) -> None:
+        insort(self._pairs, (rank, key))
+
+    def discard(self, rank: float, key: int) -> None:
+        """Removes the pair if it is there."""
+        index = bisect_left(self._pairs, (rank, key))
+        if index < len(self._pairs) and self._pairs[index] == (rank, key):
+            del self._pairs[index]

@@ -1,0 +1,288 @@
+"""Decides which sequences a step feeds and how far, and takes in what the step brought. Owns the live sequences, their
+slots and their pages. Torch-free.
+
+All order comes from one rank: arrival, put forward by AGING seconds a priority level. Who waits longer than that is
+overtaken no more, so nobody starves, and since the lowest rank is never preempted, every step brings the whole nearer
+to its end. A sequence is running (it has a slot), waiting (it has none) or parked (it has none, and its reader is
+behind).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from engine.api import EngineLoad, FinishReason
+from engine.events import Event, Failure
+from engine.ordered import Ordered
+from engine.outcome import finish, take
+from engine.pages import PagePool
+from engine.plan import Row, StepPlan, StepResult
+from engine.sequence import Sequence
+from engine.settings import PAGE_SIZE
+
+AGING = 10.0  # seconds of waiting that weigh as much as one priority level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a step and a sequence may take."""
+
+    max_sequences: int
+    max_batch_tokens: int  # prompt tokens a step
+    max_context: int  # tokens a sequence
+    tokens_per_step: int = 1  # most ids that a row may bring
+
+
+def rank(sequence: Sequence) -> tuple[float, int]:
+    """Who goes first: the lower. No two are alike."""
+    request = sequence.request
+    return request.arrived_at - AGING * request.priority, sequence.key
+
+
+class Scheduler:
+    """plan → run → commit, with admit, cancel, pause and resume in between."""
+
+    def __init__(self, limits: Limits, pool: PagePool, batching: bool = True) -> None:
+        if limits.max_context > pool.total * PAGE_SIZE:
+            raise ValueError("one sequence must fit into the page pool")
+        self._limits = limits
+        self._pool = pool
+        self._live: dict[int, Sequence] = {}
+        self._running: list[Sequence] = []  # lowest rank first
+        self._waiting = Ordered()
+        self._timers = Ordered()  # (deadline or expiry, key)
+        self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
+        self._fresh_slots: dict[int, None] = {}
+        self._width = limits.max_sequences if batching else 1
+        self._paused = 0
+        self._steps = 0
+        self._generated_tokens = 0
+        self._preemptions = 0
+
+    # What the front asks for
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes a new sequence in. ValueError where it could never run."""
+        request = sequence.request
+        if sequence.key in self._live:
+            raise ValueError(f"there is a sequence {sequence.key} already")
+        if not 0 < len(request.token_ids) < self._limits.max_context:
+            raise ValueError(f"{len(request.token_ids)} prompt tokens leave no room in {self._limits.max_context}")
+        if request.stopping.max_tokens < 1:
+            raise ValueError("max_tokens is below 1")
+        self._live[sequence.key] = sequence
+        self._waiting.add(*rank(sequence))
+        when = _timer(sequence)
+        if when is not None:
+            self._timers.add(when, sequence.key)
+
+    def cancel(self, key: int) -> None:
+        """Forgets a sequence; one that has ended already is no mistake."""
+        sequence = self._live.get(key)
+        if sequence is not None:
+            self._remove(sequence)
+
+    def pause(self, key: int) -> None:
+        """Plans it no more until `resume`. It keeps its pages while nobody else wants them."""
+        sequence = self._live.get(key)
+        if sequence is None or sequence.paused:
+            return
+        if sequence.slot < 0:
+            self._waiting.discard(*rank(sequence))
+        sequence.paused = True
+        self._paused += 1
+
+    def resume(self, key: int) -> None:
+        """Undoes `pause`."""
+        sequence = self._live.get(key)
+        if sequence is None or not sequence.paused:
+            return
+        sequence.paused = False
+        self._paused -= 1
+        if sequence.slot < 0:
+            self._waiting.add(*rank(sequence))
+
+    def set_batching(self, enabled: bool) -> None:
+        """Off: one sequence runs at a time. The others give up their pages and wait."""
+        self._width = self._limits.max_sequences if enabled else 1
+        if len(self._running) > self._width:
+            kept = next((one for one in self._running if not one.paused), self._running[0])
+            for sequence in [one for one in self._running if one is not kept]:
+                self._preempt(sequence)
+
+    # What the loop asks for
+
+    def expire(self, now: float) -> list[Event]:
+        """Ends those whose time is up, running or not."""
+        events = []
+        while (first := self._timers.first()) is not None and first[0] <= now:
+            sequence = self._live[first[1]]
+            deadline = sequence.request.deadline
+            if deadline is not None and deadline <= now:
+                events.append(Event(sequence.key, failure=Failure.DEADLINE))
+            else:
+                events.append(Event(sequence.key, finish=finish(sequence, FinishReason.TIME_BUDGET, now)))
+            self._remove(sequence)
+        return events
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None where nobody can be fed."""
+        self._start_waiting()
+        budget = self._limits.max_batch_tokens
+        lookahead = self._limits.tokens_per_step - 1
+        rows = []
+        for sequence in tuple(self._running):  # lowest rank first, so that no planned row loses its pages
+            if sequence.paused or sequence.slot < 0:
+                continue
+            start = sequence.computed
+            count = len(sequence.token_ids) - start
+            sample = True
+            if count > 1:
+                if count > budget:
+                    count, sample = budget, False
+                    if not count:
+                        continue
+                budget -= count
+            end = start + count + lookahead
+            if end > len(sequence.pages) * PAGE_SIZE and not self._grow(sequence, end):
+                continue
+            if sequence.first_planned_at is None:
+                sequence.first_planned_at = now
+            rows.append(Row(sequence, start, count, sample))
+        if not rows:
+            return None
+        fresh = tuple(self._fresh_slots)
+        self._fresh_slots.clear()
+        return StepPlan(tuple(rows), fresh)
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
+        """Takes in what the step brought."""
+        if len(result.rows) != len(plan.rows):
+            raise ValueError(f"{len(plan.rows)} rows were planned, {len(result.rows)} came back")
+        self._steps += 1
+        events = []
+        for row, brought in zip(plan.rows, result.rows, strict=True):
+            sequence = row.sequence
+            if sequence.slot < 0:  # it has ended or lost its pages meanwhile
+                continue
+            if not row.sample:
+                sequence.computed = row.start + row.count
+                continue
+            event = take(row, brought, self._limits.max_context, now)
+            self._generated_tokens += len(event.token_ids)
+            if event.finish is not None or event.failure is not None:
+                self._remove(sequence)
+            events.append(event)
+        return events
+
+    def fail(self, plan: StepPlan) -> list[Event]:
+        """Ends all that a broken step was to feed."""
+        sequences = [row.sequence for row in plan.rows if row.sequence.slot >= 0]
+        for sequence in sequences:
+            self._remove(sequence)
+        return [Event(sequence.key, failure=Failure.STEP) for sequence in sequences]
+
+    def next_timer(self) -> float | None:
+        """When `expire` will next have something to do."""
+        first = self._timers.first()
+        return None if first is None else first[0]
+
+    @property
+    def live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is now."""
+        waiting = len(self._waiting)
+        return EngineLoad(
+            running=len(self._live) - waiting - self._paused,
+            waiting=waiting,
+            paused=self._paused,
+            used_pages=self._pool.used,
+            total_pages=self._pool.total,
+            steps=self._steps,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+        )
+
+    # Slots and pages
+
+    def _start_waiting(self) -> None:
+        """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
+        while (first := self._waiting.first()) is not None:
+            sequence = self._live[first[1]]
+            pages = self._pages_for(len(sequence.token_ids) + self._limits.tokens_per_step - 1)
+            if not self._make_room(pages):
+                return
+            self._waiting.discard(*first)
+            sequence.pages = self._pool.allocate(pages) or []
+            sequence.slot = self._free_slots.pop()
+            self._fresh_slots[sequence.slot] = None
+            insort(self._running, sequence, key=rank)
+
+    def _make_room(self, pages: int) -> bool:
+        """Whether one more sequence may start; takes from the paused what it lacks.
+
+        It may if afterwards each that runs could still get another page, lest it be thrown out again at once.
+        """
+        paused = [sequence for sequence in self._running if sequence.paused]
+        active = len(self._running) - len(paused)
+        wanted = pages + active
+        if active >= self._width or wanted > self._pool.free + sum(len(sequence.pages) for sequence in paused):
+            return False
+        while len(self._running) >= self._width or wanted > self._pool.free:
+            self._preempt(paused.pop())
+        return True
+
+    def _grow(self, sequence: Sequence, end: int) -> bool:
+        """Gives a running sequence pages for its first `end` tokens; False where it had to yield instead."""
+        while True:
+            held = sequence.pages
+            pages = self._pool.allocate(self._pages_for(end) - len(held), after=held[-1])
+            if pages is not None:
+                held += pages
+                return True
+            victim = next((one for one in reversed(self._running) if one.paused), self._running[-1])
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-min(tokens, self._limits.max_context) // PAGE_SIZE)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes slot and pages away; once it runs again, prompt and output are computed anew."""
+        self._preemptions += 1
+        self._stop_running(sequence)
+        if not sequence.paused:
+            self._waiting.add(*rank(sequence))
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Ends a live sequence, wherever it is."""
+        del self._live[sequence.key]
+        when = _timer(sequence)
+        if when is not None:
+            self._timers.discard(when, sequence.key)
+        self._paused -= sequence.paused
+        if sequence.slot >= 0:
+            self._stop_running(sequence)
+        else:
+            self._waiting.discard(*rank(sequence))
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = 0
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+
+def _timer(sequence: Sequence) -> float | None:
+    """The earlier of deadline and expiry."""
+    request = sequence.request
+    times = [time for time in (request.deadline, request.expires_at) if time is not None]
+    return min(times, default=None)
