@@ -15,7 +15,6 @@ import hashlib
 import os
 import signal
 import time
-from dataclasses import dataclass, field
 
 from engine.api import GenerationRequest, ModelInfo, TokenLogprob
 from engine.errors import EngineFailed, Unsupported
@@ -23,9 +22,9 @@ from engine.plan import Row, RowResult, StepPlan, StepResult
 from engine.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
 
-_MASK = (1 << 64) - 1
-_FACTOR = 0x9E3779B97F4A7C15
-_EOS_ODDS = 64
+_PRIME = 2**31 - 1
+_FACTOR = 48271  # of a well-known generator with this modulus
+_STOP_ODDS = 64
 
 
 class Fault(enum.IntEnum):
@@ -38,16 +37,22 @@ class Fault(enum.IntEnum):
     DEVICE = 5  # the step raises what the loss of a device raises
 
 
-@dataclass(slots=True, eq=False)
 class _Shadow:
     """What was fed of the sequence that owns a slot."""
 
-    sequence: Sequence
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    digest: int = 0  # of token_ids[:digested]
-    digested: int = 0
-    overwritten: bool = False
+    __slots__ = ("computed", "digest", "digested", "noise", "overwritten", "pages", "plain", "sequence")
+
+    def __init__(self, sequence: Sequence, faults: bool) -> None:
+        request = sequence.request
+        self.sequence = sequence
+        self.computed = 0
+        self.pages: list[int] = []  # as of the last row
+        self.overwritten = False  # one of them by another sequence
+        self.digest = 1  # of token_ids[:digested]
+        self.digested = 0
+        self.noise = request.sampling.seed % _PRIME if request.sampling.temperature else 0
+        broken = faults and request.token_ids[0] == 0
+        self.plain = not request.stopping.stop_token_ids and request.logprobs is None and not broken
 
 
 class FakeRunner:
@@ -101,79 +106,90 @@ class FakeRunner:
 
     def _row(self, row: Row) -> RowResult | None:
         sequence = row.sequence
-        shadow = self._checked(row)
+        shadow = self._shadows.get(sequence.slot)
+        if shadow is None:
+            shadow = self._new_shadow(sequence)
         end = row.start + row.count
+        self._check(row, shadow, end)
         digest = shadow.digest
         for token_id in sequence.token_ids[shadow.digested : end]:
-            digest = (digest * _FACTOR + token_id + 1) & _MASK
+            digest = (digest * _FACTOR + token_id) % _PRIME
         shadow.digest, shadow.digested = digest, end
         if not row.sample:
             self._write(shadow, end)
             return None
-        request = sequence.request
-        if self._fake.faults and request.token_ids[0] == 0 and not self._healthy(sequence):
+        if not shadow.plain and self._breaks(sequence):
             return RowResult(())
-        count = min(self._fake.tokens_per_step, len(sequence.pages) * PAGE_SIZE - end + 1)
+        count = self._fake.tokens_per_step
+        if count > 1:
+            count = min(count, len(sequence.pages) * PAGE_SIZE - end + 1)
         self._write(shadow, end + count - 1)
         return self._draw(shadow, count)
 
-    def _checked(self, row: Row) -> _Shadow:
-        """The shadow of a row that is fit to be computed."""
-        sequence, end = row.sequence, row.start + row.count
+    def _new_shadow(self, sequence: Sequence) -> _Shadow:
         if sequence.slot not in self._shadows or sequence.slot >= self._info.max_sequences:
             raise BrokenPlan(f"slot {sequence.slot} was never announced")
-        shadow = self._shadows[sequence.slot]
-        if shadow is None:
-            shadow = self._shadows[sequence.slot] = _Shadow(sequence)
+        shadow = self._shadows[sequence.slot] = _Shadow(sequence, self._fake.faults)
+        return shadow
+
+    def _check(self, row: Row, shadow: _Shadow, end: int) -> None:
+        sequence = row.sequence
+        pages = sequence.pages
         if shadow.sequence is not sequence:
-            raise BrokenPlan("a slot changed hands untold")
+            raise BrokenPlan("a slot changed hands unannounced")
         if row.start != shadow.computed:
             raise BrokenPlan(f"{shadow.computed} tokens were computed, the row begins at {row.start}")
-        if shadow.overwritten or sequence.pages[: len(shadow.pages)] != shadow.pages:
-            raise BrokenPlan("pages were lost")
-        if row.count < 1 or end > len(sequence.pages) * PAGE_SIZE or end > len(sequence.token_ids):
+        if pages != shadow.pages:
+            written = -(-shadow.computed // PAGE_SIZE)
+            if pages[:written] != shadow.pages[:written]:
+                raise BrokenPlan("computed pages were exchanged")
+            shadow.pages = pages.copy()
+        if shadow.overwritten:
+            raise BrokenPlan("another sequence wrote into computed pages")
+        if end == row.start or end > len(pages) * PAGE_SIZE:
             raise BrokenPlan(f"no pages or no tokens for {row.start}…{end}")
         if row.sample != (end == len(sequence.token_ids)):
             raise BrokenPlan("a row samples behind the last token, and only there")
-        return shadow
 
     def _write(self, shadow: _Shadow, end: int) -> None:
         """Marks the pages of computed … end - 1 as this sequence's."""
-        pages = shadow.sequence.pages
-        for page in pages[shadow.computed // PAGE_SIZE : -(-end // PAGE_SIZE)]:
-            writer = self._writers[page]
+        pages, writers = shadow.pages, self._writers
+        for index in range(shadow.computed // PAGE_SIZE, (end - 1) // PAGE_SIZE + 1):
+            writer = writers[pages[index]]
             if writer is not shadow:
                 if writer is not None:
                     writer.overwritten = True
-                self._writers[page] = shadow
-        if end > len(shadow.pages) * PAGE_SIZE:
-            shadow.pages = pages[: -(-end // PAGE_SIZE)]
+                writers[pages[index]] = shadow
         shadow.computed = end
 
     def _draw(self, shadow: _Shadow, count: int) -> RowResult:
+        digest, ids = shadow.digest, self._ids
+        shadow.digested += count
+        if shadow.plain and count == 1:
+            token_id = ids[(digest ^ shadow.noise) * _FACTOR % _PRIME % len(ids)]
+            shadow.digest = (digest * _FACTOR + token_id) % _PRIME
+            return RowResult((token_id,))
         request = shadow.sequence.request
         output = shadow.sequence.output_length
-        noise = request.sampling.seed * _FACTOR if request.sampling.temperature else 0
-        ids, logprobs = [], []
+        drawn, logprobs = [], []
         for index in range(output, output + count):
-            bits = (shadow.digest ^ noise) & _MASK
-            bits = (bits ^ (bits >> 33)) * _FACTOR & _MASK
-            bits ^= bits >> 29
+            bits = (digest ^ shadow.noise) * _FACTOR % _PRIME
             token_id = self._choose(request, index, bits)
-            shadow.digest = (shadow.digest * _FACTOR + token_id + 1) & _MASK
-            ids.append(token_id)
+            digest = (digest * _FACTOR + token_id) % _PRIME
+            drawn.append(token_id)
             if request.logprobs is not None:
                 logprobs.append(self._logprob(token_id, request.logprobs, bits))
-        shadow.digested += count
-        return RowResult(tuple(ids), tuple(logprobs))
+        shadow.digest = digest
+        return RowResult(tuple(drawn), tuple(logprobs))
 
     def _choose(self, request: GenerationRequest, index: int, bits: int) -> int:
+        """The id at place `index` of the output."""
         stops = request.stopping.stop_token_ids
-        place = (bits >> 8) % len(self._ids)
+        place = bits % len(self._ids)
         if not stops:
             return self._ids[place]
         if index >= request.stopping.min_tokens:
-            return stops[0] if bits % _EOS_ODDS == 0 else self._ids[place]
+            return stops[0] if bits // len(self._ids) % _STOP_ODDS == 0 else self._ids[place]
         turned = (self._ids[place - offset] for offset in range(len(self._ids)))
         return next((token_id for token_id in turned if token_id not in stops), self._ids[place])
 
@@ -183,11 +199,11 @@ class FakeRunner:
         top = [token_id, *others][:count]
         return TokenLogprob(logprob, tuple((other, logprob - rank / 8) for rank, other in enumerate(top)))
 
-    def _healthy(self, sequence: Sequence) -> bool:
-        """Breaks as the prompt says; False where only this row is to break."""
-        fault, after = (*sequence.request.token_ids[1:3], 0, 0)[:2]
-        if sequence.output_length < after:
-            return True
+    def _breaks(self, sequence: Sequence) -> bool:
+        """Breaks as the prompt says; True where only this row is to break."""
+        first, fault, after = (*sequence.request.token_ids[:3], 0, 0)[:3]
+        if not self._fake.faults or first != 0 or sequence.output_length < after:
+            return False
         match fault:
             case Fault.RAISE:
                 raise EngineFailed("as asked")
@@ -198,7 +214,7 @@ class FakeRunner:
             case Fault.HANG:
                 while True:
                     time.sleep(3600)
-        return fault != Fault.SICK_ROW
+        return fault == Fault.SICK_ROW
 
 
 class BrokenPlan(Exception):
