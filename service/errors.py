@@ -1,0 +1,104 @@
+"""What can go wrong in the front, as its callers see it. `status` says which gRPC status each becomes.
+
+ServiceError
+├── InvalidRequest      fields are wrong; every violation is named
+├── UnknownModel        no model of that name is served
+├── UnknownRequest      no live request of that name
+├── DuplicateRequest    a live request of this tenant has that name
+├── Unimplemented       this build or model lacks the option
+├── Overloaded          a limit is reached: try again later
+├── Draining            the server is stopping: try another one, or later
+├── Unauthenticated     no token, or one that nobody has
+├── PermissionDenied    the token lacks the right
+├── StreamStalled       the reader took no message for too long
+└── AnswerTooLarge      the whole answer does not fit into one message
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One field that is wrong."""
+
+    field: str  # its path, "sampling.top_p" for one; empty for the message itself
+    description: str
+
+
+class ServiceError(Exception):
+    """Root of the front's own errors. The text is meant for the caller."""
+
+
+class InvalidRequest(ServiceError):
+    """Fields are wrong."""
+
+    def __init__(self, violations: tuple[Violation, ...]) -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" if v.field else v.description for v in violations))
+        self.violations = violations
+
+
+class UnknownModel(ServiceError):
+    """No model of that name is served."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("no such model is served here")
+        self.name = name
+
+
+class UnknownRequest(ServiceError):
+    """No live request of that name."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__("no such request is live")
+        self.request_id = request_id
+
+
+class DuplicateRequest(ServiceError):
+    """A live request of this tenant has that name."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__("a live request has this request_id")
+        self.request_id = request_id
+
+
+class Unimplemented(ServiceError):
+    """This build or model lacks the option."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Overloaded(ServiceError):
+    """A limit is reached."""
+
+    def __init__(self, message: str, reason: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.reason = reason  # UPPER_SNAKE_CASE, for programs
+        self.retry_after = retry_after  # seconds
+
+
+class Draining(ServiceError):
+    """The server is stopping."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__("the server is draining")
+        self.retry_after = retry_after  # seconds
+
+
+class Unauthenticated(ServiceError):
+    """No token, or one that nobody has."""
+
+
+class PermissionDenied(ServiceError):
+    """The token lacks the right."""
+
+
+class StreamStalled(ServiceError):
+    """The reader took no message for too long."""
+
+
+class AnswerTooLarge(ServiceError):
+    """The whole answer does not fit into one message."""

@@ -1,0 +1,214 @@
+"""The use case: a request is let in, tokenized, given to the engine, and its tokens become text until something stops
+it. Unary and streamed answers differ in their sink alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.api import Engine, Finish, FinishReason, GenerationRequest, Stopping, TokenEvents, TokenLogprob, TokenStream
+from service.admission import Admission, Ticket
+from service.convert import GenerationMessage, read_generation, too_long
+from service.delivery import Sink
+from service.errors import InvalidRequest, Violation
+from service.model import ServedModel
+from service.request import Ask, Ending, EndReason, ModelFacts, Origin, PromptFacts
+from service.text import Detokenizer
+
+_REASONS = {
+    FinishReason.STOP: EndReason.STOP,
+    FinishReason.LENGTH: EndReason.LENGTH,
+    FinishReason.TIME_BUDGET: EndReason.TIME_BUDGET,
+}
+
+
+class SinkMaker(Protocol):
+    """Makes the sink that a valid request asks for."""
+
+    def __call__(self, ask: Ask) -> Sink: ...
+
+
+class Generator:
+    """Answers requests."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: Engine,
+        admission: Admission,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._admission = admission
+        self._clock = clock
+
+    async def run(self, message: GenerationMessage, origin: Origin, make_sink: SinkMaker) -> None:
+        """The whole answer goes to the sink. Raises what `status` knows."""
+        facts = self._model.facts()
+        ask = read_generation(message, facts)
+        with self._admission.admit(origin.tenant, ask.request_id, ask.priority, origin.deadline) as ticket:
+            ids = await self._model.encode(ask.prompt, facts)
+            request = _engine_request(ask, ids, origin, facts)
+            ticket.count_prompt(len(ids))
+            stream = self._engine.submit(request)
+            try:
+                ticket.attach(stream)
+                sink = make_sink(ask)
+                try:
+                    await sink.begin(PromptFacts(ask.request_id, facts.name, len(ids)))
+                    detokenizer = self._model.detokenizer(ask)
+                    await _Answer(ask, request, ticket, sink, detokenizer, self._clock).run(stream)
+                finally:
+                    sink.close()
+            finally:
+                stream.cancel()
+
+
+class _Answer:
+    """One answer on its way from the engine to the sink."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        request: GenerationRequest,
+        ticket: Ticket,
+        sink: Sink,
+        detokenizer: Detokenizer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._ask = ask
+        self._request = request
+        self._ticket = ticket
+        self._sink = sink
+        self._detokenizer = detokenizer
+        self._clock = clock
+        self._want_text = ask.output.text
+        self._count = 0  # tokens of the answer so far
+        self._first_at = 0.0
+
+    async def run(self, stream: TokenStream) -> None:
+        """From the first event to the last message."""
+        async for events in stream:
+            if not self._count and events.token_ids:
+                self._ticket.start()
+                self._first_at = self._clock()
+            if events.finish is not None:
+                await self._finish(events, events.finish)
+                return
+            stop = await self._take(events.token_ids, events.logprobs, last=False)
+            if stop is not None:
+                stream.cancel()
+                await self._sink.end(self._cut(stop))
+                return
+
+    async def _take(self, ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], last: bool) -> str | None:
+        """Ids become pieces no longer than the sink has room for. Returns the stop string that matched, if one did.
+        With `last`, the last piece is left for the message that carries the finish."""
+        sink = self._sink
+        start, end = 0, len(ids)
+        while start < end:
+            room = sink.room or await self._make_room()
+            upto = min(start + room, end)
+            piece = ids if upto - start == end else ids[start:upto]
+            text, stop, count = self._text(piece)
+            self._count += count
+            full = sink.add(text, piece[:count], logprobs[start : start + count])
+            if stop is not None:
+                return stop
+            start = upto
+            if full and (start < end or not last):
+                await sink.flush()
+        return None
+
+    def _text(self, ids: tuple[int, ...]) -> tuple[str, str | None, int]:
+        """Their text, the stop string that matched, and how many of them belong to the answer."""
+        if self._detokenizer is None:
+            return "", None, len(ids)
+        text, stop, count = self._detokenizer.push(ids)
+        return (text if self._want_text else ""), stop, count
+
+    async def _make_room(self) -> int:
+        await self._sink.flush()
+        return self._sink.room
+
+    async def _finish(self, events: TokenEvents, finish: Finish) -> None:
+        """The engine's last event. The id of a stop token is part of the answer; its text is not, unless asked for."""
+        ids, logprobs = events.token_ids, events.logprobs
+        cut = finish.stop_token_id is not None and not self._ask.stops.include
+        kept = len(ids) - 1 if cut else len(ids)
+        stop = await self._take(ids[:kept], logprobs[:kept], last=True)
+        if stop is not None:
+            await self._sink.end(self._cut(stop))
+            return
+        if self._detokenizer is not None:
+            tail = self._detokenizer.flush()
+            if self._want_text:
+                self._sink.add(tail.text, (), ())
+            if tail.stop is not None:
+                await self._sink.end(self._cut(tail.stop))
+                return
+        if cut:
+            if not self._sink.room:
+                await self._sink.flush()
+            self._count += 1
+            self._sink.add("", ids[kept:], logprobs[kept:])
+        await self._sink.end(
+            Ending(
+                reason=_REASONS[finish.reason],
+                sampling=self._request.sampling,
+                prompt_tokens=len(self._request.token_ids),
+                completion_tokens=self._count,
+                cached_tokens=finish.cached_tokens,
+                queue=finish.queue,
+                prefill=finish.prefill,
+                decode=finish.decode,
+                stop_token_id=finish.stop_token_id,
+            )
+        )
+
+    def _cut(self, stop: str) -> Ending:
+        """A stop string matched, so that the engine's own ending never comes."""
+        now = self._clock()
+        return Ending(
+            reason=EndReason.STOP_STRING,
+            sampling=self._request.sampling,
+            prompt_tokens=len(self._request.token_ids),
+            completion_tokens=self._count,
+            cached_tokens=0,
+            queue=None,
+            prefill=self._first_at - self._request.arrived_at,
+            decode=now - self._first_at,
+            stop_string=stop,
+        )
+
+
+def _engine_request(ask: Ask, ids: tuple[int, ...], origin: Origin, facts: ModelFacts) -> GenerationRequest:
+    """Raises InvalidRequest where prompt and answer do not fit into the context."""
+    room = facts.max_context - len(ids)
+    stops = ask.stops
+    if not ids:
+        raise InvalidRequest((Violation(ask.prompt.field, "has no tokens"),))
+    if room < 1:
+        raise InvalidRequest((Violation(ask.prompt.field, too_long(len(ids), facts.max_context)),))
+    if stops.max_tokens is not None and stops.max_tokens > room:
+        raise InvalidRequest((Violation("stopping.max_tokens", f"must be at most {room} after this prompt"),))
+    if stops.min_tokens > room:
+        raise InvalidRequest((Violation("stopping.min_tokens", f"must be at most {room} after this prompt"),))
+    return GenerationRequest(
+        request_id=f"{origin.tenant}/{ask.request_id}",
+        token_ids=ids,
+        sampling=ask.sampling,
+        stopping=Stopping(
+            max_tokens=room if stops.max_tokens is None else stops.max_tokens,
+            min_tokens=stops.min_tokens,
+            stop_token_ids=stops.token_ids,
+        ),
+        arrived_at=origin.arrived_at,
+        logprobs=ask.output.logprobs,
+        priority=ask.priority,
+        deadline=origin.deadline,
+        expires_at=None if ask.time_budget is None else origin.arrived_at + ask.time_budget,
+    )

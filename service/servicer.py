@@ -1,0 +1,119 @@
+"""The bodies of the RPCs."""
+
+from __future__ import annotations
+
+from engine.api import Engine
+from service import answers
+from service.admission import Admission
+from service.auth import DEFAULT_TENANT
+from service.convert import check_model, read_detokenize, read_drain, read_switch, read_tokenize
+from service.delivery import Messages, StallWatch, Whole, Writer
+from service.errors import Unimplemented
+from service.generate import Generator
+from service.model import ServedModel
+from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
+from service.request import Ask
+from service.rpc import Call
+from service.switches import Switches
+
+
+class GenerationServicer:
+    """whippet.v1.GenerationService."""
+
+    def __init__(self, generator: Generator, model: ServedModel, watch: StallWatch) -> None:
+        self._generator = generator
+        self._model = model
+        self._watch = watch
+
+    async def generate(self, request: generation_pb2.GenerateRequest, call: Call) -> generation_pb2.GenerateResponse:
+        """The whole answer in one message."""
+        response = generation_pb2.GenerateResponse()
+
+        def sink(ask: Ask) -> Whole:
+            return Whole(call.context, ask.output, response)
+
+        await self._generator.run(request, call.origin, sink)
+        return response
+
+    async def generate_stream(self, request: generation_pb2.GenerateStreamRequest, call: Call) -> None:
+        """The answer as it grows."""
+        with Writer(call.context, self._watch) as writer:
+
+            def sink(ask: Ask) -> Messages:
+                return Messages(writer, ask.delivery, ask.output)
+
+            await self._generator.run(request, call.origin, sink)
+
+    async def tokenize(self, request: generation_pb2.TokenizeRequest, call: Call) -> generation_pb2.TokenizeResponse:
+        """Text or chat to ids."""
+        prompt = read_tokenize(request, self._model.facts())
+        return generation_pb2.TokenizeResponse(token_ids=await self._model.tokenize(prompt))
+
+    async def detokenize(
+        self, request: generation_pb2.DetokenizeRequest, call: Call
+    ) -> generation_pb2.DetokenizeResponse:
+        """Ids to text."""
+        ids = read_detokenize(request, self._model.facts())
+        return generation_pb2.DetokenizeResponse(text=await self._model.detokenize(ids))
+
+
+class ModelServicer:
+    """whippet.v1.ModelService."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def list_models(self, request: model_pb2.ListModelsRequest, call: Call) -> model_pb2.ListModelsResponse:
+        """The one there is."""
+        return model_pb2.ListModelsResponse(models=[self._model.describe()])
+
+    async def get_model(self, request: model_pb2.GetModelRequest, call: Call) -> model_pb2.GetModelResponse:
+        """One by name."""
+        check_model(request.name, self._model.facts())
+        return model_pb2.GetModelResponse(model=self._model.describe())
+
+
+class AdminServicer:
+    """whippet.v1.AdminService."""
+
+    def __init__(self, engine: Engine, admission: Admission, switches: Switches) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._switches = switches
+
+    async def abort_generation(
+        self, request: admin_pb2.AbortGenerationRequest, call: Call
+    ) -> admin_pb2.AbortGenerationResponse:
+        """Its caller sees ABORTED."""
+        tenant = request.tenant or DEFAULT_TENANT
+        self._admission.abort(tenant, request.request_id, "an operator ended the request")
+        return admin_pb2.AbortGenerationResponse()
+
+    async def get_load(self, request: admin_pb2.GetLoadRequest, call: Call) -> admin_pb2.GetLoadResponse:
+        """As of the engine's last report."""
+        return answers.load(self._engine, self._admission.draining)
+
+    async def flush_cache(self, request: admin_pb2.FlushCacheRequest, call: Call) -> admin_pb2.FlushCacheResponse:
+        """There is no cache yet."""
+        raise Unimplemented("kind", "this server has no cache")
+
+    async def list_optimizations(
+        self, request: admin_pb2.ListOptimizationsRequest, call: Call
+    ) -> admin_pb2.ListOptimizationsResponse:
+        """By name."""
+        return admin_pb2.ListOptimizationsResponse(
+            optimizations=[answers.optimization(switch) for switch in self._switches.all()]
+        )
+
+    async def set_optimization(
+        self, request: admin_pb2.SetOptimizationRequest, call: Call
+    ) -> admin_pb2.SetOptimizationResponse:
+        """In force when this returns."""
+        switch = await self._switches.set(*read_switch(request))
+        return admin_pb2.SetOptimizationResponse(optimization=answers.optimization(switch))
+
+    async def drain(self, request: admin_pb2.DrainRequest, call: Call) -> admin_pb2.DrainResponse:
+        """Nothing new gets in from here on."""
+        within = read_drain(request)
+        self._admission.drain()
+        return admin_pb2.DrainResponse(remaining=await self._admission.idle(within))

@@ -1,0 +1,302 @@
+"""The one settings tree: what a server can be told, from where, and which value wins.
+
+Flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML file named by `--config`, which beats
+the defaults below. A name that no setting has is refused, wherever it stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from engine.settings import DecoderChoice, Device, Dtype, EngineKind, EngineSettings, FakeSettings, LoadFormat
+
+ENV_PREFIX = "WHIPPET_"
+# Kubernetes injects these for a Service that is called whippet; no setting begins like them.
+_KUBERNETES = re.compile(r"WHIPPET_(SERVICE_|PORT(_|$))")
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+):(\d{1,5})")
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+class BadSettings(Exception):
+    """The settings cannot be used. One line, names each setting and what is wrong with it."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SchedulerOptions(_Frozen):
+    """How the engine shares itself out."""
+
+    max_sequences: int = Field(default=16, ge=1, le=1024, description="sequences that run at once")
+    max_batch_tokens: int = Field(default=512, ge=16, le=1_048_576, description="prompt tokens that a step may take")
+    max_context: int | None = Field(
+        default=None, ge=16, description="prompt and answer, in tokens; unset: the model's own"
+    )
+    kv_bytes: int | None = Field(default=None, ge=1 << 16, description="key-value pages; unset: a share of free memory")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="of a CPU; unset: one a core")
+
+
+class LimitOptions(_Frozen):
+    """How much work may wait."""
+
+    queued_requests: int = Field(default=256, ge=0, description="requests beyond those that run at once")
+    queued_prompt_tokens: int = Field(
+        default=1_048_576, ge=1, description="prompt tokens of requests without a first token"
+    )
+    tenant_requests: int | None = Field(default=None, ge=1, description="live requests of one tenant; unset: no limit")
+
+
+class StreamOptions(_Frozen):
+    """What a reader that is slow may cost."""
+
+    buffer_bytes: int = Field(
+        default=262_144, ge=4096, description="what may wait for a reader before its sequence pauses"
+    )
+    stall_timeout: Seconds = Field(default=30.0, description="seconds without a message taken until a stream is ended")
+
+
+class DrainOptions(_Frozen):
+    """How the server stops."""
+
+    timeout: float = Field(default=30.0, ge=0, le=86_400, description="seconds that live requests get after SIGTERM")
+
+
+class AuthOptions(_Frozen):
+    """Who may call."""
+
+    tokens_file: Path | None = Field(
+        default=None, description="YAML of {tenant, sha256, rights}; unset: everyone may all"
+    )
+
+
+class TlsOptions(_Frozen):
+    """The certificate of the data and admin ports. The health port stays plaintext."""
+
+    cert: Path | None = Field(default=None, description="certificate chain, PEM")
+    key: Path | None = Field(default=None, description="private key, PEM")
+    client_ca: Path | None = Field(
+        default=None, description="callers must show a certificate that this one signed, PEM"
+    )
+
+    @model_validator(mode="after")
+    def _pair(self) -> TlsOptions:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together")
+        if self.client_ca is not None and self.cert is None:
+            raise ValueError("client-ca needs cert and key")
+        return self
+
+
+class OptimizationOptions(_Frozen):
+    """The switches. None of them changes greedy output."""
+
+    batching: bool = Field(default=True, description="run several sequences in one step")
+
+
+class FakeOptions(_Frozen):
+    """The engine without weights, `--engine fake`."""
+
+    vocab_size: int = Field(default=256, ge=2, le=1_048_576, description="used where no --model gives a tokenizer")
+    max_context: int = Field(default=4096, ge=16)
+    total_pages: int = Field(default=4096, ge=1)
+    step_time: float = Field(default=0.0, ge=0, le=60, description="seconds a step takes")
+    tokens_per_step: int = Field(default=1, ge=1, le=1024)
+
+
+class Settings(BaseSettings):
+    """The tree."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str | None = Field(default=None, description="folder of the model, as Hugging Face lays it out")
+    model_name: str | None = Field(
+        default=None, min_length=1, description="what requests call it; unset: the folder's name"
+    )
+    engine: EngineKind = Field(default="model", description="`fake` serves made-up tokens without weights")
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    decoder: DecoderChoice = "auto"
+    load_format: LoadFormat = Field(default="auto", description="`dummy` makes random weights from config.json alone")
+    seed: int = Field(default=0, ge=0, description="of dummy weights")
+    config: Path | None = Field(default=None, description="YAML file with this same tree")
+    listen: str = Field(default="127.0.0.1:50051", description="data port")
+    admin_listen: str = Field(default="127.0.0.1:50052", description="admin port")
+    health_listen: str = Field(default="127.0.0.1:50053", description="health alone, plaintext")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    scheduler: SchedulerOptions = SchedulerOptions()
+    limits: LimitOptions = LimitOptions()
+    stream: StreamOptions = StreamOptions()
+    drain: DrainOptions = DrainOptions()
+    auth: AuthOptions = AuthOptions()
+    tls: TlsOptions = TlsOptions()
+    optimizations: OptimizationOptions = OptimizationOptions()
+    fake: FakeOptions = FakeOptions()
+
+    @field_validator("listen", "admin_listen", "health_listen")
+    @classmethod
+    def _address(cls, address: str) -> str:
+        match = _ADDRESS.fullmatch(address)
+        if match is None or int(match[2]) > 65_535:
+            raise ValueError("write HOST:PORT, [ADDRESS]:PORT for IPv6")
+        return address
+
+    @model_validator(mode="after")
+    def _needs_model(self) -> Settings:
+        if self.model is None and self.engine == "model":
+            raise ValueError("--model FOLDER is needed")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """`load` alone says where values come from."""
+        return (init_settings,)
+
+    @property
+    def served_name(self) -> str:
+        """What requests may put into their field `model`."""
+        if self.model_name is not None:
+            return self.model_name
+        return "fake" if self.model is None else Path(self.model).resolve().name
+
+    def engine_settings(self, vocab_size: int | None = None) -> EngineSettings:
+        """The engine's share. `vocab_size` is the tokenizer's, for a fake engine that must speak its ids."""
+        fake = self.fake.model_dump()
+        if vocab_size is not None:
+            fake["vocab_size"] = vocab_size
+        return EngineSettings(
+            model=self.model or "",
+            kind=self.engine,
+            device=self.device,
+            dtype=self.dtype,
+            decoder=self.decoder,
+            load_format=self.load_format,
+            max_sequences=self.scheduler.max_sequences,
+            max_batch_tokens=self.scheduler.max_batch_tokens,
+            max_context=self.scheduler.max_context,
+            kv_bytes=self.scheduler.kv_bytes,
+            threads=self.scheduler.threads,
+            seed=self.seed,
+            batching=self.optimizations.batching,
+            fake=FakeSettings(**fake),
+        )
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Flags > environment > YAML > defaults. Raises BadSettings; `--help` prints and raises SystemExit(0)."""
+    env = os.environ if environ is None else environ
+    flags = _flags(argv)
+    config = flags.get("config") or env.get(f"{ENV_PREFIX}CONFIG")
+    tree: dict[str, Any] = {} if config is None else _yaml(Path(config))
+    _merge(tree, _environment(env))
+    _merge(tree, flags)
+    try:
+        return Settings(**tree)
+    except ValidationError as error:
+        raise BadSettings("; ".join(_sentence(e) for e in error.errors(include_url=False))) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadSettings(message)
+
+
+def _flags(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(prog="whippet serve", description="Serves a model over gRPC.", allow_abbrev=False)
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        Settings, root_parser=parser, cli_kebab_case=True, cli_avoid_json=True, cli_hide_none_type=True
+    )
+    given = source(args=list(argv))
+    return dict(given())
+
+
+def _environment(env: Mapping[str, str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in sorted(env.items()):
+        if not name.startswith(ENV_PREFIX) or _KUBERNETES.match(name):
+            continue
+        path = name.removeprefix(ENV_PREFIX).lower().split("__")
+        if tuple(path) not in _PATHS:
+            unknown.append(name)
+            continue
+        at = tree
+        for parent in path[:-1]:
+            at = at.setdefault(parent, {})
+        at[path[-1]] = value
+    if unknown:
+        raise BadSettings(f"{', '.join(unknown)}: there is no such setting")
+    return tree
+
+
+def _paths(model: type[BaseModel], parents: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
+    found: set[tuple[str, ...]] = set()
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, _Frozen):
+            found |= _paths(inner, (*parents, name))
+        else:
+            found.add((*parents, name))
+    return frozenset(found)
+
+
+_PATHS = _paths(Settings)
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSettings(f"config: {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise BadSettings(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise BadSettings(f"config: {path} is not a mapping of setting names")
+    return {key.replace("-", "_"): _plain(value) for key, value in tree.items()}
+
+
+def _plain(value: Any) -> Any:
+    """YAML may write names as flags do, with hyphens."""
+    if isinstance(value, dict):
+        return {str(key).replace("-", "_"): _plain(inner) for key, inner in value.items()}
+    return value
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(below.get(key), dict):
+            _merge(below[key], value)
+        else:
+            below[key] = value
+
+
+def _sentence(error: Any) -> str:
+    name = ".".join(str(part).replace("_", "-") for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{name}: there is no such setting"
+    text = str(error["msg"]).removeprefix("Value error, ")
+    return f"{name}: {text}" if name else text

@@ -1,0 +1,45 @@
+"""The optimisations that can be turned on and off while requests are served."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from engine.api import Engine
+from service.errors import Unimplemented
+from service.settings import OptimizationOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One optimisation."""
+
+    name: str
+    enabled: bool
+    description: str
+
+
+class Switches:
+    """All that this build has."""
+
+    def __init__(self, options: OptimizationOptions, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._switches = {
+            name: Switch(name, getattr(options, name), field.description or "")
+            for name, field in sorted(OptimizationOptions.model_fields.items())
+        }
+
+    def all(self) -> tuple[Switch, ...]:
+        """By name."""
+        return tuple(self._switches.values())
+
+    async def set(self, name: str, enabled: bool) -> Switch:
+        """Returns when it is in force. Raises Unimplemented for a name that there is not."""
+        async with self._lock:
+            switch = self._switches.get(name)
+            if switch is None:
+                raise Unimplemented("name", "this build has no optimisation of that name")
+            await self._engine.set_optimization(name, enabled)
+            self._switches[name] = replace(switch, enabled=enabled)
+            return self._switches[name]
