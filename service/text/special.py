@@ -1,11 +1,14 @@
-"""Which tokens of a model are special, and whether BOS and EOS are put around a text: the rules of transformers."""
+"""Which tokens of a model are special, by the rules of transformers 5.
+
+Whether BOS is put before a text is tokenizer.json's business alone: its post-processor says so. `add_bos_token` in
+tokenizer_config.json is left from the time before that file, and transformers passes it over as well.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from service.text.files import ModelFiles, one_line
@@ -13,15 +16,6 @@ from service.text.files import ModelFiles, one_line
 CONFIG = "tokenizer_config.json"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
-
-
-@dataclass(frozen=True, slots=True)
-class Special:
-    """Special tokens by role, and what the tokenizer's settings add around a text."""
-
-    named: dict[str, str]  # "bos_token" and so on → its text; templates see them under these names
-    add_bos: bool | None  # None: as tokenizer.json says
-    add_eos: bool | None
 
 
 def _token(files: ModelFiles, value: object) -> AddedToken | None:
@@ -55,8 +49,9 @@ def _declared(files: ModelFiles, config: dict[str, Any]) -> list[tuple[int, Adde
     return sorted(declared, key=lambda item: item[0])
 
 
-def apply_special(files: ModelFiles, backend: Backend, config: dict[str, Any]) -> Special:
-    """Makes the backend know the special tokens that the settings name, and their BOS and EOS rule."""
+def apply_special(files: ModelFiles, backend: Backend, config: dict[str, Any]) -> dict[str, str]:
+    """Makes the backend know the special tokens that the settings name. Gives those that have a role: "bos_token" and
+    so on → text, the names under which templates see them."""
     config = _merged(files, config)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for index, token in _declared(files, config):
@@ -76,29 +71,4 @@ def apply_special(files: ModelFiles, backend: Backend, config: dict[str, Any]) -
             found.special = True
             backend.add_tokens([found])
             known.add(found.content)
-    special = Special(named, config.get("add_bos_token"), config.get("add_eos_token"))
-    _wrap(files, backend, special)
-    return special
-
-
-def _wrap(files: ModelFiles, backend: Backend, special: Special) -> None:
-    """An explicit rule in the settings replaces the one of tokenizer.json."""
-    if special.add_bos is None and special.add_eos is None:
-        return
-    around = {}
-    for role, wanted in (("bos_token", special.add_bos), ("eos_token", special.add_eos)):
-        text = special.named.get(role)
-        if not wanted or text is None:
-            continue
-        index = backend.token_to_id(text)
-        if index is None:
-            files.refuse(CONFIG, f"{role} {text!r} is not in tokenizer.json")
-        around[role] = (text, index)
-    parts = [role for role in ("bos_token", "$A", "eos_token") if role == "$A" or role in around]
-    try:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[around[part][0] if part in around else part for part in parts],
-            special_tokens=list(around.values()),
-        )
-    except ValueError as error:
-        files.refuse(CONFIG, f"add_bos_token and add_eos_token do not work out ({one_line(error)})")
+    return named

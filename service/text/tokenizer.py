@@ -59,15 +59,15 @@ class Tokenizer:
         except Exception as error:  # the library has no narrower type
             files.refuse(VOCABULARY, f"is no tokenizer ({one_line(error)})", NO_VOCABULARY)
         config = files.object(CONFIG)
-        special = apply_special(files, backend, config)
-        source, template = _read_template(files, config, special.named)
+        named = apply_special(files, backend, config)
+        source, template = _read_template(files, config, named)
         generation = files.object("generation_config.json")
         eos = read_eos(files, generation)
-        own_eos = backend.token_to_id(special.named["eos_token"]) if "eos_token" in special.named else None
+        own_eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
         if own_eos is not None and own_eos not in eos:
             eos = (*eos, own_eos)
-        rules = {"named": special.named, "bos": special.add_bos, "eos": special.add_eos}
-        digest = _digest(vocabulary, (source or "").encode(), json.dumps(rules, sort_keys=True).encode())
+        added = {index: str(token) for index, token in sorted(backend.get_added_tokens_decoder().items())}
+        digest = _digest(vocabulary, (source or "").encode(), json.dumps([named, added], sort_keys=True).encode())
         return cls(backend, template, digest, eos, read_sampling(files, generation))
 
     @classmethod
@@ -166,7 +166,7 @@ def _read_template(
 
 
 def _special_pattern(backend: Backend) -> re.Pattern[str] | None:
-    """Matches the first character of a special token wherever one begins; one of a single character cannot be broken."""
+    """Matches the first character of a special token wherever one begins, if it has more than that one."""
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     breakable = [re.escape(content) for content in special if len(content) > 1]
     return re.compile(f"(?=(?:{'|'.join(breakable)})).", re.DOTALL) if breakable else None

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-CORPUS = [*inspect.getsource(argparse).splitlines(), "Grüße aus Łódź", "日本語のテキスト", "emoji 🙂🙃 e\u0301", "  two  spaces "]
+CORPUS = [
+    *inspect.getsource(argparse).splitlines(),
+    "Grüße aus Łódź",
+    "日本語のテキスト",
+    "emoji 🙂🙃 e\u0301",
+    "  two  spaces ",
+]
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 SPLIT = r"'s|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
 CHATML = (
@@ -52,9 +58,7 @@ def byte_fallback() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     strip = decoders.Strip(" ", 1, 0)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.add_special_tokens(SPECIALS)
     return tokenizer

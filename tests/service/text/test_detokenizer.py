@@ -168,7 +168,9 @@ def test_stops_across_tokens_do_not_depend_on_chunks(
     source = data.draw(st.text("parse the\n\t🙂é<>", max_size=50))
     ids = library.encode(source, add_special_tokens=False).ids
     text = library.decode(ids)
-    stops = [text[i : i + 3] for i in data.draw(st.lists(st.integers(0, max(0, len(text) - 3)), min_size=1, max_size=3))]
+    stops = [
+        text[i : i + 3] for i in data.draw(st.lists(st.integers(0, max(0, len(text) - 3)), min_size=1, max_size=3))
+    ]
     stops = [stop for stop in stops if stop] or ["x"]
 
     def run(parts: list[list[int]]) -> tuple[str, str | None, int]:
