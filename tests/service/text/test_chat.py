@@ -24,7 +24,8 @@ SYSTEM_FIRST = (
     "        {{- raise_exception('roles must take turns, ' + message.role + ' does not') -}}\n    {%- endif -%}\n"
     "    {%- if message.role == 'user' -%}\n        {{- '[INST] ' -}}\n"
     "        {%- if loop.first and system is defined -%}{{- '<<' + system + '>>' -}}{%- endif -%}\n"
-    "        {{- message.content + ' [/INST]' -}}\n    {%- else -%}\n        {{- ' ' + message.content + eos_token -}}\n"
+    "        {{- message.content + ' [/INST]' -}}\n    {%- else -%}\n"
+    "        {{- ' ' + message.content + eos_token -}}\n"
     "    {%- endif -%}\n{%- endfor -%}"
 )
 EVERYTHING = (
@@ -37,7 +38,8 @@ EVERYTHING = (
     "    {{ message.content.split('|')[-1].strip() | upper }}\n"
     "{% endfor %}\n"
     "{{ state.turns }}{{ messages[::-1] | length }}{{ tools is none }}{{ documents is none }}"
-    "{{ {'b': 1, 'a': 'é<&'} | tojson(indent=2, sort_keys=true) }}{{ pad_token }}{% if add_generation_prompt %}>{% endif %}"
+    "{{ {'b': 1, 'a': 'é<&'} | tojson(indent=2, sort_keys=true) }}{{ pad_token }}"
+    "{% if add_generation_prompt %}>{% endif %}"
 )
 
 

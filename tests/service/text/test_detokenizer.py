@@ -105,7 +105,8 @@ def test_bytes_of_a_fallback_run_are_judged_together(pair: Pairs) -> None:
     assert tokenizer.decode([*e_acute, word]).startswith("é ")
     broken = Detokenizer(tokenizer)
     out = broken.push([*e_acute, 3 + 0xFF, word]).text
-    assert out == library.decode([*e_acute, 3 + 0xFF, word]) and out.startswith("\ufffd" * 3 + " ")
+    assert out == library.decode([*e_acute, 3 + 0xFF, word])
+    assert out.startswith("\ufffd" * 3 + " ")
 
 
 @pytest.mark.parametrize("kind", ["byte-fallback", "metaspace"])
@@ -191,7 +192,8 @@ def test_stops_across_tokens_do_not_depend_on_chunks(
         assert run(chunks(data, ids))[:2] == one_by_one[:2]
     answer, stop, _ = one_by_one
     if stop is not None:
-        assert text.startswith(answer) and (not include or answer.endswith(stop))
+        assert text.startswith(answer)
+        assert not include or answer.endswith(stop)
 
 
 def test_newline_of_a_fallback_vocabulary_stops_before_the_next_id(pair: Pairs) -> None:

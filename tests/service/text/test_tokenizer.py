@@ -219,7 +219,9 @@ def broken(path: Path, name: str, content: bytes | None) -> str:
     with pytest.raises(InvalidModel) as caught:
         Tokenizer.load(path)
     message = str(caught.value)
-    assert "\n" not in message and str(target) in message and "; " in message
+    assert "\n" not in message
+    assert str(target) in message
+    assert "; " in message
     return message
 
 
@@ -237,7 +239,7 @@ BROKEN = {
     "wrong id": ("tokenizer_config.json", b'{"added_tokens_decoder": {"7": {"content": "<x>"}}}', "is not token 7"),
     "ids a list": ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}', "is no table"),
     "template a number": ("tokenizer_config.json", b'{"chat_template": 5}', "the chat template is broken"),
-    "template list": ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "the chat template is broken"),
+    "template list": ("tokenizer_config.json", b'{"chat_template": [{"name": "x"}]}', "the chat template is broken"),
     "template syntax": ("chat_template.jinja", b"{% for %}", "the chat template is broken"),
     "temperature": ("generation_config.json", b'{"temperature": "hot"}', "temperature is"),
     "temperature nan": ("generation_config.json", b'{"temperature": NaN}', "temperature is"),
