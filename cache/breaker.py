@@ -1,0 +1,70 @@
+"""When to stop asking a store that fails, and when to try again. Pure logic, safe between threads."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from cache.settings import BreakerSettings
+
+
+class BreakerState(enum.StrEnum):
+    """What a caller may do."""
+
+    CLOSED = "closed"  # ask
+    OPEN = "open"  # do not ask
+    PROBING = "probing"  # one caller asks, the others do not
+
+
+class Breaker:
+    """Opens after so many failures within a window, probes once after a pause, closes when the probe succeeds."""
+
+    def __init__(self, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures: deque[float] = deque(maxlen=settings.failures)
+        self._state = BreakerState.CLOSED
+        self._since = 0.0  # when it opened, or when the probe began
+
+    @property
+    def state(self) -> BreakerState:
+        """As of the last call."""
+        return self._state
+
+    def allow(self) -> bool:
+        """Whether to ask now. A True while probing makes the caller the probe: it must report."""
+        with self._lock:
+            if self._state is BreakerState.CLOSED:
+                return True
+            # A probe that never reported (its task was killed) does not hold the breaker open for ever.
+            if self._clock() - self._since < self._settings.cooldown:
+                return False
+            self._state, self._since = BreakerState.PROBING, self._clock()
+            return True
+
+    def succeeded(self) -> None:
+        """An answer came."""
+        with self._lock:
+            if self._state is BreakerState.OPEN:
+                return  # a straggler from before it opened proves nothing
+            self._state = BreakerState.CLOSED
+            self._failures.clear()
+
+    def failed(self) -> None:
+        """No answer came in time, or a wrong one."""
+        with self._lock:
+            now = self._clock()
+            if self._state is BreakerState.PROBING:
+                self._state, self._since = BreakerState.OPEN, now
+                return
+            self._failures.append(now)
+            if self._state is BreakerState.CLOSED and self._full(now):
+                self._state, self._since = BreakerState.OPEN, now
+                self._failures.clear()
+
+    def _full(self, now: float) -> bool:
+        return len(self._failures) == self._settings.failures and now - self._failures[0] <= self._settings.window

@@ -1,0 +1,51 @@
+"""Counts and times of the caches, kept until somebody reads them. Safe between threads."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# seconds; upper borders, the last bucket is open
+BORDERS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A histogram of durations."""
+
+    buckets: tuple[int, ...]  # one more than BORDERS
+    total: float  # seconds
+
+
+class Counters:
+    """The `Counter` that a server keeps for its metrics page."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], int] = {}
+        self._buckets: dict[str, list[int]] = {}
+        self._totals: dict[str, float] = {}
+
+    def count(self, event: str, label: str = "", amount: int = 1) -> None:
+        """Adds to one counter."""
+        with self._lock:
+            self._counts[event, label] = self._counts.get((event, label), 0) + amount
+
+    def observe(self, event: str, seconds: float) -> None:
+        """Adds a duration to one histogram."""
+        with self._lock:
+            buckets = self._buckets.setdefault(event, [0] * (len(BORDERS) + 1))
+            buckets[bisect_left(BORDERS, seconds)] += 1
+            self._totals[event] = self._totals.get(event, 0.0) + seconds
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """A copy: (event, label) → count."""
+        with self._lock:
+            return dict(self._counts)
+
+    def times(self) -> Mapping[str, Times]:
+        """A copy of the histograms."""
+        with self._lock:
+            return {event: Times(tuple(row), self._totals[event]) for event, row in self._buckets.items()}

@@ -1,0 +1,152 @@
+"""The store that needs nothing: least recently used entries go when the bytes are full. One event loop's own.
+
+It answers at once, so that `within` is always kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cache.api import CacheKey, Enrolment, Kind
+
+OVERHEAD = 256  # bytes an entry costs beside name and value; measured with tracemalloc, rounded up
+MEMBER = 160  # bytes a directory's member or a counter costs
+DIRECTORY_MEMBERS = 20_000
+
+
+@dataclass(slots=True)
+class _Entry:
+    key: CacheKey
+    expires_at: float
+    value: bytes = b""
+    members: dict[str, float] = field(default_factory=dict)  # of a directory: digest → cursor, oldest first
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return OVERHEAD + len(self.key.name) + len(self.value) + MEMBER * (len(self.members) + len(self.counters))
+
+
+class MemoryStore:
+    """A `Store` within a bound of bytes. A bound of 0 keeps nothing."""
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._bytes = 0
+        self._cursor = 0.0
+
+    @property
+    def held(self) -> int:
+        """Bytes, expired entries that nobody asked for included."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
+        """As the protocol says."""
+        found = [self._live(key) for key in keys]
+        return tuple(None if entry is None else entry.value for entry in found)
+
+    async def set(self, key: CacheKey, value: bytes, ttl: float) -> None:
+        """As the protocol says."""
+        self._put(_Entry(key, self._clock() + ttl, value))
+
+    async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
+        """As the protocol says."""
+        if entry := self._live(key):
+            return entry.value
+        self._put(_Entry(key, self._clock() + ttl, value))
+        return value
+
+    def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
+        """Sets at once: there is no path to keep it off."""
+        self._put(_Entry(key, self._clock() + ttl, value))
+        if key.name not in self._entries:
+            return False
+        if directory is not None:
+            self._enrol(directory, key.digest, ttl)
+        return True
+
+    async def delete_many(self, keys: Sequence[CacheKey]) -> int:
+        """As the protocol says."""
+        found = [key for key in keys if self._live(key) is not None]
+        for key in found:
+            self._remove(key.name)
+        return len(found)
+
+    async def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
+        """As the protocol says."""
+        now = self._clock()
+        found = [entry for entry in self._entries.values() if entry.key.kind is kind and entry.expires_at > now]
+        for entry in found:
+            if entry.key.partition == partition:
+                yield entry.key
+
+    async def enrolled(self, directory: CacheKey, after: float, count: int, within: float | None = None) -> Enrolment:
+        """As the protocol says."""
+        entry = self._live(directory)
+        if entry is None:
+            return Enrolment((), 0)
+        newer = [(digest, cursor) for digest, cursor in entry.members.items() if cursor > after]
+        return Enrolment(tuple(newer[:count]), len(entry.members))
+
+    async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
+        """As the protocol says."""
+        counters = self._take(key).counters
+        for name, amount in amounts.items():
+            counters[name] = counters.get(name, 0) + amount
+        self._put(_Entry(key, self._clock() + ttl, counters=counters))
+
+    async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
+        """As the protocol says."""
+        found = [self._live(key) for key in keys]
+        return tuple({} if entry is None else dict(entry.counters) for entry in found)
+
+    async def aclose(self) -> None:
+        """Forgets everything."""
+        self._entries.clear()
+        self._bytes = 0
+
+    def _enrol(self, directory: CacheKey, digest: str, ttl: float) -> None:
+        members = self._take(directory).members
+        members.pop(digest, None)
+        self._cursor += 1
+        members[digest] = self._cursor
+        if len(members) > DIRECTORY_MEMBERS:
+            members.pop(next(iter(members)))
+        self._put(_Entry(directory, self._clock() + ttl, members=members))
+
+    def _take(self, key: CacheKey) -> _Entry:
+        """Out of the store, to be changed and put back: its size changes with it."""
+        entry = self._live(key) or _Entry(key, 0.0)
+        self._remove(key.name)
+        return entry
+
+    def _live(self, key: CacheKey) -> _Entry | None:
+        entry = self._entries.get(key.name)
+        if entry is None:
+            return None
+        if entry.expires_at <= self._clock():
+            self._remove(key.name)
+            return None
+        self._entries.move_to_end(key.name)
+        return entry
+
+    def _put(self, entry: _Entry) -> None:
+        self._remove(entry.key.name)
+        if entry.size > self._max_bytes:
+            return
+        self._entries[entry.key.name] = entry
+        self._bytes += entry.size
+        while self._bytes > self._max_bytes:
+            self._remove(next(iter(self._entries)))
+
+    def _remove(self, name: str) -> None:
+        if entry := self._entries.pop(name, None):
+            self._bytes -= entry.size

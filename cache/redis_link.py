@@ -1,0 +1,151 @@
+"""One pool of connections to Redis, its time budget and its breakers. The only place that knows redis-py's ways.
+
+redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried
+and every wait is cut by a budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    RedisError,
+    ResponseError,
+)
+
+from cache.api import Counter, StoreFault
+from cache.breaker import Breaker, BreakerState
+from cache.settings import RedisSettings
+
+T = TypeVar("T")
+
+STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
+READ_SIZE = 1 << 20
+
+
+def open_client(settings: RedisSettings, wait: float) -> Redis:
+    """A client with one connection, made when first used, that waits `wait` seconds at most on its socket."""
+    options: dict[str, Any] = {
+        "max_connections": 1,
+        "socket_timeout": wait,
+        "socket_connect_timeout": wait,
+        "socket_read_size": READ_SIZE,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+        "protocol": 2,
+        "driver_info": None,
+    }
+    if settings.password_file is not None:
+        options["password"] = settings.password_file.read_text().strip()
+    if settings.ca_file is not None and urlsplit(settings.url).scheme == "rediss":
+        options["ssl_ca_certs"] = str(settings.ca_file)
+    return Redis.from_pool(ConnectionPool.from_url(settings.url, **options))
+
+
+class Clients:
+    """So many clients at most. One whose command was interrupted is thrown away, never used again: an answer that is
+    still on its way can reach nobody else, and redis-py's own pool loses a connection whose release is cancelled."""
+
+    def __init__(self, settings: RedisSettings, wait: float) -> None:
+        self._settings = settings
+        self._wait = wait
+        self._free = asyncio.Semaphore(settings.connections)
+        self._idle: list[Redis] = []
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Redis]:
+        """A client of the caller's own."""
+        async with self._free:
+            client = self._idle.pop() if self._idle else open_client(self._settings, self._wait)
+            whole = False
+            try:
+                yield client
+                whole = True
+            except ResponseError:
+                whole = True
+                raise
+            finally:
+                if whole:
+                    self._idle.append(client)
+                else:
+                    self._retire(client)
+
+    async def aclose(self) -> None:
+        """Drops the connections."""
+        while self._idle:
+            self._retire(self._idle.pop())
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _retire(self, client: Redis) -> None:
+        task = asyncio.get_running_loop().create_task(_close(client), name="close redis")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+async def _close(client: Redis) -> None:
+    with suppress(RedisError, OSError):
+        await client.aclose(close_connection_pool=True)
+
+
+class Link:
+    """Commands under a budget and behind breakers, one for reads and one for writes: a full Redis can still be read."""
+
+    def __init__(self, settings: RedisSettings, budget: float, name: str, counter: Counter) -> None:
+        self._clients = Clients(settings, budget)
+        self._budget = budget
+        self._name = name
+        self._counter = counter
+        self._reads = Breaker(settings.breaker)
+        self._writes = Breaker(settings.breaker)
+
+    @property
+    def states(self) -> dict[str, BreakerState]:
+        """Of both breakers, by name."""
+        return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
+
+    async def read(self, command: Callable[[Redis], Awaitable[T]], within: float | None = None) -> T:
+        """Raises StoreFault."""
+        return await self._run(self._reads, command, within)
+
+    async def write(self, command: Callable[[Redis], Awaitable[T]], within: float | None = None) -> T:
+        """Raises StoreFault."""
+        return await self._run(self._writes, command, within)
+
+    async def aclose(self) -> None:
+        """Drops the connections."""
+        await self._clients.aclose()
+
+    async def _run(self, breaker: Breaker, command: Callable[[Redis], Awaitable[T]], within: float | None) -> T:
+        budget = self._budget if within is None else min(within, self._budget)
+        if budget < STARVED:
+            self._counter.count("cache_fault", "starved")
+            raise StoreFault("no time left")
+        if not breaker.allow():
+            self._counter.count("cache_fault", "breaker")
+            raise StoreFault("breaker open")
+        try:
+            async with asyncio.timeout(budget), self._clients.one() as client:
+                answer = await command(client)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise self._fault(breaker, error) from None
+        breaker.succeeded()
+        return answer
+
+    def _fault(self, breaker: Breaker, error: Exception) -> StoreFault:
+        word = type(error).__name__
+        self._counter.count("cache_fault", word)
+        # A wrong type under one name is that name's trouble; all else is the server's.
+        if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
+            breaker.succeeded()
+        else:
+            breaker.failed()
+        return StoreFault(word)

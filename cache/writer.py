@@ -1,0 +1,73 @@
+"""Writes that nobody waits for: a bounded queue and the one task that empties it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from cache.api import CacheKey, Counter, StoreFault
+
+BATCH = 32  # writes that go in one round trip
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One value on its way."""
+
+    key: CacheKey
+    value: bytes
+    ttl: float
+    directory: CacheKey | None = None
+
+
+class WriteQueue:
+    """Takes writes at once or not at all. A write that fails is counted and forgotten: it was a cache's."""
+
+    def __init__(
+        self, flush: Callable[[Sequence[Write]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
+    ) -> None:
+        self._flush = flush
+        self._items = items
+        self._max_bytes = max_bytes
+        self._counter = counter
+        self._queue: deque[Write] = deque()
+        self._bytes = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def offer(self, write: Write) -> bool:
+        """False where there is no room. Needs a running loop."""
+        if len(self._queue) >= self._items or self._bytes + len(write.value) > self._max_bytes:
+            self._counter.count("cache_write_dropped", write.key.kind.name.lower())
+            return False
+        self._queue.append(write)
+        self._bytes += len(write.value)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._drain(), name="cache writes")
+        return True
+
+    async def drained(self) -> None:
+        """Returns when nothing waits."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+
+    async def aclose(self, within: float) -> None:
+        """Writes what it can in that many seconds, then forgets the rest."""
+        task = self._task
+        if task is not None and not task.done():
+            await asyncio.wait([task], timeout=within)
+            task.cancel()
+            await asyncio.wait([task])
+        self._queue.clear()
+        self._bytes = 0
+
+    async def _drain(self) -> None:
+        while self._queue:
+            batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+            try:
+                await self._flush(batch)
+            except StoreFault:
+                self._counter.count("cache_write_failed", amount=len(batch))
+            finally:
+                self._bytes -= sum(len(write.value) for write in batch)
