@@ -1,0 +1,169 @@
+"""Identical requests at the same time, in this process: one generates, all read.
+
+A flight is an append-only log of messages and the task that fills it. Readers attach at any time and read from the
+first message. The task belongs to nobody's request: it goes on while one reader is left, and when it fails, the next
+reader's own way of generating takes over where the log ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+
+from cache.api import CacheKey, Chunk, Counter
+from cache.resume import Unfinished, resume
+
+Generate = Callable[[], AsyncGenerator[Chunk, None]]
+
+ATTEMPTS = 2  # a leader and one replacement
+LINGER = 1.0  # seconds that a finished flight can be joined: by then its answer is in the store
+
+
+class Flight:
+    """One answer on its way."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._log: list[Chunk] = []
+        self._waiting: list[Generate] = []  # of readers who have not led
+        self._readers = 0
+        self._news = asyncio.Event()
+        self._over = False
+        self._error: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def joinable(self) -> bool:
+        """Whether a new reader would get an answer."""
+        return self._error is None and not (self._task is not None and self._task.cancelling())
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is on its way."""
+        return self._task is not None and not self._task.done()
+
+    async def aclose(self) -> None:
+        """Ends it."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    @asynccontextmanager
+    async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """A seat: while any is taken, the flight goes on."""
+        self._readers += 1
+        self._waiting.append(generate)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._fly(), name="flight")
+        chunks = self._read()
+        try:
+            yield chunks
+        finally:
+            self._readers -= 1
+            if generate in self._waiting:
+                self._waiting.remove(generate)
+            if self._readers == 0:
+                self._task.cancel()
+
+    async def _read(self) -> AsyncIterator[Chunk]:
+        at = 0
+        while True:
+            while at < len(self._log):
+                yield self._log[at]
+                at += 1
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                return
+            await self._news.wait()
+
+    async def _fly(self) -> None:
+        error: Exception | None = None
+        try:
+            for attempt in range(ATTEMPTS):
+                if not self._waiting:
+                    break
+                if attempt:
+                    self._counter.count("flight_replaced")
+                error = await self._lead(self._waiting.pop(0))
+                if error is None:
+                    return
+            self._error = error
+        except asyncio.CancelledError:
+            self._error = Unfinished("the flight was ended")
+            raise
+        finally:
+            self._over = True
+            self._wake()
+
+    async def _lead(self, generate: Generate) -> Exception | None:
+        """Appends to the log until the answer ends. The error, if it ends badly, for others to take over."""
+        try:
+            async with aclosing(generate()) as source, aclosing(resume(tuple(self._log), source)) as rest:
+                async for chunk in rest:
+                    self._log.append(chunk)
+                    self._wake()
+        except Exception as error:  # a replacement may succeed; if none does, every reader gets it
+            return error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return Unfinished("the generation was cancelled")
+        return None
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class Flights:
+    """All flights of this process, by the name of the answer."""
+
+    def __init__(self, counter: Counter, linger: float = LINGER) -> None:
+        self._counter = counter
+        self._linger = linger
+        self._flights: dict[str, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @asynccontextmanager
+    async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """The answer's messages from the first. `generate` is called if nobody else does it, or the one who did fails.
+
+        It must not carry a deadline of its own request: readers leave when theirs is over.
+        """
+        flight = self._flights.get(key.name)
+        if flight is None or not flight.joinable:
+            flight = self._flights[key.name] = Flight(self._counter)
+            self._counter.count("flight", "lead")
+        else:
+            self._counter.count("flight", "follow")
+        try:
+            async with flight.reader(generate) as chunks:
+                yield chunks
+        finally:
+            self._leave(key, flight)
+
+    def forget(self, key: CacheKey) -> None:
+        """No new reader joins the flight that may be on its way: its answer was flushed."""
+        self._flights.pop(key.name, None)
+
+    async def aclose(self) -> None:
+        """Ends all."""
+        flights = list(self._flights.values())
+        self._flights.clear()
+        for flight in flights:
+            await flight.aclose()
+
+    def _leave(self, key: CacheKey, flight: Flight) -> None:
+        if flight.joinable:
+            asyncio.get_running_loop().call_later(self._linger, self._drop, key.name, flight)
+        else:
+            self._drop(key.name, flight)
+
+    def _drop(self, name: str, flight: Flight) -> None:
+        if self._flights.get(name) is flight and not (flight.busy and flight.joinable):
+            del self._flights[name]
