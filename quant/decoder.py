@@ -1,0 +1,132 @@
+"""A whole model in float32, a layer at a time: weights are read when a layer's turn comes and dropped after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from quant.architecture import Architecture, read_architecture
+from quant.block import Block, BlockWeights, KeyValues, rms_norm
+from quant.folder import Folder
+from quant.read import read_linear
+from quant.rope import rotation
+from quant.source import FLOATS, TensorSource, check, fetch
+from quant.spec import QuantSpec
+from quant.weights import Dense, Linear
+
+_TOKENS_AT_ONCE: Final = 4096  # activations of a layer in flight
+_VOCAB_AT_ONCE: Final = 16384  # rows of the head widened to float32 together
+_KEEP_BELOW: Final = 1 << 30  # bytes in float32: smaller models stay in memory between passes
+
+
+class Decoder:
+    """Reads any served format. Logits are those of the dequantized weights in float32."""
+
+    def __init__(self, source: TensorSource, architecture: Architecture, spec: QuantSpec | None) -> None:
+        self.architecture = architecture
+        self._source = source
+        self._spec = spec
+        self._kept: dict[int, BlockWeights] = {}
+        self._keep = _layer_bytes(architecture) * architecture.layers < _KEEP_BELOW
+        self._head_name = "model.embed_tokens" if _is_tied(source, architecture) else "lm_head"
+        self._embedding = "model.embed_tokens.weight"
+        check(source, self._embedding, (architecture.vocab, architecture.hidden), FLOATS)
+
+    @staticmethod
+    def open(path: Path) -> Decoder:
+        folder = Folder(path)
+        return Decoder(folder, read_architecture(folder.config), folder.spec())
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """int [S, T] -> float32 [S, T, hidden]."""
+        return self._source.tensor(self._embedding)[ids.long()].float()
+
+    def layer(self, index: int) -> BlockWeights:
+        """One layer's tensors in float32, by their names within the layer."""
+        if index not in self._kept:
+            weights = self._read_layer(index)
+            if not self._keep:
+                return weights
+            self._kept[index] = weights
+        return self._kept[index]
+
+    def block(self, index: int, positions: int) -> Block:
+        shape = self.architecture
+        return Block(shape, shape.windows[index], rotation(shape.rope, shape.head_dim, positions))
+
+    def hidden(self, ids: torch.Tensor, progress: Callable[[int], None] | None = None) -> torch.Tensor:
+        """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` hears of every finished layer."""
+        x = self.embed(ids)
+        for index in range(self.architecture.layers):
+            block, weights = self.block(index, ids.shape[1]), self.layer(index)
+            for rows in batches(*ids.shape):
+                x[rows] = block.forward(weights, x[rows])
+            if progress is not None:
+                progress(index)
+        return self.finish(x)
+
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        weight = fetch(self._source, "model.norm.weight", (self.architecture.hidden,), FLOATS)
+        return rms_norm(x, weight.float(), self.architecture.eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [..., hidden] -> float32 [..., vocab]."""
+        head = self._head()
+        out = torch.empty(*hidden.shape[:-1], self.architecture.vocab)
+        for first in range(0, out.shape[-1], _VOCAB_AT_ONCE):
+            rows = slice(first, first + _VOCAB_AT_ONCE)
+            out[..., rows] = hidden @ head[rows].float().T
+        return out
+
+    def generate(self, prompts: torch.Tensor, steps: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """int [S, P] -> int64 [S, P + steps]; `pick` turns logits [S, vocab] into ids [S]."""
+        ids = prompts.long()
+        past = [KeyValues() for _ in range(self.architecture.layers)]
+        fresh = ids
+        for _ in range(steps):
+            x = self.embed(fresh)
+            for index, kept in enumerate(past):
+                x = self.block(index, ids.shape[1]).forward(self.layer(index), x, kept)
+            fresh = pick(self.logits(self.finish(x[:, -1]))).unsqueeze(1)
+            ids = torch.cat((ids, fresh), dim=1)
+        return ids
+
+    def _head(self) -> torch.Tensor:
+        if self._head_name == "model.embed_tokens":
+            return self._source.tensor(self._embedding)
+        shape = self.architecture
+        weight = read_linear(self._source, "lm_head", self._spec, shape.hidden, shape.vocab).weight
+        return weight.weight if isinstance(weight, Dense) else weight.dequantize(torch.bfloat16)
+
+    def _read_layer(self, index: int) -> BlockWeights:
+        prefix = f"model.layers.{index}"
+        weights: BlockWeights = {}
+        for name, size in self.architecture.norms().items():
+            weights[f"{name}.weight"] = fetch(self._source, f"{prefix}.{name}.weight", (size,), FLOATS).float()
+        for name, linear in self.linears(index):
+            weights[f"{name}.weight"] = linear.weight.dequantize(torch.float32)
+            if linear.bias is not None:
+                weights[f"{name}.bias"] = linear.bias.float()
+        return weights
+
+    def linears(self, index: int) -> Iterator[tuple[str, Linear]]:
+        for name, (inputs, outputs) in self.architecture.linears().items():
+            yield name, read_linear(self._source, f"model.layers.{index}.{name}", self._spec, inputs, outputs)
+
+
+def batches(sequences: int, length: int) -> Iterator[slice]:
+    """Slices of the sequences that keep the tokens in flight bounded."""
+    step = max(1, _TOKENS_AT_ONCE // length)
+    for first in range(0, sequences, step):
+        yield slice(first, first + step)
+
+
+def _layer_bytes(architecture: Architecture) -> int:
+    return 4 * sum(inputs * outputs for inputs, outputs in architecture.linears().values())
+
+
+def _is_tied(source: TensorSource, architecture: Architecture) -> bool:
+    return architecture.tied and "lm_head.weight" not in source.names()

@@ -1,0 +1,63 @@
+"""A checkpoint made of a dict, and the stored checkpoints and layers that AutoAWQ and others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STORED = Path(__file__).parent / "fixtures"
+
+
+class DictSource:
+    """A TensorSource over plain tensors. It counts what is read, so that a test can prove a header was checked."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, torch.Tensor] | None = None) -> None:
+        self._tensors = dict(tensors)
+        self._headers = {**self._tensors, **(headers or {})}
+        self.read: list[str] = []
+
+    def names(self) -> Collection[str]:
+        return self._headers.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._headers[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._headers[name].dtype
+
+    def tensor(self, name: str) -> torch.Tensor:
+        self.read.append(name)
+        return self._tensors[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Layers here are so small that a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def stored() -> Path:
+    return STORED
+
+
+@pytest.fixture(scope="session")
+def reference() -> dict[str, torch.Tensor]:
+    return load_file(STORED / "reference.safetensors")
+
+
+@pytest.fixture(scope="session")
+def make_source() -> type[DictSource]:
+    return DictSource
+
+
+@pytest.fixture
+def random() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
