@@ -1,0 +1,20 @@
+"""What a decoder is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.model.kv import KvPool
+from engine.model.transformer import Transformer
+from engine.sampling import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One loaded model and the state that its decoders share."""
+
+    model: Transformer
+    pool: KvPool
+    sampler: Sampler
+    max_sequences: int
+    max_context: int  # tokens

@@ -1,0 +1,69 @@
+"""What this machine has, and which device and type of number follow from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from engine.errors import Unsupported
+from engine.settings import Device, Dtype
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of /proc/cpuinfo, x86 and Arm
+
+
+def pick_device(wanted: Device) -> torch.device:
+    """Raises Unsupported where CUDA is asked for and absent."""
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if wanted == "cuda":
+        raise Unsupported("device cuda: no CUDA device is usable here; use device cpu or auto")
+    return torch.device("cpu")
+
+
+def pick_dtype(wanted: Dtype, stated: str | None, device: torch.device) -> torch.dtype:
+    """auto: the checkpoint's own on a GPU; on a CPU bfloat16 only where it is native, else float32."""
+    if wanted != "auto":
+        return DTYPES[wanted]
+    own = DTYPES[stated] if stated is not None else torch.float32
+    if device.type == "cuda":
+        if own == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.float16
+        return own
+    return torch.bfloat16 if own != torch.float32 and cpu_has_bf16() else torch.float32
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bfloat16 by itself."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return not BF16_FLAGS.isdisjoint(flags)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(int(line.split()[1]) * 1024, _cgroup_room())
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_room() -> int:
+    """What a container's limit leaves; boundless where there is none."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        return max(int((root / "memory.max").read_text()) - int((root / "memory.current").read_text()), 0)
+    except (OSError, ValueError):
+        return 1 << 62

@@ -1,0 +1,96 @@
+"""Matrix products with weights. The model calls a `Linear` and never asks how its weights are kept.
+
+Projections that read the same input are one linear: their weights are laid one under another, each written once
+into its final place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint, read one at a time."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Good until the next call."""
+
+
+class Linear(Protocol):
+    """y = x · Wᵀ (+ b), for x [rows, in_features]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where weights end up."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The names that one linear is read from, and its shape."""
+
+    prefixes: tuple[str, ...]
+    out_features: tuple[int, ...]  # one a prefix
+    in_features: int
+    bias: bool = False
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the plain tensors it is read from."""
+        found: dict[str, tuple[int, ...]] = {}
+        for prefix, rows in zip(self.prefixes, self.out_features, strict=True):
+            found[f"{prefix}.weight"] = (rows, self.in_features)
+            if self.bias:
+                found[f"{prefix}.bias"] = (rows,)
+        return found
+
+
+LinearLoader = Callable[[TensorSource, Projection, Place], Linear]
+
+
+class DenseLinear:
+    """Weights as plain numbers [out, in]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a call reads."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def load_dense(source: TensorSource, projection: Projection, place: Place) -> DenseLinear:
+    """Reads plain weights into one matrix."""
+    rows = sum(projection.out_features)
+    weight = torch.empty(rows, projection.in_features, dtype=place.dtype, device=place.device)
+    bias = torch.empty(rows, dtype=place.dtype, device=place.device) if projection.bias else None
+    first = 0
+    for prefix, count in zip(projection.prefixes, projection.out_features, strict=True):
+        weight[first : first + count].copy_(source.tensor(f"{prefix}.weight"))
+        if bias is not None:
+            bias[first : first + count].copy_(source.tensor(f"{prefix}.bias"))
+        first += count
+    return DenseLinear(weight, bias)

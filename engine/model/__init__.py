@@ -1,0 +1,1 @@
+"""One decoder-only transformer, driven by its configuration."""

@@ -1,0 +1,33 @@
+"""Root-mean-square normalisation over the last dimension, in float32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+
+class RmsNorm:
+    """y = x / sqrt(mean(x²) + eps) · weight; weight [width], or [heads, width] for heads side by side."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight  # float32
+        self.eps = eps
+        width = weight.shape[-1]
+        # x / sqrt(mean(x²) + eps) = sqrt(width) · x / hypot(|x|, sqrt(width · eps)): four kernels on a CPU, where
+        # torch's own takes as long as a small matrix product.
+        self._scaled = weight * math.sqrt(width)
+        self._floor = torch.tensor(math.sqrt(width * eps), dtype=torch.float32, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32 [..., *weight.shape]; the result is new."""
+        if x.is_cuda:
+            return functional.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.div(x, torch.hypot(length, self._floor)).mul_(self._scaled)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes

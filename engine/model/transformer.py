@@ -1,0 +1,86 @@
+"""The decoder-only transformer of all families: ids of a ragged step in, hidden states and logits out.
+
+No state of its own but weights: pages, positions and masks come as arguments. The residual stream and what lies
+between a projection and the pool is float32 whatever the weights are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine.linear import Place
+from engine.model.attention import StepAttention
+from engine.model.config import ModelConfig
+from engine.model.kv import KvPool
+from engine.model.weights import Layer, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """A step's rows, one after another."""
+
+    token_ids: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens]
+    slots: torch.Tensor  # [tokens]: where keys and values go
+    attention: StepAttention
+    sampled: torch.Tensor | None  # tokens that are followed by a new one; None: all
+
+
+class Transformer:
+    """The model: weights, and the angles of its positions."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, rope: torch.Tensor, place: Place) -> None:
+        self.config = config
+        self.weights = weights
+        self.rope = rope  # [positions, 2, head_dim]
+        self.place = place
+
+    def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
+        """Fills the pool; returns hidden states [sampled, hidden] before the last norm, float32."""
+        x = functional.embedding(step.token_ids, self.weights.embedding).float()
+        cos, sin = self.rope.index_select(0, step.positions).unsqueeze(1).unbind(2)  # [tokens, 1, head_dim]
+        for index, layer in enumerate(self.weights.layers):
+            x.add_(self._attend(index, layer, x, (cos, sin), step, pool))
+            x.add_(self._feed(layer, x))
+        return x if step.sampled is None else x.index_select(0, step.sampled)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] → [rows, vocab], float32."""
+        weights = self.weights
+        return weights.head(weights.norm(hidden).to(self.place.dtype)).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        step: StepInput,
+        pool: KvPool,
+    ) -> torch.Tensor:
+        config = self.config
+        qkv = layer.qkv(layer.input_norm(x).to(self.place.dtype)).view(x.shape[0], -1, config.head_dim)
+        turned = qkv[:, : config.heads + config.kv_heads]
+        _rotate(turned, layer, angles)
+        pool.write(index, step.slots, qkv[:, config.heads :])
+        found = step.attention(index, layer.window, turned[:, : config.heads])
+        return layer.output(found.reshape(x.shape[0], -1))
+
+    def _feed(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(layer.mlp_norm(x).to(self.place.dtype)).chunk(2, dim=-1)
+        return layer.down(functional.silu(gate).mul_(up))
+
+
+def _rotate(heads: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Normalises (where the model does) and rotates queries and keys [tokens, heads, head_dim] in place."""
+    cos, sin = angles
+    x = heads.float() if layer.head_norm is None else layer.head_norm(heads.float())
+    tokens, count, dim = x.shape
+    swapped = x.view(tokens, count, 2, dim // 2).flip(2).view(tokens, count, dim)
+    if heads.dtype == torch.float32:
+        torch.addcmul(x * cos, swapped, sin, out=heads)
+    else:
+        heads.copy_(torch.addcmul(x * cos, swapped, sin))
