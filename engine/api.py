@@ -155,6 +155,10 @@ class TokenStream(Protocol):
 
     async def __anext__(self) -> TokenEvents: ...
 
+    def batch(self, tokens: int, delay: float) -> None:
+        """For a reader that need not wake for every token: from now on events are given when so many tokens are there,
+        `delay` seconds after the first of them, or at the end, whichever comes first."""
+
     def cancel(self) -> None:
         """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read
         to its end."""

@@ -25,7 +25,23 @@ def _size(event: Event) -> int:
 class Inbox:
     """What came for one request. `held` is what the reader was given last and is presumably still at."""
 
-    __slots__ = ("_cap", "_error", "_events", "_held", "_paused", "_queued", "_waiter", "key", "live", "streams")
+    __slots__ = (
+        "_cap",
+        "_delay",
+        "_due",
+        "_error",
+        "_events",
+        "_held",
+        "_paused",
+        "_queued",
+        "_timer",
+        "_tokens",
+        "_waiter",
+        "_want",
+        "key",
+        "live",
+        "streams",
+    )
 
     def __init__(self, key: int, streams: Streams, cap: int) -> None:
         self.key = key
@@ -38,6 +54,15 @@ class Inbox:
         self._held = 0  # bytes
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._want = 1  # tokens that wake the reader
+        self._delay = 0.0  # seconds after which fewer do
+        self._tokens = 0  # unread
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = False  # the delay is over
+
+    def batch(self, tokens: int, delay: float) -> None:
+        """See TokenStream.batch."""
+        self._want, self._delay = (tokens, delay) if delay > 0 else (1, 0.0)
 
     def put(self, event: Event) -> None:
         """From the engine."""
@@ -46,15 +71,20 @@ class Inbox:
             return
         self._events.append(event)
         self._queued += _size(event)
+        self._tokens += len(event.token_ids)
         if event.finish is not None:
             self.live = False
         elif self._queued + self._held > self._cap and not self._paused:
             self._paused = True
             self.streams.send(Pause(self.key))
-        self._wake()
+        if self._ready:
+            self._wake()
+        elif self._timer is None:
+            self._timer = self.streams.loop.call_later(self._delay, self._overdue)
 
     def end(self, error: EngineError | None) -> None:
         """Nothing more will come. What came before is read first."""
+        self._stop_timer()
         self.live = False
         self._error = error
         self._wake()
@@ -71,15 +101,16 @@ class Inbox:
             self._paused = False
             if self.live:
                 self.streams.send(Resume(self.key))
-        while not self._events:
+        while not (self._events and self._ready):
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
             if not self.live:
                 raise StopAsyncIteration
             await self._wait()
+        self._stop_timer()
         events, self._events = self._events, []
-        self._held, self._queued = self._queued, 0
+        self._held, self._queued, self._tokens = self._queued, 0, 0
         if len(events) == 1:
             return TokenEvents(events[0].token_ids, events[0].logprobs, events[0].finish)
         return TokenEvents(
@@ -87,6 +118,22 @@ class Inbox:
             tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
             events[-1].finish,
         )
+
+    @property
+    def _ready(self) -> bool:
+        """Whether what is there is worth waking the reader, who alone can end a pause."""
+        return self._tokens >= self._want or self._due or self._paused or not self.live
+
+    def _overdue(self) -> None:
+        self._timer = None
+        self._due = True
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        self._due = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def _wait(self) -> None:
         if self._waiter is not None:
@@ -115,6 +162,9 @@ class Stream:
 
     async def __anext__(self) -> TokenEvents:
         return await self._inbox.next()
+
+    def batch(self, tokens: int, delay: float) -> None:
+        self._inbox.batch(tokens, delay)
 
     def cancel(self) -> None:
         self._inbox.streams.cancel(self._inbox, None)
