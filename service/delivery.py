@@ -14,14 +14,21 @@ from engine.api import TokenLogprob
 from service import answers
 from service.errors import StreamStalled
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.request import Delivery, Ending, Output, PromptFacts
+from service.request import Ask, Delivery, Ending, PromptFacts
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 _UNBOUNDED = 1 << 62  # tokens
+_EACH_TOKEN = Delivery(1, 0.0)
+_WHOLE = Delivery(1024, 0.1)
+_WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
 
 
 class Sink(Protocol):
     """Takes an answer piece by piece."""
+
+    @property
+    def batch(self) -> Delivery:
+        """How many tokens, or how old a first one, it takes to wake the reader of the engine's stream."""
 
     @property
     def room(self) -> int:
@@ -50,9 +57,10 @@ async def _send_metadata(context: Context, facts: PromptFacts) -> None:
 class Whole:
     """The one message of a unary answer."""
 
-    def __init__(self, context: Context, output: Output, response: pb.GenerateResponse) -> None:
+    def __init__(self, context: Context, ask: Ask, response: pb.GenerateResponse) -> None:
+        self.batch = _WHOLE_WITH_STOPS if ask.stops.strings else _WHOLE
         self._context = context
-        self._output = output
+        self._output = ask.output
         self._response = response
         self._text: list[str] = []
 
@@ -90,11 +98,13 @@ class Whole:
 class Messages:
     """The messages of a streamed answer."""
 
-    def __init__(self, writer: Writer, delivery: Delivery, output: Output) -> None:
+    def __init__(self, writer: Writer, ask: Ask) -> None:
+        # An answer that a stop string may end is read token by token, and waits here for its message to fill.
+        self.batch = _EACH_TOKEN if ask.stops.strings else ask.delivery
         self._writer = writer
-        self._limit = delivery.max_tokens
-        self._delay = delivery.max_delay
-        self._want_ids = output.token_ids
+        self._limit = ask.delivery.max_tokens
+        self._delay = ask.delivery.max_delay if ask.stops.strings else 0.0
+        self._want_ids = ask.output.token_ids
         self._facts: PromptFacts | None = None  # until the first message took it
         self._text = ""
         self._ids: list[int] = []

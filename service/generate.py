@@ -57,6 +57,7 @@ class Generator:
             try:
                 ticket.attach(stream)
                 sink = make_sink(ask)
+                stream.batch(sink.batch.max_tokens, sink.batch.max_delay)
                 try:
                     await sink.begin(PromptFacts(ask.request_id, facts.name, len(ids)))
                     detokenizer = self._model.detokenizer(ask)

@@ -30,7 +30,7 @@ class GenerationServicer:
         response = generation_pb2.GenerateResponse()
 
         def sink(ask: Ask) -> Whole:
-            return Whole(call.context, ask.output, response)
+            return Whole(call.context, ask, response)
 
         await self._generator.run(request, call.origin, sink)
         return response
@@ -40,7 +40,7 @@ class GenerationServicer:
         with Writer(call.context, self._watch) as writer:
 
             def sink(ask: Ask) -> Messages:
-                return Messages(writer, ask.delivery, ask.output)
+                return Messages(writer, ask)
 
             await self._generator.run(request, call.origin, sink)
 

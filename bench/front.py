@@ -1,0 +1,211 @@
+"""What the front costs: messages and tokens a second with an engine that is faster than it, and the time from an engine
+event to the client's bytes. Prints a table and ends in one JSON line.
+
+Everything runs on this machine: the client, the front and the fake engine are three processes that share its cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.grpc_frames import FrameClient, Stream
+from bench.stamped import MODULUS, stamp
+from service.pb.whippet.v1 import generation_pb2 as pb
+
+STREAM = "/whippet.v1.GenerationService/GenerateStream"
+UNARY = "/whippet.v1.GenerationService/Generate"
+_READY = re.compile(r"^ready: data (\S+)")
+
+
+@contextmanager
+def server(*flags: str, python: str = sys.executable) -> Iterator[tuple[str, int]]:
+    """A server on free ports. Gives its data address and its process id."""
+    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen")]
+    code = f"import sys; sys.executable = {python!r}; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--engine=fake", "--log-level=warning", *ports, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if match := _READY.match(line):
+                    yield match[1], process.pid
+                    return
+            raise RuntimeError("the server did not start")
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def request(tokens: int, per_message: int = 1, logprobs: int | None = None, number: int = 0) -> bytes:
+    """A streamed answer of exactly so many tokens."""
+    message = pb.GenerateStreamRequest(text=f"bench {number}")
+    message.stopping.max_tokens = tokens
+    message.delivery.max_tokens_per_message = per_message
+    if logprobs is not None:
+        message.output.logprobs = logprobs
+    return message.SerializeToString()
+
+
+def throughput(address: str, pid: int, streams: int, tokens: int, per_message: int) -> dict[str, float]:
+    """All streams at once, from the first request to the last message."""
+    client = FrameClient(address, time.monotonic)
+    started, cpu = time.monotonic(), cpu_seconds(pid)
+    for number in range(streams):
+        client.start(STREAM, request(tokens, per_message, number=number))
+    while client.ended < streams and client.read():
+        pass
+    took, used = time.monotonic() - started, cpu_seconds(pid) - cpu
+    client.close()
+    bad = [s.status for s in client.streams.values() if s.status != 0]
+    if bad:
+        raise RuntimeError(f"streams ended with {bad}")
+    return {
+        "messages_per_s": client.messages / took,
+        "tokens_per_s": streams * tokens / took,
+        "front_us_per_message": used / client.messages * 1e6,
+    }
+
+
+def latency(address: str, tokens: int) -> list[float]:
+    """Milliseconds from the end of an engine step to the client's bytes, one stream, one token a message."""
+    found: list[float] = []
+
+    def on_message(stream: Stream, data: bytes) -> None:
+        now = stamp()
+        for token in pb.GenerateStreamResponse.FromString(data).logprobs:
+            found.append((now - token.top[0].token_id) % MODULUS / 1000)
+
+    client = FrameClient(address, time.monotonic, on_message=on_message)
+    client.start(STREAM, request(tokens, logprobs=1))
+    while client.ended < 1 and client.read():
+        pass
+    client.close()
+    return found
+
+
+def unary(address: str, count: int) -> list[float]:
+    """Milliseconds for a whole answer of one token, one after the other on one connection."""
+    client = FrameClient(address, time.monotonic)
+    message = pb.GenerateRequest(text="bench")
+    message.stopping.max_tokens = 1
+    found = []
+    for number in range(count):
+        started = time.monotonic()
+        client.start(UNARY, message.SerializeToString())
+        while client.ended <= number and client.read():
+            pass
+        found.append((time.monotonic() - started) * 1000)
+    client.close()
+    return found
+
+
+def first_message(address: str, count: int) -> list[float]:
+    """Milliseconds from the request to the first streamed message."""
+    client = FrameClient(address, time.monotonic)
+    found = []
+    for number in range(count):
+        started = time.monotonic()
+        stream = client.streams[client.start(STREAM, request(4))]
+        while client.ended <= number and client.read():
+            pass
+        found.append(((stream.first_at or started) - started) * 1000)
+    client.close()
+    return found
+
+
+def neighbours(address: str, streams: int, tokens: int, stuck: int) -> float:
+    """Tokens a second of well-behaved streams beside `stuck` readers that never read."""
+    idle = FrameClient(address, time.monotonic)
+    for number in range(stuck):
+        idle.start(STREAM, request(3000, number=number))
+    time.sleep(0.5)
+    client = FrameClient(address, time.monotonic)
+    started = time.monotonic()
+    for number in range(streams):
+        client.start(STREAM, request(tokens, number=number))
+    while client.ended < streams and client.read():
+        pass
+    took = time.monotonic() - started
+    client.close()
+    idle.close()
+    return streams * tokens / took
+
+
+def stamping_python(folder: str) -> str:
+    """An interpreter that runs bench.stamped where it is asked for engine.process."""
+    path = Path(folder) / "python"
+    path.write_text(
+        f'#!/bin/sh\n# called as: -P -m engine.process --fd N\nexec {shlex.quote(sys.executable)} -P -m bench.stamped "$4" "$5"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Median and tail."""
+    ordered = sorted(values)
+    return {"p50": statistics.median(ordered), "p99": ordered[int(len(ordered) * 0.99)]}
+
+
+def measure(rounds: int) -> dict[str, object]:
+    """Best of `rounds`, kinds interleaved, since the machine is not ours alone."""
+    kinds = {f"{streams} streams, {per} a message": (streams, per) for streams in (1, 16, 64) for per in (1, 8)}
+    best: dict[str, dict[str, float]] = {}
+    with server("--scheduler.max-sequences=64", "--fake.total-pages=20000") as (address, pid):
+        for _ in range(rounds):
+            for name, (streams, per) in kinds.items():
+                found = throughput(address, pid, streams, max(48_000 * (1 + (per > 1)) // streams // 16, 1000), per)
+                if name not in best or found["tokens_per_s"] > best[name]["tokens_per_s"]:
+                    best[name] = found
+    with server("--scheduler.max-sequences=64", "--fake.total-pages=20000", "--fake.tokens-per-step=8") as (address, pid):
+        for _ in range(rounds):
+            for streams in (1, 16, 64):
+                name = f"{streams} streams, 8 a step and a message"
+                found = throughput(address, pid, streams, max(96_000 // streams, 2000) // 8 * 8 % 4000 or 3200, 8)
+                if name not in best or found["tokens_per_s"] > best[name]["tokens_per_s"]:
+                    best[name] = found
+    result: dict[str, object] = dict(best)
+    with server() as (address, _):
+        unary(address, 50)
+        result["unary of one token, ms"] = quantiles(unary(address, 500))
+        result["request to first message, ms"] = quantiles(first_message(address, 300))
+    with tempfile.TemporaryDirectory() as folder, server(
+        "--fake.step-time=0.005", python=stamping_python(folder)
+    ) as (address, _):
+        result["engine event to client bytes, ms"] = quantiles(latency(address, 600))
+    return result
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    result = measure(parser.parse_args().rounds)
+    for name, figures in result.items():
+        print(f"{name:40} " + "  ".join(f"{key} {value:,.2f}" for key, value in dict(figures).items()))  # type: ignore[call-overload]
+    sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    device = f"{platform.machine()}, {os.cpu_count()} cores"
+    print(json.dumps({"bench": "front", "git": sha.stdout.strip(), "device": device, "figures": result}))
+
+
+if __name__ == "__main__":
+    main()

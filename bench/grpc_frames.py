@@ -1,0 +1,160 @@
+"""A gRPC client that costs next to nothing: one HTTP/2 socket whose answers are counted, not decoded.
+
+What it measures is then the server. It opens the flow-control windows as far as they go, so that nothing but the server
+and the kernel sets the pace; a window of another size, or a reader that never reads, can be asked for.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import hpack
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+_END_STREAM, _ACK, _END_HEADERS, _PADDED = 0x1, 0x1, 0x4, 0x8
+_WIDE = (1 << 31) - 1
+_CHUNK = 1 << 20
+
+
+@dataclass(slots=True)
+class Stream:
+    """What came on one RPC."""
+
+    messages: int = 0
+    first_at: float | None = None  # when its first message was complete; seconds, the clock of `now`
+    status: int | None = None  # gRPC code, once it has ended
+    headers: dict[str, str] = field(default_factory=dict)
+    _rest: bytes = b""  # a message that has not come whole
+
+
+class FrameClient:
+    """One connection."""
+
+    def __init__(
+        self,
+        address: str,
+        now: Callable[[], float],
+        *,
+        stream_window: int = _WIDE,
+        on_message: Callable[[Stream, bytes], None] | None = None,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host.strip("[]"), int(port)))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.streams: dict[int, Stream] = {}
+        self.messages = 0
+        self.ended = 0
+        self._authority = address
+        self._now = now
+        self._on_message = on_message
+        self._encoder = hpack.Encoder()
+        self._decoder = hpack.Decoder()
+        self._rest = b""
+        self._next_id = 1
+        settings = struct.pack(">HIHI", 0x4, stream_window, 0x5, (1 << 24) - 1)
+        wide = struct.pack(">I", _WIDE - 65_535)
+        self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, wide))
+
+    def start(self, path: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> int:
+        """Sends one request. Returns its stream id."""
+        stream_id = self._next_id
+        self._next_id += 2
+        self.streams[stream_id] = Stream()
+        headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", self._authority),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+            *metadata,
+        ]
+        body = b"\0" + struct.pack(">I", len(message)) + message
+        self.socket.sendall(
+            _frame(_HEADERS, _END_HEADERS, stream_id, self._encoder.encode(headers))
+            + _frame(_DATA, _END_STREAM, stream_id, body)
+        )
+        return stream_id
+
+    def reset(self, stream_id: int) -> None:
+        """Cancels one RPC."""
+        self.socket.sendall(_frame(_RST_STREAM, 0, stream_id, struct.pack(">I", 8)))
+
+    def read(self) -> bool:
+        """Takes what has come; waits for something. False where the server has hung up."""
+        data = self.socket.recv(_CHUNK)
+        if not data:
+            return False
+        if self._rest:
+            data = self._rest + data
+        at, size = 0, len(data)
+        while size - at >= 9:
+            length = int.from_bytes(data[at : at + 3], "big")
+            end = at + 9 + length
+            if end > size:
+                break
+            self._take(data[at + 3], data[at + 4], int.from_bytes(data[at + 5 : at + 9], "big"), data, at + 9, end)
+            at = end
+        self._rest = data[at:]
+        return True
+
+    def close(self) -> None:
+        """Hangs up."""
+        self.socket.close()
+
+    def _take(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
+        if kind == _DATA:
+            stream = self.streams[stream_id]
+            whole = int.from_bytes(data[start + 1 : start + 5], "big") == end - start - 5
+            if whole and self._on_message is None and not stream._rest:
+                self._count(stream)  # the common case: the frame holds exactly one message
+            else:
+                self._messages(stream, data[start:end])
+        elif kind == _HEADERS:
+            if flags & _PADDED or not flags & _END_HEADERS:
+                raise ValueError("padded or continued headers are not understood")
+            self._headers(self.streams[stream_id], self._decoder.decode(data[start:end]), bool(flags & _END_STREAM))
+        elif kind == _RST_STREAM:
+            self._end(self.streams[stream_id], 1)
+        elif kind == _SETTINGS and not flags & _ACK:
+            self.socket.sendall(_frame(_SETTINGS, _ACK, 0, b""))
+        elif kind == _PING and not flags & _ACK:
+            self.socket.sendall(_frame(_PING, _ACK, 0, data[start:end]))
+
+    def _messages(self, stream: Stream, payload: bytes) -> None:
+        """A DATA frame that holds several messages, or parts of some."""
+        data = stream._rest + payload if stream._rest else payload
+        at, size = 0, len(data)
+        while size - at >= 5:
+            end = at + 5 + int.from_bytes(data[at + 1 : at + 5], "big")
+            if end > size:
+                break
+            if self._on_message is not None:
+                self._on_message(stream, data[at + 5 : end])
+            self._count(stream)
+            at = end
+        stream._rest = data[at:]
+
+    def _count(self, stream: Stream) -> None:
+        if stream.first_at is None:
+            stream.first_at = self._now()
+        stream.messages += 1
+        self.messages += 1
+
+    def _headers(self, stream: Stream, headers: list[tuple[str, str]], last: bool) -> None:
+        stream.headers.update(headers)
+        if last:
+            self._end(stream, int(stream.headers.get("grpc-status", "2")))
+
+    def _end(self, stream: Stream, status: int) -> None:
+        if stream.status is None:
+            stream.status = status
+            self.ended += 1
+
+
+def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream_id) + payload
