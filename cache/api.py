@@ -9,6 +9,7 @@ import enum
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -259,6 +260,68 @@ class SemanticCache(Protocol):
 
     async def observe(self, lookup: SemanticLookup, generated: CachedCompletion) -> None:
         """Learns from a fresh answer whether the candidate's would have done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """What the bytes of keys and values mean. Two engines share blocks only where all of it is equal."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # as it is stored
+    item_bytes: int
+    page_size: int  # tokens
+    variant: str = ""  # order of axes, rope, rank and size of a tensor-parallel group, attention backend
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChunk:
+    """One run of whole pages: where it stands in the chain of hashes."""
+
+    hash: bytes  # 32 bytes; of all tokens up to its end, and of all that shapes keys and values
+    parent: bytes  # of the chunk before, or the chain's root
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came of fetching."""
+
+    chunks: int  # that arrived, from the first on without a gap
+    seconds: float
+
+
+class BlockStore(Protocol):
+    """Keys and values that outlive the engine, for its plain threads. Nothing here raises; a fault is a miss."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Whole pages, about as many as the configured bytes hold."""
+
+    def worth(self, tokens: int) -> float | None:
+        """Seconds to wait for a fetch of so many tokens at most; None: recompute, that is predicted to be faster."""
+
+    def fetch(
+        self, partition: str, chunks: Sequence[BlockChunk], into: Sequence[memoryview], within: float
+    ) -> Future[Fetched]:
+        """Fills the buffers, one a chunk, on a thread of the store's own. They may be written to until it is done."""
+
+    def used(self, partition: str, chunk: BlockChunk) -> bool:
+        """Notes a use. True: worth keeping, call `keep`."""
+
+    def keep(self, partition: str, chunk: BlockChunk, payload: memoryview) -> bool:
+        """Copies, and writes in the background. False: dropped under pressure."""
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A prefill was measured."""
+
+    def close(self) -> None: ...
 
 
 class Counter(Protocol):

@@ -35,6 +35,13 @@ class Breaker:
         """As of the last call."""
         return self._state
 
+    @property
+    def waiting(self) -> bool:
+        """Whether `allow` would say no now. Takes no probe."""
+        with self._lock:
+            closed = self._state is BreakerState.CLOSED
+            return not closed and self._clock() - self._since < self._settings.cooldown
+
     def allow(self) -> bool:
         """Whether to ask now. A True while probing makes the caller the probe: it must report."""
         with self._lock:

@@ -1,0 +1,47 @@
+"""Which chunks are worth writing: those used a second time. Bounded memory of what was seen and what was kept."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import OrderedDict
+
+
+class _Seen(enum.Enum):
+    ONCE = 1
+    KEPT = 2
+
+
+class SecondUse:
+    """Remembers so many names, the least recently used go first. Safe between threads."""
+
+    def __init__(self, names: int) -> None:
+        self._names = names
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+
+    def used(self, name: str) -> bool:
+        """Whether it should be kept now: used before, and not known to be kept."""
+        with self._lock:
+            before = self._seen.get(name)
+            if before is None:
+                self._put(name, _Seen.ONCE)
+                return False
+            self._seen.move_to_end(name)
+            return before is _Seen.ONCE
+
+    def kept(self, name: str) -> None:
+        """It is in the store, or on its way."""
+        with self._lock:
+            self._put(name, _Seen.KEPT)
+
+    def lost(self, name: str) -> None:
+        """It is not in the store after all: the next use keeps it."""
+        with self._lock:
+            self._put(name, _Seen.ONCE)
+
+    def _put(self, name: str, state: _Seen) -> None:
+        self._seen[name] = state
+        self._seen.move_to_end(name)
+        if len(self._seen) > self._names:
+            self._seen.popitem(last=False)
