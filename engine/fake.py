@@ -10,13 +10,15 @@ It keeps a shadow of the page pool and refuses a plan that reads what was not co
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 import os
 import signal
 import time
+from typing import Any
 
-from engine.api import GenerationRequest, ModelInfo, TokenLogprob
+from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob
 from engine.errors import EngineFailed, Unsupported
 from engine.plan import Row, RowResult, StepPlan, StepResult
 from engine.sequence import Sequence
@@ -53,6 +55,27 @@ class _Shadow:
         self.noise = request.sampling.seed % _PRIME if request.sampling.temperature else 0
         broken = faults and request.token_ids[0] == 0
         self.plain = not request.stopping.stop_token_ids and request.logprobs is None and not broken
+
+
+def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: Any) -> GenerationRequest:
+    """A greedy request without stops, of now, for those who try the engine; `changes` are further fields of it."""
+    plain = GenerationRequest(
+        request_id="",
+        token_ids=token_ids,
+        sampling=SamplingParams(
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            seed=0,
+        ),
+        stopping=Stopping(max_tokens=max_tokens),
+        arrived_at=time.monotonic(),
+    )
+    return dataclasses.replace(plain, **changes)
 
 
 class FakeRunner:

@@ -131,7 +131,7 @@ class FrameReader(Generic[_Message]):
         while (end := _frame_end(data, start)) <= len(data):
             try:
                 messages.append(self._decoder.decode(view[start + _HEADER : end]))
-            except (msgspec.MsgspecError, RecursionError) as error:
+            except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
                 raise FrameError(f"{type(error).__name__}: {error}") from None
             start = end
         self._rest += view[start:]
