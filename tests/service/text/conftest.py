@@ -42,7 +42,7 @@ def byte_level() -> Tokenizer:
         vocab_size=700, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens(["<think>", "漢字"])  # added, but not special
+    tokenizer.add_tokens(["<think>", "漢字", "é" * 50])  # added, but not special
     return tokenizer
 
 

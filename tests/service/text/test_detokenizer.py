@@ -207,6 +207,15 @@ def test_newline_of_a_fallback_vocabulary_stops_before_the_next_id(pair: Pairs) 
     assert at_the_end.flush() == Piece("", "\n", 0)
 
 
+def test_a_settled_newline_counts_as_the_token_that_made_it(pair: Pairs) -> None:
+    """Token 2 is the newline, token 3 only settles it: no stop where three tokens are the least."""
+    tokenizer, library = pair("byte-fallback")
+    newline, word = 3 + 10, library.token_to_id("▁the") or library.token_to_id("▁")
+    assert word is not None
+    assert Detokenizer(tokenizer, ["\n"], min_tokens=2).push([word, newline, word]).stop == "\n"
+    assert Detokenizer(tokenizer, ["\n"], min_tokens=3).push([word, newline, word]).stop is None
+
+
 def test_after_a_stop_nothing_is_part_of_the_answer() -> None:
     detokenizer = Detokenizer(Tokenizer.of_bytes(), ["b"])
     assert detokenizer.push(b"abc") == Piece("a", "b", 2)

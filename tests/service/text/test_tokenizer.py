@@ -83,6 +83,20 @@ def test_special_tokens_map_counts_where_the_settings_are_old(folder: Folder) ->
         assert ours.encode_chat([ChatMessage("user", "x")]) == [expected]
 
 
+@pytest.mark.parametrize("flags", [None, {"__type": "AddedToken", "lstrip": True}])
+def test_an_ordinary_token_with_a_role_becomes_special(
+    folder: Folder, loaded: Callable[[str], Tokenizer], flags: dict[str, Any] | None
+) -> None:
+    word = "parser"
+    assert len(loaded("byte-level").encode(word)) == 1
+    path = folder("byte-level", {"pad_token": word if flags is None else {**flags, "content": word}})
+    ours, theirs = Tokenizer.load(path), oracle(path)
+    text = f"a {word} {word}s <think>"
+    assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    assert word not in ours.decode(ours.encode(text))
+
+
 def test_a_vocabulary_with_truncation_and_padding_does_neither(folder: Folder) -> None:
     path = folder("byte-level")
     tokenizer = json.loads((path / "tokenizer.json").read_text())
@@ -125,6 +139,12 @@ def loaded(folder: Folder) -> Callable[[str], Tokenizer]:
 def test_least_tokens_is_a_floor(loaded: Callable[[str], Tokenizer], kind: str, text: str) -> None:
     tokenizer = loaded(kind)
     assert tokenizer.least_tokens(text * 9) <= len(tokenizer.encode(text * 9))
+
+
+def test_least_tokens_knows_that_characters_join(loaded: Callable[[str], Tokenizer]) -> None:
+    text = "e\u0301" * 100  # 200 characters, two tokens
+    assert len(loaded("byte-level").encode(text)) == 2
+    assert loaded("byte-level").least_tokens(text) <= 2
 
 
 def test_least_tokens_refuses_a_giant(loaded: Callable[[str], Tokenizer]) -> None:
