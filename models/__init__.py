@@ -1,0 +1,1 @@
+"""The demo models and the script that makes them."""
