@@ -39,7 +39,7 @@ def inverse_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """What turns high_freq_factor times in the original context is kept, what turns less than low_freq_factor is scaled.
+    """What turns high_freq_factor times in the original context is kept; below low_freq_factor it is scaled.
 
     Between the two it is a ramp.
     """
