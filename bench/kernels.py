@@ -1,0 +1,313 @@
+"""Decode steps made of `engine.kernels`, timed on a card with random weights of real shapes.
+
+    python -m bench.kernels --model qwen3-0.6b --format bf16 --context 128 1024 8192
+
+Prints a table and ends in one JSON line. A rate is 512 steps over the median of five timings; the tokens are checked to
+have arrived in the host's ring, and their values are not: `tests/kernels` does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.kernels.attention import Heads, LayerAttention
+from engine.kernels.build import Kernels, open_library
+from engine.kernels.launch import Launch, Launcher, Trigger
+from engine.kernels.step import (
+    ChainPlan,
+    LayerWeights,
+    Product,
+    StepBuffers,
+    StepWeights,
+    allocate,
+    prepare_start,
+    prepare_step,
+)
+from engine.kernels.tiling import Tiling, choose, with_tiles
+from engine.kernels.weights import Format, Matrix
+
+BANDWIDTH = 3.07e12  # bytes a second, what one large read reaches on an H100 80GB HBM3
+STEPS = 512
+RING = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The sizes of a model."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: Heads
+    vocabulary: int
+    window: int | None = None
+
+
+SPECS = {
+    "qwen3-0.6b": Spec(28, 1024, 3072, Heads(16, 8, 128, True), 151936),
+    "mistral-7b": Spec(32, 4096, 14336, Heads(32, 8, 128, False), 32000),
+    "llama-3.2-1b": Spec(16, 2048, 8192, Heads(32, 8, 64, False), 128256),
+}
+FORMATS = {"bf16": Format.BF16, "int8": Format.INT8, "int4": Format.INT4}
+
+
+def random_matrix(form: Format, rows: int, columns: int) -> Matrix:
+    """Random bits that stand for small numbers; no zeros, which would run faster."""
+    if form is Format.BF16:
+        data = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=columns**-0.5)
+        return Matrix(form, rows, columns, data)
+    if form is Format.INT8:
+        data = torch.randint(-128, 128, (rows, columns), device="cuda", dtype=torch.int8)
+        return Matrix(form, rows, columns, data, row_scale=torch.full((rows,), columns**-0.5 / 74, device="cuda"))
+    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), device="cuda", dtype=torch.int32)
+    scale = torch.full((rows // 8, columns // 128, 8), columns**-0.5 / 4.6, device="cuda").half()
+    zero = torch.full_like(scale, -136.0, dtype=torch.bfloat16)
+    packed = scale.view(torch.int16).int() & 0xFFFF | zero.view(torch.int16).int() << 16
+    return Matrix(form, rows, columns, words, scales=packed, group=128)
+
+
+def random_weights(spec: Spec, form: Format, pages: int, positions: int) -> StepWeights:
+    """A model of this size; layers share one pool shape and one set of gains."""
+    heads, hidden = spec.heads, spec.hidden
+    ones = torch.ones(hidden, device="cuda")
+    gain = torch.ones(heads.dim, device="cuda") if heads.norm else None
+
+    def layer() -> LayerWeights:
+        pool = torch.empty(2, pages, heads.keys, 16, heads.dim, device="cuda", dtype=torch.bfloat16).normal_()
+        return LayerWeights(
+            input_gain=ones,
+            qkv=Product(random_matrix(form, heads.rows, hidden)),
+            attention=LayerAttention(pool[0], pool[1], gain, gain, spec.window),
+            output=Product(random_matrix(form, hidden, heads.queries * heads.dim)),
+            mlp_gain=ones,
+            gate_up=Product(random_matrix(form, 2 * spec.inner, hidden)),
+            down=Product(random_matrix(form, hidden, spec.inner)),
+        )
+
+    head = random_matrix(Format.BF16, spec.vocabulary, hidden)
+    angles = torch.rand(positions, 2, heads.dim, device="cuda")
+    return StepWeights(head.data, [layer() for _ in range(spec.layers)], ones, head, heads, 1e-6, angles)
+
+
+def step_bytes(weights: StepWeights, context: float, batch: int) -> int:
+    """Weights once, keys and values of every row."""
+    matrices = [weights.head]
+    for layer in weights.layers:
+        matrices += [layer.qkv.matrix, layer.output.matrix, layer.gate_up.matrix, layer.down.matrix]
+    held = len(weights.layers) * 2 * weights.heads.keys * weights.heads.dim * 2 * context * batch
+    return sum(matrix.nbytes for matrix in matrices) + int(held)
+
+
+def timers() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two events to record around what is timed."""
+    event: type[torch.cuda.Event] = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a rate was made of."""
+
+    tokens_per_second: float  # of one row
+    microseconds: float  # a step
+    spread: float  # (slowest - fastest) / median
+    roofline: float
+
+
+class Bench:
+    """One card, one model in one format."""
+
+    def __init__(self, library: Kernels, launcher: Launcher, weights: StepWeights, pages: int) -> None:
+        self.library, self.launcher, self.weights, self.pages = library, launcher, weights, pages
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def graph(self, chain: Sequence[Launch], times: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(times):
+                self.launcher.enqueue(chain)
+        return graph
+
+    def decode(self, plan: ChainPlan, context: int, batch: int, steps: int = 4) -> Timing:
+        """`STEPS` tokens a row, from a context of `context`."""
+        buffers = allocate(self.weights, batch, self.pages // batch, RING)
+        table = torch.randperm(self.pages, device="cuda")[: self.pages // batch * batch].view(batch, -1)
+        buffers.places.pages.copy_(table)
+        graph = self.graph(prepare_step(self.library, self.weights, buffers, plan), steps)
+        start = prepare_start(self.library, self.weights, buffers)
+        times = [self._run(graph, start, buffers, context, steps) for _ in range(6)][1:]
+        middle = statistics.median(times) / STEPS
+        bound = step_bytes(self.weights, context + STEPS / 2, batch) / BANDWIDTH
+        return Timing(1 / middle, middle * 1e6, (max(times) - min(times)) / statistics.median(times), bound / middle)
+
+    def _run(self, graph: torch.cuda.CUDAGraph, start: Launch, buffers: StepBuffers, context: int, steps: int) -> float:
+        """Seconds."""
+        buffers.places.position.fill_(context)
+        buffers.progress.count.zero_()
+        buffers.progress.token.random_(1, 1000)
+        self.launcher.enqueue([start])
+        begin, end = timers()
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(STEPS // steps):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        last = buffers.progress.ring[:, STEPS - 1].tolist()
+        if any(entry >> 32 != STEPS or entry >> 24 & 0xFF for entry in last):
+            raise RuntimeError(f"tokens are missing from the ring: {last}")
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def stages(self, plan: ChainPlan, context: int, batch: int) -> dict[str, tuple[float, float]]:
+        """Microseconds of a stage and its TB/s, each stage's launches of all layers in a chain of their own."""
+        buffers = allocate(self.weights, batch, self.pages // batch, RING)
+        buffers.places.position.fill_(context)
+        buffers.places.pages.copy_(torch.arange(self.pages // batch * batch, device="cuda").view(batch, -1))
+        for part in (buffers.qkv, buffers.attended, buffers.inner, buffers.stream.scaled, buffers.stream.squares):
+            part.uniform_(0.1, 1)
+        chain = prepare_step(self.library, self.weights, buffers, plan)
+        names = ("qkv", "attention", "output", "gate_up", "down")
+        found = {}
+        for place, name in enumerate(names):
+            found[name] = self._stage([launch for launch in chain[place:-2:5]])
+        found["head"] = self._stage([chain[-2]])
+        layer = self.weights.layers[0]
+        sizes = {
+            "qkv": layer.qkv.matrix.nbytes,
+            "output": layer.output.matrix.nbytes,
+            "gate_up": layer.gate_up.matrix.nbytes,
+            "down": layer.down.matrix.nbytes,
+            "head": self.weights.head.nbytes,
+        }
+        return {name: (time, sizes.get(name, 0) / time / 1e6) for name, time in found.items()}
+
+    def _stage(self, chain: Sequence[Launch]) -> float:
+        """Microseconds a launch."""
+        graph = self.graph(chain, max(1, 112 // len(chain)))
+        count = len(chain) * max(1, 112 // len(chain))
+        begin, end = timers()
+        graph.replay()
+        times = []
+        for _ in range(5):
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(float(begin.elapsed_time(end)) * 1e3 / count)
+        return statistics.median(times)
+
+
+def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainPlan]:
+    """Named variants of a plan."""
+    found = {"base": base}
+    if sweep in ("overlap", "all"):
+        found["no overlap"] = replace(base, dependent=False)
+        found["trigger after wait"] = replace(base, trigger=Trigger.AFTER_WAIT)
+        found["trigger at end"] = replace(base, trigger=Trigger.AT_END)
+        for stages in (1, 2, 3, 4):
+            found[f"ahead {stages}"] = replace(base, ahead_stages=stages)
+    if sweep in ("tiling", "all"):
+        layer = weights.layers[0]
+        matrices = {
+            "qkv": layer.qkv.matrix,
+            "output": layer.output.matrix,
+            "gate_up": layer.gate_up.matrix,
+            "down": layer.down.matrix,
+        }
+        for warps in (8, 16):
+            for min_blocks in (1, 2):
+                how = {name: tiled(base, name, matrix, warps, min_blocks) for name, matrix in matrices.items()}
+                found[f"{warps} warps, {min_blocks} resident"] = replace(base, tilings={**base.tilings, **how})
+        for warps in (8, 16):
+            how = {"head": tiled(base, "head", weights.head, warps, 2 if warps == 8 else 1)}
+            found[f"head: {warps} warps"] = replace(base, tilings={**base.tilings, **how})
+    return found
+
+
+def tiled(plan: ChainPlan, name: str, matrix: Matrix, warps: int, min_blocks: int) -> Tiling:
+    """A tiling with so many warps."""
+    how = choose(matrix, plan.multiprocessors, pairs=name == "gate_up", warps=warps)
+    return replace(with_tiles(matrix, how), min_blocks=min_blocks)
+
+
+def revision() -> str:
+    """The commit, with a mark where the tree differs from it."""
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=SPECS, default="qwen3-0.6b")
+    parser.add_argument("--format", choices=FORMATS, default="bf16")
+    parser.add_argument("--context", type=int, nargs="+", default=[128])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--sweep", choices=("none", "overlap", "tiling", "all"), default="none")
+    parser.add_argument("--stages", action="store_true", help="time each stage by itself")
+    parser.add_argument("--revision", default=None, help="the commit to write down")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measures what was asked for."""
+    given = arguments()
+    launcher = Launcher()
+    library = open_library(torch.cuda.get_device_capability())
+    most = max(given.context) + STEPS + 16
+    pages = -(-most // 16) * max(given.batch)
+    weights = random_weights(SPECS[given.model], FORMATS[given.format], pages, most)
+    bench = Bench(library, launcher, weights, pages)
+    base = ChainPlan(bench.multiprocessors)
+    rows = []
+    for context in given.context:
+        for batch in given.batch:
+            for name, plan in plans(base, weights, given.sweep).items():
+                try:
+                    timing = bench.decode(plan, context, batch)
+                except Exception as failure:  # one variant's failure must not cost the others
+                    print(f"{context:6} {batch:2} {name:24} failed: {failure}", flush=True)
+                    continue
+                rows.append({"context": context, "batch": batch, "plan": name, **timing_fields(timing)})
+                rate = f"{timing.tokens_per_second:8.0f} tok/s {timing.microseconds:8.1f} µs ±{timing.spread:.1%}"
+                print(f"{context:6} {batch:2} {name:24} {rate}  {timing.roofline:.0%} of the roofline", flush=True)
+            if given.stages:
+                found = bench.stages(base, context, batch)
+                rows.append({"context": context, "batch": batch, "stages": found})
+                print("       " + "  ".join(f"{n} {t:.2f} µs {b:.2f} TB/s" for n, (t, b) in found.items()), flush=True)
+    record = {
+        "bench": "kernels",
+        "revision": given.revision or revision(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": given.model,
+        "format": given.format,
+        "steps": STEPS,
+        "rows": rows,
+    }
+    print(json.dumps(record))
+    return 0
+
+
+def timing_fields(timing: Timing) -> dict[str, float]:
+    """As the record has them."""
+    return {
+        "tokens_per_second": round(timing.tokens_per_second, 1),
+        "microseconds": round(timing.microseconds, 2),
+        "spread": round(timing.spread, 4),
+        "roofline": round(timing.roofline, 3),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+// The end of a step and the start of the next: reads the chosen token, moves the row's state on, tells the host through
+// a pinned ring, and lays out the token's embedding as the first layer wants it.
+//
+// An entry of the ring is (count << 32) | (flags << 24) | token, one 64-bit store; `count` starts at 1, so that an entry
+// the host waits for is told from the one that was there before.
+#include "common.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kMaxStops = 8;
+constexpr u32 kStopped = 1, kFull = 2, kNoToken = 4;  // stop token, last position, no finite score
+
+constexpr int kEach = ceil_div(OP_COLUMNS, kThreads);
+static_assert(OP_COLUMNS % 8 == 0, "columns");
+
+struct Gains {
+    float of[kEach];
+    __device__ __forceinline__ explicit Gains(const float* gain) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int n = threadIdx.x + i * kThreads;
+            of[i] = n < OP_COLUMNS ? gain[n] : 0.f;
+        }
+    }
+};
+
+__device__ __forceinline__ void embed(const u16* table, int token, const Gains& gain, float* residual, u16* normed,
+                                      float* squares, int m) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int n = threadIdx.x + i * kThreads;
+        const float v = n < OP_COLUMNS ? bf16_to_float(table[u64(token) * OP_COLUMNS + n]) : 0.f;
+        float square = v * v;
+#pragma unroll
+        for (int d = 4; d > 0; d >>= 1) square += __shfl_xor_sync(0xFFFFFFFFu, square, d);
+        if (n < OP_COLUMNS) {
+            residual[u64(m) * OP_COLUMNS + n] = v;
+            normed[u64(m) * OP_COLUMNS + n] = to_bf16(v * gain.of[i]);
+            if (n % 8 == 0) squares[m * (OP_COLUMNS / 8) + n / 8] = square;
+        }
+    }
+}
+
+// Tokens the host put into the state: once before the first step.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    start(const int* token, const int* position, const u16* table, const float* gain, float* residual, u16* normed,
+          float* squares) {
+    const int m = blockIdx.x;
+    if (position[m] >= 0) embed(table, token[m], Gains(gain), residual, normed, squares, m);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    advance(u64* best, int* token, int* position, const int* last_position, const int* stops, u32* count, u64* ring,
+            int ring_size, const u16* table, const float* gain, float* residual, u16* normed, float* squares,
+            int trigger) {
+    __shared__ int next;
+    const int m = blockIdx.x;
+    if (trigger == 0) let_next_start();
+    const Gains gains(gain);
+    int stop[kMaxStops];  // host's, between launches only
+#pragma unroll
+    for (int i = 0; i < kMaxStops; ++i) stop[i] = stops[m * kMaxStops + i];
+    const int last = last_position[m];
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    if (threadIdx.x == 0) {
+        const u64 key = load_shared_state(best + m);
+        const int pos = load_shared_state(position + m);
+        best[m] = 0;
+        next = -1;
+        if (pos >= 0) {
+            const bool none = !is_finite_score(u32(key >> 32));
+            const int id = none ? 0 : int(~u32(key));
+            u32 flags = none ? kNoToken : 0u;
+#pragma unroll
+            for (int i = 0; i < kMaxStops; ++i)
+                if (!none && stop[i] == id) flags |= kStopped;
+            if (pos + 1 >= last) flags |= kFull;
+            const u32 n = load_shared_state(reinterpret_cast<const int*>(count + m)) + 1;
+            count[m] = n;
+            token[m] = id;
+            position[m] = flags != 0 ? -1 : pos + 1;
+            if (!flags) next = id;
+            const u64 entry = (u64(n) << 32) | (flags << 24) | u32(id);
+            asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(ring + u64(m) * ring_size + (n - 1) % ring_size),
+                         "l"(entry)
+                         : "memory");
+        }
+    }
+    __syncthreads();
+    if (next >= 0) embed(table, next, gains, residual, normed, squares, m);
+}

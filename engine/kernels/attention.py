@@ -1,0 +1,140 @@
+"""Wrapper of the decode attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launch, prepare
+from engine.kernels.linear import CHAIN
+
+PAGE = 16
+MAX_SHARED = 8  # query heads a block serves of one key-value head
+SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The head layout of a model."""
+
+    queries: int
+    keys: int
+    dim: int
+    norm: bool  # queries and keys are normed
+
+    @property
+    def rows(self) -> int:
+        """Values of queries, keys and values together."""
+        return (self.queries + 2 * self.keys) * self.dim
+
+    @property
+    def subgroups(self) -> int:
+        """Blocks that share a key-value head."""
+        return -(-(self.queries // self.keys) // MAX_SHARED)
+
+    def why_not(self) -> str | None:
+        """Why the kernel cannot serve it, or None."""
+        if self.dim % 32 or self.dim > 256:
+            return f"heads of {self.dim}, the kernel knows multiples of 32 up to 256"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """What the blocks of one row and head leave for the one that comes last; shared by all layers."""
+
+    out: torch.Tensor  # float32 [batch, splits, heads, dim]
+    sums: torch.Tensor  # float32 [batch, splits, heads, 2]: maximum and sum
+    arrivals: torch.Tensor  # int32, zero between launches
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where each row stands and which pages it holds; changed by the host and by `advance` alone."""
+
+    position: torch.Tensor  # int32 [batch]: of the token being fed; -1 is an idle row
+    pages: torch.Tensor  # int32 [batch, most pages of a row]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """One layer's part: its pool and its norms."""
+
+    keys: torch.Tensor  # bfloat16 [pages, kv_heads, 16, dim]
+    values: torch.Tensor
+    query_gain: torch.Tensor | None  # float32 [dim]
+    key_gain: torch.Tensor | None
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What rotates the heads: cosines, then sines negated in the first half, float32 [positions, 2, dim]."""
+
+    angles: torch.Tensor
+    eps: float  # of the head norms
+
+
+def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
+    """Scratch for a batch."""
+    return SplitScratch(
+        out=torch.empty(batch, SPLITS, heads.queries, heads.dim, device=device),
+        sums=torch.empty(batch, SPLITS, heads.queries, 2, device=device),
+        arrivals=torch.zeros(batch * heads.keys * heads.subgroups, dtype=torch.int32, device=device),
+    )
+
+
+def attention_defines(heads: Heads) -> dict[str, int]:
+    """What the kernel is compiled with."""
+    served = -(-(heads.queries // heads.keys) // heads.subgroups)
+    warps = 8 if served * heads.dim <= 1024 else 4  # results of all warps meet in 48 KB
+    return {
+        "OP_Q_HEADS": heads.queries,
+        "OP_KV_HEADS": heads.keys,
+        "OP_SUBGROUPS": heads.subgroups,
+        "OP_HEAD_DIM": heads.dim,
+        "OP_QK_NORM": int(heads.norm),
+        "OP_WARPS": warps,
+        "OP_SPLITS": SPLITS,
+        "OP_MIN_PAGES": 8,
+        "OP_MIN_BLOCKS": 1,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOp:
+    """The kernel of one head layout with the buffers that all layers share."""
+
+    library: Kernels
+    heads: Heads
+    places: Places
+    embedding: Embedding
+    scratch: SplitScratch
+
+    def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
+        """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; the new key and value go to their page."""
+        heads, batch = self.heads, qkv.shape[0]
+        defines = attention_defines(heads)
+        values = {
+            "qkv": qkv,
+            "query_gain": layer.query_gain,
+            "key_gain": layer.key_gain,
+            "angles": self.embedding.angles,
+            "position": self.places.position,
+            "page_table": self.places.pages,
+            "table_stride": self.places.pages.stride(0),
+            "key_pool": layer.keys,
+            "value_pool": layer.values,
+            "split_out": self.scratch.out,
+            "split_sums": self.scratch.sums,
+            "arrivals": self.scratch.arrivals,
+            "out": out,
+            "scale": heads.dim**-0.5 * 1.4426950408889634,  # exponents are of two
+            "eps": self.embedding.eps,
+            "window": layer.window or 0,
+        }
+        grid = (SPLITS, heads.keys * heads.subgroups, batch)
+        kernel = self.library.kernel("attention", "attention", defines)
+        return prepare(kernel, grid, defines["OP_WARPS"] * 32, {**values, **CHAIN})

@@ -1,0 +1,206 @@
+"""Compiles the CUDA sources of this folder at run time and keeps the machine code in the user's cache folder.
+
+Shapes are compiled in, so one source gives as many kernels as there are shapes. A cubin's name is a hash of everything
+it was made from: the source with its headers, the definitions, the architecture and the compiler's version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+SOURCES = Path(__file__).parent
+MINIMUM_CAPABILITY = (8, 0)
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+_SCALARS = ("int", "u32", "float")
+
+
+class BuildError(Exception):
+    """A source does not compile here; says which and what the compiler said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a kernel as its source declares it."""
+
+    name: str
+    type: str  # "int", "u32", "float", or "pointer"
+
+    def encode(self, value: int | float) -> Any:
+        """The value as the launcher wants it."""
+        if self.type == "float":
+            return ctypes.c_float(value)
+        whole = int(value)
+        return ctypes.c_int(whole) if self.type == "int" else ctypes.c_uint32(whole) if self.type == "u32" else whole
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A loaded kernel."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    handle: Any  # cuda.core's
+
+    def arguments(self, values: Mapping[str, int | float]) -> tuple[Any, ...]:
+        """Values by parameter name, in the order of the source. Raises BuildError where the names differ."""
+        names = {parameter.name for parameter in self.parameters}
+        if names != set(values):
+            raise BuildError(f"kernel {self.name}: {sorted(names ^ set(values))} given or missing")
+        return tuple(parameter.encode(values[parameter.name]) for parameter in self.parameters)
+
+
+class CompileFunction(Protocol):
+    """Source text to machine code."""
+
+    def __call__(self, source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes: ...
+
+
+def source_text(name: str) -> str:
+    """One source with its headers put in place of their includes, so that a compiler needs no search path."""
+    seen: set[str] = set()
+
+    def expand(file: str) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        text = (SOURCES / file).read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda match: expand(match.group(1)), text)
+
+    return expand(name)
+
+
+def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
+    """The parameters of a kernel, read from its source. Raises BuildError for an entry that is not there."""
+    found = re.search(r'extern "C" __global__ [^;{]*?\b' + entry + r"\(([^)]*)\)\s*\{", source)
+    if found is None:
+        raise BuildError(f"no kernel {entry} in its source")
+    parameters = []
+    for declared in found.group(1).split(","):
+        words, name = declared.strip().rsplit(None, 1)
+        kind = "pointer" if "*" in words or name.startswith("*") else words
+        if kind != "pointer" and kind not in _SCALARS:
+            raise BuildError(f"kernel {entry}: parameter type {kind} is not known")
+        parameters.append(Parameter(name.lstrip("*"), kind))
+    return tuple(parameters)
+
+
+def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+    """Machine code through NVRTC, which needs no GPU. Raises BuildError."""
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=name, arch=arch, std="c++17", define_macro=[(key, str(value)) for key, value in defines.items()]
+    )
+    try:
+        compiled = Program(source, "c++", options).compile("cubin")
+    except Exception as failure:
+        raise BuildError(f"{name} for {arch}: {failure}") from failure
+    return bytes(compiled.code)
+
+
+def compiler_version() -> str:
+    """NVRTC's, so that an update compiles anew."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"nvrtc {major}.{minor}"
+
+
+def default_cache() -> Path:
+    """Where machine code is kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "whippet" / "kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class CubinCache:
+    """Machine code by hash, one file each."""
+
+    folder: Path
+    compiler: str  # name and version
+    compile: CompileFunction
+
+    def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        """The cubin of a source file; compiled once, then read. Raises BuildError."""
+        source = source_text(name)
+        listed = "\n".join(f"{key}={value}" for key, value in sorted(defines.items()))
+        digest = hashlib.sha256("\0".join((self.compiler, arch, listed, source)).encode()).hexdigest()
+        path = self.folder / f"{Path(name).stem}-{digest[:32]}.cubin"
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            pass
+        code = self.compile(source, name, defines, arch)
+        self._keep(path, code)
+        return code
+
+    def _keep(self, path: Path, code: bytes) -> None:
+        """Whole or not at all; a folder that cannot be written costs a compilation next time, no more."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+                file.write(code)
+            os.replace(file.name, path)
+        except OSError:
+            return
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """NVRTC's name of a card's architecture."""
+    major, minor = capability
+    return f"sm_{major}{minor}a" if capability == (9, 0) else f"sm_{major}{minor}"
+
+
+class Kernels(Protocol):
+    """Where launches get their kernels from."""
+
+    def kernel(self, name: str, entry: str, defines: Mapping[str, int]) -> Kernel:
+        """The kernel `entry` of `name`.cu compiled with `defines`. Raises BuildError."""
+
+
+class KernelLibrary:
+    """Kernels for one card, loaded on demand."""
+
+    def __init__(self, capability: tuple[int, int], cache: CubinCache) -> None:
+        self.arch = architecture(capability)
+        self._cache = cache
+        self._loaded: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
+
+    def kernel(self, name: str, entry: str, defines: Mapping[str, int]) -> Kernel:
+        """The kernel `entry` of `name`.cu compiled with `defines`. Raises BuildError."""
+        key = (name, entry, tuple(sorted(defines.items())))
+        found = self._loaded.get(key)
+        if found is None:
+            found = self._loaded[key] = self._load(name, entry, defines)
+        return found
+
+    def _load(self, name: str, entry: str, defines: Mapping[str, int]) -> Kernel:
+        from cuda.bindings import driver
+        from cuda.core import ObjectCode
+
+        code = self._cache.get(f"{name}.cu", defines, self.arch)
+        handle = ObjectCode.from_cubin(code).get_kernel(entry)
+        # Loads it now: a load at the first launch could fall into a stream capture, which forbids it.
+        status, _ = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
+        if int(status) != 0:
+            raise BuildError(f"kernel {entry} does not load: {status}")
+        return Kernel(entry, parameters_of(source_text(f"{name}.cu"), entry), handle)
+
+
+def open_library(capability: tuple[int, int], cache: Path | None = None) -> KernelLibrary:
+    """The library of the current card. Raises BuildError where it cannot compile."""
+    if capability < MINIMUM_CAPABILITY:
+        raise BuildError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+    try:
+        version = compiler_version()
+    except ImportError as failure:
+        raise BuildError(f"cuda.core and NVRTC are needed: {failure}") from failure
+    return KernelLibrary(capability, CubinCache(cache or default_cache(), version, compile_with_nvrtc))

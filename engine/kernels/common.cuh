@@ -1,0 +1,189 @@
+// What every kernel here shares: integer names, bf16 packing, memory access with a stated cache policy, tensor-core
+// products, programmatic dependent launch, warp reductions. Self-contained: no header of the CUDA toolkit is needed.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(8) Pair {
+    u32 x, y;
+};
+struct alignas(16) Quad {
+    u32 r[4];
+};
+struct alignas(8) Float2 {
+    float x, y;
+};
+struct alignas(16) Float4 {
+    float x, y, z, w;
+};
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// ---- bf16 ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float bf16_to_float(u16 v) { return __uint_as_float(u32(v) << 16); }
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {  // round to nearest even
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+__device__ __forceinline__ u16 to_bf16(float v) { return u16(pack_bf16(v, 0.f) & 0xFFFFu); }
+
+__device__ __forceinline__ float half_to_float(u16 v) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+    return f;
+}
+
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// ---- memory --------------------------------------------------------------------------------------------------------
+
+// Constant for the life of the launch and read once: weights.
+__device__ __forceinline__ Quad load_weights(const void* p) {
+    Quad v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.r[0]), "=r"(v.r[1]), "=r"(v.r[2]), "=r"(v.r[3])
+                 : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 load_constant(const u32* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ float load_constant(const float* p) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
+
+// Written by an earlier kernel of the chain: through L2, since this SM's L1 may hold the last step's value.
+__device__ __forceinline__ Quad load_shared_state(const void* p) {
+    Quad v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.r[0]), "=r"(v.r[1]), "=r"(v.r[2]), "=r"(v.r[3])
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_shared_state(const u32* p) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_shared_state(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ Float2 load_shared_state(const Float2* p) {
+    Float2 v;
+    asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ int load_shared_state(const int* p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ u64 load_shared_state(const u64* p) {
+    u64 v;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// Weights that a later kernel of the chain will want: each block asks L2 for its share (a multiple of 128) of them.
+struct Ahead {
+    const u8* from;
+    u32 bytes, share;
+};
+
+__device__ __forceinline__ void prefetch(const Ahead& ahead, u32 block) {
+#if __CUDA_ARCH__ >= 900
+    const u32 start = block * ahead.share;
+    if (start >= ahead.bytes) return;
+    const u32 left = ahead.bytes - start;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead.from + start),
+                 "r"(left < ahead.share ? left & ~15u : ahead.share)
+                 : "memory");
+#endif
+}
+
+// ---- programmatic dependent launch ---------------------------------------------------------------------------------
+
+// After this the results of all earlier kernels of the chain are visible. Every block must call it, or the kernel after
+// next could start too early.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- tensor cores --------------------------------------------------------------------------------------------------
+
+// D[16×8] += A[16×16]·B[16×8], bf16 in, float32 out. Lane (g, t) = (lane / 4, lane % 4) holds of A the rows g (a0, a2)
+// and g + 8 (a1, a3), of B the column g, each at k = 2t, 2t+1 (first register) and 2t+8, 2t+9 (second); of D the columns
+// 2t, 2t+1 of row g (d0, d1) and of row g + 8 (d2, d3). What is called k is free to be any order, the same in A and B.
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8×8 matrix of 16-bit values that lies across a warp as two columns a lane.
+__device__ __forceinline__ u32 transpose8x8(u32 v) {
+    u32 d;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
+    return d;
+}
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
+// ---- warps ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) v += __shfl_xor_sync(0xFFFFFFFFu, v, d);
+    return v;
+}
+
+// ---- choosing a token ----------------------------------------------------------------------------------------------
+
+// Orders like the float, NaN above everything; never 0, which means "none yet".
+__device__ __forceinline__ u32 ordered(float v) {
+    if (!(v == v)) return 0xFFFFFFFFu;
+    const u32 b = __float_as_uint(v);
+    return (b & 0x80000000u) ? ~b : (b | 0x80000000u);
+}
+
+__device__ __forceinline__ bool is_finite_score(u32 ordered) { return ordered >= 0x00800000u && ordered <= 0xFF7FFFFFu; }
+
+// The larger key wins; of equal scores the lower id.
+__device__ __forceinline__ u64 candidate(float score, int id) { return (u64(ordered(score)) << 32) | u32(~id); }
+
+__device__ __forceinline__ float gumbel(u64 key, int position, int id) {
+    u64 z = key + u64(position) * 0x9E3779B97F4A7C15ull + u64(id) * 0xD1B54A32D192ED03ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    // u = (b + 1/2) / 2^24 does not fit a float near 1, but 1 - u does.
+    const u32 b = u32(z >> 40);
+    const float scale = 5.9604644775390625e-8f;  // 2^-24
+    const float e = b < 0x800000u ? -logf((float(b) + 0.5f) * scale) : -log1pf(-(float(0xFFFFFFu - b) + 0.5f) * scale);
+    return -logf(e);
+}

@@ -1,0 +1,68 @@
+// The vocabulary's logits of rms_norm(residual), and the best of logit (greedy) or logit / temperature + noise per batch
+// row. The best is a maximum over 64-bit keys, so the order in which blocks report does not matter.
+#include "gemv.cuh"
+
+using Map = RowsInOrder<OP_ROWS>;
+using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
+constexpr int kThreads = OP_WARPS * 32;
+constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kThreads);  // outputs a thread has in a group
+
+extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
+    head(const u16* x, const float* squares, const u8* weights, const u32* scales, const float* row_scale,
+         const float* temperature, const u64* noise_key, const int* position, float* logits, u64* best,
+         float eps, int trigger, const u8* ahead, u32 ahead_bytes,
+           u32 ahead_share) {
+    __shared__ G::Sums sums[2];
+    __shared__ float factor[OP_BATCH];
+    __shared__ u64 block_best[OP_BATCH];
+    if (trigger == 0) let_next_start();
+    G g(weights, scales, x);
+    g.fill();
+    if (threadIdx.x == kThreads - 1) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
+    if (threadIdx.x < OP_BATCH) block_best[threadIdx.x] = 0;
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    g.start_x();
+    for (int m = g.warp; m < OP_BATCH; m += OP_WARPS)
+        factor[m] = inverse_rms<OP_SQUARES>(squares + m * OP_SQUARES, OP_COLUMNS, eps, g.lane);
+    u64 mine[kEach] = {};
+    float heat[kEach];  // 0 is greedy
+    u64 key[kEach];
+    int place[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int m = (threadIdx.x + i * kThreads) / G::kRows;
+        if (m < OP_BATCH) {
+            const float h = load_shared_state(temperature + m);
+            heat[i] = h > 0.f ? fmaxf(h, 1e-30f) : 0.f;  // a quotient must stay finite
+            key[i] = load_shared_state(noise_key + m);
+            place[i] = load_shared_state(position + m) + 1;  // where the chosen token will stand
+        }
+    }
+    int buffer = 0;
+    for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
+        g.group(first, sums[buffer]);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int o = threadIdx.x + i * kThreads;
+            const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
+            if (m < OP_BATCH && row < OP_ROWS && first + n / 8 < g.last_tile) {
+                float v = G::total(sums[buffer], m, n) * factor[m];
+                if constexpr (OP_FORMAT == kInt8) v *= load_constant(row_scale + row);
+                if (logits != nullptr) logits[u64(m) * OP_ROWS + row] = v;
+                if (heat[i] > 0.f) v = v / heat[i] + gumbel(key[i], place[i], row);
+                const u64 c = candidate(v, row);
+                mine[i] = c > mine[i] ? c : mine[i];
+            }
+        }
+        buffer ^= 1;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int m = (threadIdx.x + i * kThreads) / G::kRows;
+        if (m < OP_BATCH) atomicMax(&block_best[m], mine[i]);
+    }
+    __syncthreads();
+    if (threadIdx.x < OP_BATCH) atomicMax(best + threadIdx.x, block_best[threadIdx.x]);
+}

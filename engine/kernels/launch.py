@@ -1,0 +1,110 @@
+"""A prepared launch: kernel, shape and arguments, ready to be enqueued or captured any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from engine.kernels.build import Kernel
+
+Argument = torch.Tensor | int | float | None
+
+
+class Trigger(IntEnum):
+    """When the next kernel of the chain may start."""
+
+    AT_ENTRY = 0
+    AFTER_WAIT = 1
+    AT_END = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Weights of a later stage that a launch asks L2 for while it runs."""
+
+    tensor: torch.Tensor | None = None
+    offset: int = 0  # bytes
+    count: int = 0  # bytes, a multiple of 16
+
+    def arguments(self, blocks: int) -> dict[str, int]:
+        """As the kernels take it; a block's share is a multiple of 128 bytes."""
+        if self.tensor is None or self.count == 0:
+            return {"ahead": 0, "ahead_bytes": 0, "ahead_share": 0}
+        share = -(-self.count // (blocks * 128)) * 128
+        return {"ahead": self.tensor.data_ptr() + self.offset, "ahead_bytes": self.count, "ahead_share": share}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel of a chain. Holds the tensors that its arguments point into."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    threads: int
+    values: Mapping[str, int | float]
+    holds: tuple[torch.Tensor, ...]
+    dependent: bool = True  # may start before its predecessor has ended
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def alone(self) -> Launch:
+        """The same launch, starting only when its predecessor has ended."""
+        return replace(self, dependent=False)
+
+    def with_trigger(self, trigger: Trigger) -> Launch:
+        """The same launch, letting its successor start at another point."""
+        return replace(self, values={**self.values, "trigger": int(trigger)})
+
+    def with_ahead(self, ahead: Ahead) -> Launch:
+        """The same launch, asking L2 for other weights."""
+        holds = self.holds if ahead.tensor is None else (*self.holds, ahead.tensor)
+        return replace(self, values={**self.values, **ahead.arguments(self.blocks)}, holds=holds)
+
+
+def prepare(kernel: Kernel, grid: tuple[int, int, int], threads: int, values: Mapping[str, Argument]) -> Launch:
+    """A launch from tensors and numbers by parameter name. Raises BuildError where the names differ."""
+    plain = {name: _plain(value) for name, value in values.items()}
+    kernel.arguments(plain)
+    return Launch(kernel, grid, threads, plain, tuple(v for v in values.values() if isinstance(v, torch.Tensor)))
+
+
+def _plain(value: Argument) -> int | float:
+    if value is None:
+        return 0
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+class Launcher:
+    """Enqueues launches on torch's current stream, whether it is capturing or not."""
+
+    def __init__(self) -> None:
+        from cuda.core import Device, LaunchConfig, launch
+
+        self._device: Any = Device()
+        self._device.set_current()
+        self._config: Any = LaunchConfig
+        self._launch: Any = launch
+
+    def enqueue(self, launches: Iterable[Launch]) -> None:
+        """In order; each sees what those before it wrote."""
+        stream = self._device.create_stream(_TorchStream(torch.cuda.current_stream()))
+        for one in launches:
+            config = self._config(grid=one.grid, block=one.threads, programmatic_stream_serialization=one.dependent)
+            self._launch(stream, config, one.kernel.handle, *one.kernel.arguments(one.values))
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchStream:
+    """Torch's stream under the protocol that cuda.core reads."""
+
+    stream: torch.cuda.Stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.stream.cuda_stream)

@@ -1,0 +1,90 @@
+"""Wrappers of the matrix kernels: `linear`, `linear_residual`, `gate_up`. Each takes activations that a kernel before
+it left in `Normed` or as bf16 rows, and prepares one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels import tiling
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Ahead, Launch, Trigger, prepare
+from engine.kernels.tiling import Tiling
+from engine.kernels.weights import Matrix
+
+CHAIN: dict[str, int] = {"trigger": int(Trigger.AT_ENTRY), **Ahead().arguments(1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """A residual stream and what the next norm needs of it; written whole by `linear_residual` and `advance`."""
+
+    residual: torch.Tensor  # float32 [batch, hidden]
+    scaled: torch.Tensor  # bfloat16 [batch, hidden]: residual · gain, not yet divided by the root mean square
+    squares: torch.Tensor  # float32 [batch, hidden / 8]: sums of eight squares
+    eps: float
+
+
+def matrix_defines(matrix: Matrix, batch: int, how: Tiling) -> dict[str, int]:
+    """What every matrix kernel is compiled with."""
+    return {
+        "OP_FORMAT": int(matrix.format),
+        "OP_GROUP": matrix.group,
+        "OP_COLUMNS": matrix.columns,
+        "OP_BATCH": batch,
+        **how.defines(),
+    }
+
+
+def _weights(matrix: Matrix) -> dict[str, torch.Tensor | None]:
+    return {"weights": matrix.data, "scales": matrix.scales, "row_scale": matrix.row_scale}
+
+
+def linear(
+    library: Kernels, x: Normed, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor, how: Tiling
+) -> Launch:
+    """out float32 [batch, rows] = rms_norm(x) · Wᵀ + bias; bias float32 [rows] or None."""
+    defines = matrix_defines(matrix, out.shape[0], how)
+    defines |= {"OP_ROWS": matrix.rows, "OP_SQUARES": x.squares.shape[1]}
+    values = {"x": x.scaled, "squares": x.squares, **_weights(matrix), "bias": bias, "out": out, "eps": x.eps}
+    kernel = library.kernel("linear", "linear", defines)
+    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualUpdate:
+    """Where `linear_residual` adds, and the gain of the norm that comes next."""
+
+    x: torch.Tensor  # bfloat16 [batch, columns]
+    target: Normed
+    gain: torch.Tensor  # float32 [hidden]
+    bias: torch.Tensor | None = None  # float32 [hidden]
+
+
+def linear_residual(library: Kernels, update: ResidualUpdate, matrix: Matrix, how: Tiling) -> Launch:
+    """target.residual += x · Wᵀ + bias, and what the next norm needs."""
+    target = update.target
+    defines = matrix_defines(matrix, update.x.shape[0], how) | {"OP_ROWS": matrix.rows}
+    values = {
+        "x": update.x,
+        **_weights(matrix),
+        "bias": update.bias,
+        "gain": update.gain,
+        "residual": target.residual,
+        "normed": target.scaled,
+        "squares": target.squares,
+    }
+    kernel = library.kernel("linear_residual", "linear_residual", defines)
+    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})
+
+
+def gate_up(
+    library: Kernels, x: Normed, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor, how: Tiling
+) -> Launch:
+    """out bfloat16 [batch, rows / 2] = silu(gate) · up, gate the upper half of rms_norm(x) · Wᵀ + bias."""
+    defines = matrix_defines(matrix, out.shape[0], how)
+    defines |= {"OP_HALF": matrix.rows // 2, "OP_SQUARES": x.squares.shape[1]}
+    values = {"x": x.scaled, "squares": x.squares, **_weights(matrix), "bias": bias, "out": out, "eps": x.eps}
+    kernel = library.kernel("gate_up", "gate_up", defines)
+    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})

@@ -1,0 +1,83 @@
+"""What each kernel computes, in plain PyTorch and in the float type of its inputs: the oracle of the kernel tests, so
+written for reading and for float64, not for speed."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from engine.kernels.attention import PAGE, Heads
+from engine.noise import gumbel
+
+
+def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+
+
+def linear(
+    residual: torch.Tensor, gain: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """rms_norm(residual) · Wᵀ + bias."""
+    return functional.linear(rms_norm(residual, gain, eps), weight, bias)
+
+
+def linear_residual(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The new residual."""
+    return residual + functional.linear(x, weight, bias)
+
+
+def gate_up(
+    residual: torch.Tensor, gain: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """silu(gate) · up; gate is the upper half of the product."""
+    gate, up = linear(residual, gain, eps, weight, bias).chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x [..., dim] by angles [2, dim]: cosines, then sines negated in the first half."""
+    swapped = torch.cat((x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+    return x * angles[0] + swapped * angles[1]
+
+
+def attention_row(
+    qkv: torch.Tensor,
+    heads: Heads,
+    gains: tuple[torch.Tensor, torch.Tensor] | None,
+    angles: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one row [rows]: queries [heads, dim] and key [kv_heads, dim], normed and rotated, and value."""
+    parts = qkv.view(-1, heads.dim)
+    queries, key, value = torch.split(parts, [heads.queries, heads.keys, heads.keys])
+    if gains is not None:
+        queries, key = rms_norm(queries, gains[0], eps), rms_norm(key, gains[1], eps)
+    return rotate(queries, angles), rotate(key, angles), value
+
+
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
+    """queries [heads, dim] of the newest token over keys and values [tokens, kv_heads, dim] → [heads, dim]."""
+    seen = keys.shape[0] if window is None else min(window, keys.shape[0])
+    shared = queries.shape[0] // keys.shape[1]
+    keys, values = (part[-seen:].repeat_interleave(shared, 1) for part in (keys, values))
+    scores = torch.einsum("hd,thd->ht", queries, keys) * queries.shape[-1] ** -0.5
+    return torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+
+
+def paged(pool: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The first tokens of a row [tokens, kv_heads, dim] out of a pool [pages, kv_heads, 16, dim]."""
+    held = pool[pages[: -(-tokens // PAGE)].long()]
+    return held.transpose(1, 2).flatten(0, 1)[:tokens]
+
+
+def choose(
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """The token of each row: argmax of logit (temperature 0) or of logit / temperature + noise. `positions`: where the
+    chosen tokens will stand."""
+    ids = torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
+    noisy = logits.double() / temperature.double().clamp(min=1e-30).unsqueeze(1) + gumbel(keys, positions, ids)
+    return torch.where(temperature.unsqueeze(1) > 0, noisy, logits.double()).argmax(-1)

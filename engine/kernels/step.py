@@ -1,0 +1,178 @@
+"""A whole decode step as a chain of launches, and the buffers that it lives in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.kernels import linear as ops
+from engine.kernels import tiling, tokens
+from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, Places, SplitScratch, scratch
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Ahead, Launch, Trigger
+from engine.kernels.linear import Normed, ResidualUpdate
+from engine.kernels.tiling import Tiling
+from engine.kernels.tokens import Choice, FirstNorm, Progress
+from engine.kernels.weights import Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix and its bias, float32 [rows] or None."""
+
+    matrix: Matrix
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; gains are float32."""
+
+    input_gain: torch.Tensor
+    qkv: Product
+    attention: LayerAttention
+    output: Product
+    mlp_gain: torch.Tensor
+    gate_up: Product
+    down: Product
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """A model as the chain reads it."""
+
+    table: torch.Tensor  # bfloat16 [vocabulary, hidden]
+    layers: Sequence[LayerWeights]
+    final_gain: torch.Tensor
+    head: Matrix
+    heads: Heads
+    eps: float
+    angles: torch.Tensor  # float32 [positions, 2, dim]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """What a batch's steps keep at fixed addresses."""
+
+    places: Places
+    choice: Choice
+    progress: Progress
+    stream: Normed
+    qkv: torch.Tensor  # float32
+    attended: torch.Tensor  # bfloat16
+    inner: torch.Tensor  # bfloat16
+    scratch: SplitScratch
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.places.position.shape[0]
+
+
+def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits: bool = False) -> StepBuffers:
+    """Buffers for `batch` rows of at most `pages` pages each; all rows idle."""
+    device, hidden = weights.table.device, weights.table.shape[1]
+    inner = weights.layers[0].gate_up.matrix.rows // 2
+
+    def integers(*size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full(size, value, dtype=dtype, device=device)
+
+    def floats(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return StepBuffers(
+        places=Places(integers(batch, value=-1), integers(batch, pages)),
+        choice=Choice(
+            temperature=floats(batch),
+            noise_key=integers(batch, dtype=torch.int64),
+            best=integers(batch, dtype=torch.int64),
+            logits=floats(batch, weights.head.rows) if logits else None,
+        ),
+        progress=Progress(
+            token=integers(batch),
+            last_position=integers(batch, value=2**31 - 1),
+            stops=integers(batch, tokens.MAX_STOPS, value=-1),
+            count=integers(batch),
+            ring=torch.zeros(batch, ring, dtype=torch.int64, pin_memory=True),
+        ),
+        stream=Normed(
+            floats(batch, hidden), floats(batch, hidden, dtype=torch.bfloat16), floats(batch, hidden // 8), weights.eps
+        ),
+        qkv=floats(batch, weights.heads.rows),
+        attended=floats(batch, weights.heads.queries * weights.heads.dim, dtype=torch.bfloat16),
+        inner=floats(batch, inner, dtype=torch.bfloat16),
+        scratch=scratch(weights.heads, batch, device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """How the stages are spread and overlapped. A stage's name is qkv, output, gate_up, down or head."""
+
+    multiprocessors: int
+    tilings: dict[str, Tiling] = field(default_factory=dict)  # where `tiling.choose` is not to decide
+    trigger: Trigger = Trigger.AT_ENTRY
+    ahead_stages: int = 0  # how many products further on the weights are that a launch asks L2 for
+    ahead_bytes: int = 16 << 20  # of them, at most
+    dependent: bool = True
+
+    def tiling(self, stage: str, matrix: Matrix) -> Tiling:
+        """Of one product."""
+        found = self.tilings.get(stage)
+        return found or tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up")
+
+
+def prepare_step(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> tuple[Launch, ...]:
+    """One step, to be enqueued again and again. Raises BuildError."""
+    staged = list(_stages(library, weights, buffers, plan))
+    read = [(index, matrix) for index, (_, matrix) in enumerate(staged) if matrix is not None]
+    launches = []
+    for index, (launch, _) in enumerate(staged):
+        # The first lets its successor start only once the step before has ended.
+        one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
+        if plan.ahead_stages:
+            later = [matrix for place, matrix in read if place > index]
+            later += [matrix for _, matrix in read]  # of the next step
+            target = later[plan.ahead_stages - 1]
+            count = min(target.data.nbytes, plan.ahead_bytes) // 16 * 16
+            if "ahead" in one.values:
+                one = one.with_ahead(Ahead(target.data, 0, count))
+        launches.append(one if plan.dependent else one.alone())
+    return tuple(launches)
+
+
+def prepare_start(library: Kernels, weights: StepWeights, buffers: StepBuffers) -> Launch:
+    """Embeds the tokens that the host has placed; to be enqueued before the first step that feeds them."""
+    return tokens.start(library, buffers.progress, buffers.places, _first(weights, buffers))
+
+
+def _first(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
+    return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
+
+
+def _stages(
+    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan
+) -> Iterator[tuple[Launch, Matrix | None]]:
+    """Launches in order, each with the matrix that it reads."""
+    stream = buffers.stream
+    embedding = Embedding(weights.angles, weights.eps)
+    attend = AttentionOp(library, weights.heads, buffers.places, embedding, buffers.scratch)
+    gains = [layer.input_gain for layer in weights.layers[1:]] + [weights.final_gain]
+    for layer, next_gain in zip(weights.layers, gains, strict=True):
+        qkv, output, wide, down = layer.qkv, layer.output, layer.gate_up, layer.down
+        how = plan.tiling("qkv", qkv.matrix)
+        yield ops.linear(library, stream, qkv.matrix, qkv.bias, buffers.qkv, how), qkv.matrix
+        yield attend.prepare(layer.attention, buffers.qkv, buffers.attended), None
+        update = ResidualUpdate(buffers.attended, stream, layer.mlp_gain, output.bias)
+        how = plan.tiling("output", output.matrix)
+        yield ops.linear_residual(library, update, output.matrix, how), output.matrix
+        how = plan.tiling("gate_up", wide.matrix)
+        yield ops.gate_up(library, stream, wide.matrix, wide.bias, buffers.inner, how), wide.matrix
+        update = ResidualUpdate(buffers.inner, stream, next_gain, down.bias)
+        how = plan.tiling("down", down.matrix)
+        yield ops.linear_residual(library, update, down.matrix, how), down.matrix
+    how = plan.tiling("head", weights.head)
+    yield tokens.head(library, stream, weights.head, buffers.choice, buffers.places, how), weights.head
+    yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, _first(weights, buffers)), None

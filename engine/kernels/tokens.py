@@ -1,0 +1,106 @@
+"""Wrappers of `head`, `advance` and `start`: from the last residual to the next token, and on to the next step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels import tiling
+from engine.kernels.attention import Places
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Argument, Launch, Trigger, prepare
+from engine.kernels.linear import CHAIN, Normed, matrix_defines
+from engine.kernels.tiling import Tiling
+from engine.kernels.weights import Matrix
+
+MAX_STOPS = 8
+STOPPED, FULL, NO_TOKEN = 1, 2, 4  # flags of a ring entry
+_THREADS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How each row chooses its token."""
+
+    temperature: torch.Tensor  # float32 [batch]; 0 is greedy
+    noise_key: torch.Tensor  # int64 [batch]: `engine.noise.seed_key`
+    best: torch.Tensor  # int64 [batch], zero between steps
+    logits: torch.Tensor | None = None  # float32 [batch, vocabulary]; None: they are not kept
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What `advance` moves on, and where it reports."""
+
+    token: torch.Tensor  # int32 [batch]: being fed
+    last_position: torch.Tensor  # int32 [batch]: a token placed there is the row's last
+    stops: torch.Tensor  # int32 [batch, 8]: tokens that end the row, -1 for none
+    count: torch.Tensor  # int32 [batch]: tokens reported
+    ring: torch.Tensor  # int64 [batch, entries], pinned: count << 32 | flags << 24 | token
+
+
+def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Places, how: Tiling) -> Launch:
+    """choice.best = the best token of each row, as a key whose lower half is the id's complement."""
+    defines = matrix_defines(matrix, x.residual.shape[0], how)
+    defines |= {"OP_ROWS": matrix.rows, "OP_SQUARES": x.squares.shape[1]}
+    values = {
+        "x": x.scaled,
+        "squares": x.squares,
+        "weights": matrix.data,
+        "scales": matrix.scales,
+        "row_scale": matrix.row_scale,
+        "temperature": choice.temperature,
+        "noise_key": choice.noise_key,
+        "position": places.position,
+        "logits": choice.logits,
+        "best": choice.best,
+        "eps": x.eps,
+    }
+    kernel = library.kernel("head", "head", defines)
+    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})
+
+
+@dataclass(frozen=True, slots=True)
+class FirstNorm:
+    """What turns a token into the first layer's input."""
+
+    table: torch.Tensor  # bfloat16 [vocabulary, hidden]
+    gain: torch.Tensor  # float32 [hidden]
+    target: Normed
+
+
+def advance(library: Kernels, choice: Choice, progress: Progress, places: Places, first: FirstNorm) -> Launch:
+    """Takes the chosen tokens over into the state, reports them and embeds them."""
+    values: dict[str, Argument] = {
+        "best": choice.best,
+        "token": progress.token,
+        "position": places.position,
+        "last_position": progress.last_position,
+        "stops": progress.stops,
+        "count": progress.count,
+        "ring": progress.ring,
+        "ring_size": progress.ring.shape[1],
+        **_embedding(first),
+        "trigger": int(Trigger.AT_ENTRY),
+    }
+    kernel = library.kernel("advance", "advance", {"OP_COLUMNS": first.table.shape[1]})
+    return prepare(kernel, (progress.token.shape[0], 1, 1), _THREADS, values)
+
+
+def start(library: Kernels, progress: Progress, places: Places, first: FirstNorm) -> Launch:
+    """Embeds the tokens that the host has put into the state."""
+    values = {"token": progress.token, "position": places.position, **_embedding(first)}
+    kernel = library.kernel("advance", "start", {"OP_COLUMNS": first.table.shape[1]})
+    return prepare(kernel, (progress.token.shape[0], 1, 1), _THREADS, values).alone()
+
+
+def _embedding(first: FirstNorm) -> dict[str, torch.Tensor]:
+    target = first.target
+    return {
+        "table": first.table,
+        "gain": first.gain,
+        "residual": target.residual,
+        "normed": target.scaled,
+        "squares": target.squares,
+    }

@@ -1,0 +1,103 @@
+"""A matrix as the kernels read it: plain bf16, int8 with a scale a row, or four bits with scales and zero points.
+
+bf16 and int8 stay as the checkpoint has them, [rows, columns]; four bits are laid out anew by `pack_int4`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from quant.nibbles import unpack_nibbles
+from quant.weights import Dense, Int4Groups, Int8Rows
+
+INT4_SPAN = 128  # columns that a lane quartet has of a row at a time
+GROUPS = (32, 64, 128)
+
+
+class Format(IntEnum):
+    """As `formats.cuh` numbers them."""
+
+    BF16 = 0
+    INT8 = 1
+    INT4 = 2
+
+    @property
+    def span(self) -> int:
+        """Columns of a chunk; a matrix has a whole number of chunks."""
+        return (32, 64, INT4_SPAN)[self]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """weight [rows, columns] on the card."""
+
+    format: Format
+    rows: int
+    columns: int
+    data: torch.Tensor
+    scales: torch.Tensor | None = None  # int4: [rows / 8, columns / group, 8] words
+    row_scale: torch.Tensor | None = None  # int8: float32 [rows]
+    group: int = 128
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a product reads."""
+        parts = [part for part in (self.data, self.scales, self.row_scale) if part is not None]
+        return sum(part.nbytes for part in parts)
+
+
+def why_not(weight: Dense | Int4Groups | Int8Rows) -> str | None:
+    """Why the kernels cannot multiply by this weight, or None."""
+    rows, columns = weight.shape
+    if isinstance(weight, Dense) and weight.weight.dtype != torch.bfloat16:
+        return f"weights are {weight.weight.dtype}, the kernels read bfloat16"
+    if isinstance(weight, Int4Groups) and weight.group not in GROUPS and weight.group != columns:
+        return f"groups of {weight.group}, the kernels know {GROUPS} and whole rows"
+    span = 32 if isinstance(weight, Dense) else 64 if isinstance(weight, Int8Rows) else INT4_SPAN
+    if columns % span:
+        return f"{columns} columns are no multiple of {span}"
+    if isinstance(weight, Int4Groups) and rows % 8:
+        return f"{rows} rows are no multiple of 8"
+    return None
+
+
+def to_matrix(weight: Dense | Int4Groups | Int8Rows) -> Matrix:
+    """The weight as the kernels read it. Raises ValueError where `why_not` objects."""
+    objection = why_not(weight)
+    if objection is not None:
+        raise ValueError(objection)
+    rows, columns = weight.shape
+    if isinstance(weight, Dense):
+        return Matrix(Format.BF16, rows, columns, weight.weight.contiguous())
+    if isinstance(weight, Int8Rows):
+        return Matrix(Format.INT8, rows, columns, weight.q.contiguous(), row_scale=weight.scale.float().contiguous())
+    return pack_int4(weight)
+
+
+def pack_int4(weight: Int4Groups) -> Matrix:
+    """Each run of 128 columns becomes 4 lanes × 4 words; word j of lane t has columns 32j + 8t + (0…7), even ones in
+    its lower half and odd ones in its upper, four bits each. A scale word is the float16 scale below and the bf16 of
+    -(128 + zero) above."""
+    rows, columns = weight.shape
+    data = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.packed.device)
+    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32, device=weight.packed.device)
+    for first in range(0, rows, 2048):  # bounds the copy of one byte a value
+        values = unpack_nibbles(weight.packed[first : first + 2048]).to(torch.int32)
+        lanes = values.view(values.shape[0], -1, 4, 4, 8).transpose(2, 3)  # unit, word, lane, column → unit, lane, word
+        # Bits never meet, so the sum is their union; the top nibble wraps into the sign as it should.
+        data[first : first + 2048] = (lanes << shifts).sum(-1, dtype=torch.int32).flatten(1)
+    scale, zero, group = weight.scale, weight.zero, weight.group
+    if group not in GROUPS:  # one group a row
+        scale, zero = (part.repeat_interleave(columns // INT4_SPAN, 1) for part in (scale, zero))
+        group = INT4_SPAN
+    return Matrix(Format.INT4, rows, columns, data, scales=_scale_words(scale, zero), group=group)
+
+
+def _scale_words(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """[rows, groups] each → int32 [rows / 8, groups, 8]."""
+    low = scale.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
+    high = (-(128.0 + zero.float())).to(torch.bfloat16).view(torch.int16).to(torch.int32) << 16
+    return (low | high).view(-1, 8, scale.shape[1]).transpose(1, 2).contiguous()

@@ -1,0 +1,141 @@
+"""Decode attention on a card, against float64: head layouts, page borders, splits, windows, and slots that hold NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels import reference
+from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, Places, scratch
+from engine.kernels.build import KernelLibrary
+from engine.kernels.launch import Launcher
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-6
+POSITIONS = [
+    [0, 1, 15, 16, 17, 31, 32, 33],
+    [-1, 5, 127, 128, 129, -1, 255, 256],
+    [1000, 1023, 1024, 1025, 2047, 2048, 2049, 3000],
+    [4095, 4096, 4097, 8191, 8192, 8193, 12345, 0],
+]
+HEADS = [
+    Heads(16, 8, 128, True),
+    Heads(32, 8, 128, False),
+    Heads(28, 4, 128, False),
+    Heads(14, 2, 64, False),
+    Heads(8, 8, 64, True),
+    Heads(24, 2, 96, False),
+    Heads(2, 1, 32, True),
+    Heads(8, 1, 256, False),
+]
+
+
+class Case:
+    """Random rows over a shuffled pool whose unwritten slots are NaN."""
+
+    def __init__(self, heads: Heads, positions: list[int], gain: float = 1.0) -> None:
+        self.heads, self.positions = heads, positions
+        batch, most = len(positions), max(positions) // 16 + 1
+        pages = torch.randperm(batch * most + 3, device="cuda")[: batch * most].view(batch, most)
+        self.places = Places(
+            torch.tensor(positions, dtype=torch.int32, device="cuda"), pages.to(torch.int32).contiguous()
+        )
+        size = (batch * most + 3, heads.keys, 16, heads.dim)
+        self.pool = torch.full((2, *size), float("nan"), device="cuda", dtype=torch.bfloat16)
+        for row, position in enumerate(positions):
+            for token in range(0, max(position, 0), 16):
+                count = min(16, position - token)
+                fresh = torch.randn(2, heads.keys, count, heads.dim, device="cuda").bfloat16()
+                self.pool[:, pages[row, token // 16], :, :count] = fresh
+        self.qkv = torch.randn(batch, heads.rows, device="cuda")
+        self.gains = None
+        if heads.norm:
+            self.gains = tuple(torch.rand(heads.dim, device="cuda") * gain + 0.5 for _ in range(2))
+        angles = torch.rand(max(positions) + 1, heads.dim // 2, device="cuda") * 6.3
+        cos, sin = angles.cos(), angles.sin()
+        self.angles = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).contiguous()
+
+    def run(self, library: KernelLibrary, launcher: Launcher, window: int | None, times: int = 1) -> torch.Tensor:
+        heads, batch = self.heads, len(self.positions)
+        held = scratch(heads, batch, torch.device("cuda"))
+        held.out.fill_(float("nan"))
+        held.sums.fill_(float("nan"))
+        query_gain, key_gain = self.gains or (None, None)
+        layer = LayerAttention(self.pool[0], self.pool[1], query_gain, key_gain, window)
+        op = AttentionOp(library, heads, self.places, Embedding(self.angles, EPS), held)
+        out = torch.full((batch, heads.queries * heads.dim), float("nan"), device="cuda", dtype=torch.bfloat16)
+        launcher.enqueue([op.prepare(layer, self.qkv, out)] * times)
+        assert not held.arrivals.any()
+        return out.view(batch, heads.queries, heads.dim)
+
+    def expected(self, row: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of one row: the new key, the new value and the result, float64 over bf16 keys and values."""
+        gains = None if self.gains is None else (self.gains[0].double(), self.gains[1].double())
+        position = self.positions[row]
+        queries, key, value = reference.attention_row(
+            self.qkv[row].double(), self.heads, gains, self.angles[position].double(), EPS
+        )
+        pages = self.places.pages[row]
+        keys = torch.cat((reference.paged(self.pool[0], pages, position).double(), key.bfloat16().double()[None]))
+        values = torch.cat((reference.paged(self.pool[1], pages, position).double(), value.bfloat16().double()[None]))
+        return key, value, reference.attend(queries.bfloat16().double(), keys, values, window)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    distance = (found.double() - expected).norm() / expected.norm()
+    return bool(distance < tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 100, 1024])
+@pytest.mark.parametrize("positions", POSITIONS, ids=["short", "idle", "long", "longer"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention(
+    library: KernelLibrary, launcher: Launcher, heads: Heads, positions: list[int], window: int | None
+) -> None:
+    case = Case(heads, positions)
+    before = case.pool.clone()
+    expected = [case.expected(row, window) if position >= 0 else None for row, position in enumerate(positions)]
+    out = case.run(library, launcher, window)
+    written = torch.zeros(case.pool.shape[1], 16, dtype=torch.bool, device="cuda")
+    for row, wanted in enumerate(expected):
+        if wanted is None:
+            assert out[row].isnan().all()  # an idle row is left alone
+            continue
+        key, value, result = wanted
+        assert close(out[row], result, 6e-3), (positions[row], window)
+        page, slot = int(case.places.pages[row, positions[row] // 16]), positions[row] % 16
+        written[page, slot] = True
+        assert close(case.pool[0, page, :, slot], key, 3e-3)
+        assert torch.equal(case.pool[1, page, :, slot], value.bfloat16())
+    same = case.pool.view(torch.int16) == before.view(torch.int16)
+    assert same.transpose(2, 3)[:, ~written].all()  # nothing else was touched
+
+
+@pytest.mark.parametrize("heads", HEADS[:3], ids=str)
+def test_large_head_norms(library: KernelLibrary, launcher: Launcher, heads: Heads) -> None:
+    case = Case(heads, POSITIONS[2], gain=96.0)
+    out = case.run(library, launcher, None)
+    for row in range(8):
+        assert close(out[row], case.expected(row, None)[2], 2e-2)
+
+
+def test_a_row_does_not_depend_on_the_batch(library: KernelLibrary, launcher: Launcher) -> None:
+    case = Case(HEADS[0], POSITIONS[2])
+    together = case.run(library, launcher, None)
+    for row in range(8):
+        alone = Case(HEADS[0], [case.positions[row]])
+        alone.places = Places(
+            case.places.position[row : row + 1].contiguous(), case.places.pages[row : row + 1].contiguous()
+        )
+        alone.pool, alone.gains, alone.angles = case.pool, case.gains, case.angles
+        alone.qkv = case.qkv[row : row + 1].contiguous()
+        assert torch.equal(alone.run(library, launcher, None)[0], together[row])
+
+
+def test_repeated_launches_agree(library: KernelLibrary, launcher: Launcher) -> None:
+    """The merge of the splits does not depend on who comes last, and leaves its counters ready."""
+    case = Case(HEADS[0], POSITIONS[3])
+    first = case.run(library, launcher, None)
+    for _ in range(20):
+        assert torch.equal(case.run(library, launcher, None, times=3), first)
