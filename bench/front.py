@@ -153,9 +153,8 @@ def neighbours(address: str, streams: int, tokens: int, stuck: int) -> float:
 def stamping_python(folder: str) -> str:
     """An interpreter that runs bench.stamped where it is asked for engine.process."""
     path = Path(folder) / "python"
-    path.write_text(
-        f'#!/bin/sh\n# called as: -P -m engine.process --fd N\nexec {shlex.quote(sys.executable)} -P -m bench.stamped "$4" "$5"\n'
-    )
+    run = f'exec {shlex.quote(sys.executable)} -P -m bench.stamped "$4" "$5"'
+    path.write_text(f"#!/bin/sh\n# called as: -P -m engine.process --fd N\n{run}\n")
     path.chmod(0o755)
     return str(path)
 
@@ -176,7 +175,10 @@ def measure(rounds: int) -> dict[str, object]:
                 found = throughput(address, pid, streams, max(48_000 * (1 + (per > 1)) // streams // 16, 1000), per)
                 if name not in best or found["tokens_per_s"] > best[name]["tokens_per_s"]:
                     best[name] = found
-    with server("--scheduler.max-sequences=64", "--fake.total-pages=20000", "--fake.tokens-per-step=8") as (address, pid):
+    with server("--scheduler.max-sequences=64", "--fake.total-pages=20000", "--fake.tokens-per-step=8") as (
+        address,
+        pid,
+    ):
         for _ in range(rounds):
             for streams in (1, 16, 64):
                 name = f"{streams} streams, 8 a step and a message"
@@ -188,9 +190,10 @@ def measure(rounds: int) -> dict[str, object]:
         unary(address, 50)
         result["unary of one token, ms"] = quantiles(unary(address, 500))
         result["request to first message, ms"] = quantiles(first_message(address, 300))
-    with tempfile.TemporaryDirectory() as folder, server(
-        "--fake.step-time=0.005", python=stamping_python(folder)
-    ) as (address, _):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server("--fake.step-time=0.005", python=stamping_python(folder)) as (address, _),
+    ):
         result["engine event to client bytes, ms"] = quantiles(latency(address, 600))
     return result
 

@@ -87,7 +87,7 @@ def read_tokenize(message: pb.TokenizeRequest, facts: ModelFacts) -> TextPrompt 
     if field == "text":
         return TextPrompt(message.text)
     found = Violations()
-    prompt = _chat(message.chat, found)
+    prompt = _chat(message.chat, facts, found)
     found.raise_any()
     _refuse_chat(prompt, facts)
     return prompt
@@ -97,7 +97,10 @@ def read_detokenize(message: pb.DetokenizeRequest, facts: ModelFacts) -> list[in
     """The token ids to turn into text."""
     check_model(message.model, facts)
     found = Violations()
-    found.token_ids("token_ids", message.token_ids, facts.vocab_size)
+    if len(message.token_ids) > facts.max_context:
+        found.add("token_ids", f"must be at most {facts.max_context}")
+    else:
+        found.token_ids("token_ids", message.token_ids, facts.vocab_size)
     found.raise_any()
     return list(message.token_ids)
 
@@ -136,7 +139,7 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
     if field == "text":
         return TextPrompt(message.text)
     if field == "chat":
-        return _chat(message.chat, found)
+        return _chat(message.chat, facts, found)
     if field == "token_ids":
         return _token_ids(message.token_ids.ids, facts, found)
     found.add("input", "one of text, token_ids and chat is needed")
@@ -158,9 +161,12 @@ def too_long(tokens: int, max_context: int) -> str:
     return f"has at least {tokens} tokens; prompt and answer together have room for {max_context}"
 
 
-def _chat(chat: pb.Chat, found: Violations) -> ChatPrompt:
+def _chat(chat: pb.Chat, facts: ModelFacts, found: Violations) -> ChatPrompt:
     if not chat.messages:
         found.add("chat.messages", "must not be empty")
+    if len(chat.messages) > facts.max_context:
+        found.add("chat.messages", f"must be at most {facts.max_context}")
+        return ChatPrompt(())
     for index, message in enumerate(chat.messages):
         if not message.role:
             found.add(f"chat.messages[{index}].role", "must not be empty")
@@ -234,7 +240,7 @@ def _check_stop_strings(strings: Sequence[str], found: Violations) -> None:
         found.add("stopping.stop_strings", f"must be at most {MAX_STOP_STRINGS}")
         return
     for index, string in enumerate(strings):
-        if not 1 <= len(string.encode()) <= MAX_STOP_BYTES:
+        if len(string) > MAX_STOP_BYTES or not 1 <= len(string.encode()) <= MAX_STOP_BYTES:
             found.add(f"stopping.stop_strings[{index}]", f"must have 1 to {MAX_STOP_BYTES} bytes")
 
 

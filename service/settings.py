@@ -117,6 +117,7 @@ class FakeOptions(_Frozen):
     total_pages: int = Field(default=4096, ge=1)
     step_time: float = Field(default=0.0, ge=0, le=60, description="seconds a step takes")
     tokens_per_step: int = Field(default=1, ge=1, le=1024)
+    faults: bool = Field(default=False, description="obey prompts that break things, for tests")
 
 
 class Settings(BaseSettings):

@@ -1,4 +1,4 @@
-"""A whole server in a process of its own, on free ports of the loopback, with the fake engine in yet another process."""
+"""A whole server in a process of its own, on free ports of the loopback, its fake engine in yet another process."""
 
 from __future__ import annotations
 
@@ -159,10 +159,14 @@ class Refusal:
 def refused(call: Callable[..., Any], *arguments: Any, **options: Any) -> Refusal:
     """The failure of an RPC, unary or streamed, which must fail."""
     options.setdefault("timeout", 20)
-    with pytest.raises(grpc.RpcError) as caught:
+
+    def run() -> None:
         answer = call(*arguments, **options)
-        if hasattr(answer, "__iter__") and not isinstance(answer, Message):
+        if isinstance(answer, Iterator):
             list(answer)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        run()
     return Refusal.of(caught.value)
 
 
