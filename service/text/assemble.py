@@ -39,9 +39,11 @@ class ByteLevelAssembler:
 
     def feed(self, token_id: int) -> tuple[str, str]:
         try:
-            data = self._held + self._table[token_id]
+            data = self._table[token_id]
         except IndexError:
             return NOTHING
+        if self._held:
+            data = self._held + data
         text, used = utf_8_decode(data, "replace", False)
         self._held = data[used:]
         return "", text

@@ -50,24 +50,26 @@ class OpaquePieces:
 Pieces = ByteLevelPieces | FallbackPieces | OpaquePieces
 
 
-def read_pieces(backend: Backend) -> Pieces:
-    tokens, silent = _tokens(backend)
+def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
+    added = backend.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    silent = frozenset(index for index, token in enumerate(tokens) if token in special)
     steps = _decoder_steps(backend)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _byte_level(tokens, silent)
     return _fallback(tokens, silent, steps) or _opaque(backend, tokens, silent)
 
 
-def _tokens(backend: Backend) -> tuple[list[str | None], frozenset[int]]:
-    """The text of each id as the vocabulary spells it, and the ids that are special. None where an id is unused."""
+def read_tokens(backend: Backend) -> list[str | None]:
+    """The text of each id as the vocabulary spells it. None where an id is unused."""
+    vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
-    vocabulary = {index: token for token, index in backend.get_vocab(with_added_tokens=False).items()}
-    vocabulary.update((index, token.content) for index, token in added.items())
-    special = {token.content for token in added.values() if token.special}
-    tokens: list[str | None] = [None] * (max(vocabulary, default=-1) + 1)
-    for index, token in vocabulary.items():
+    tokens: list[str | None] = [None] * (max([*vocabulary.values(), *added], default=-1) + 1)
+    for token, index in vocabulary.items():
         tokens[index] = token
-    return tokens, frozenset(index for index, token in vocabulary.items() if token in special)
+    for index, extra in added.items():
+        tokens[index] = extra.content
+    return tokens
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from service.text.chat import ChatMessage, ChatTemplate, ChatTemplateError, choose_template
 from service.text.files import ModelFiles, SamplingDefaults, one_line, read_eos, read_sampling
-from service.text.pieces import ByteLevelPieces, Pieces, byte_letters, read_pieces
+from service.text.pieces import ByteLevelPieces, Pieces, byte_letters, read_pieces, read_tokens
 from service.text.special import CONFIG, apply_special
 
 VOCABULARY = "tokenizer.json"
@@ -44,10 +44,11 @@ class Tokenizer:
         self.digest = digest  # SHA-256 of everything that decides which ids a text becomes, hexadecimal
         self.eos_token_ids = eos_token_ids
         self.default_sampling = default_sampling or SamplingDefaults()
-        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
-        self.pieces: Pieces = read_pieces(backend)
+        tokens = read_tokens(backend)
+        self.vocab_size = len(tokens)
+        self.pieces: Pieces = read_pieces(backend, tokens)
         self._special = _special_pattern(backend)
-        self._longest = _longest_token(backend, self.pieces)
+        self._longest = _longest_token(backend, tokens) if isinstance(self.pieces, ByteLevelPieces) else 0
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -172,16 +173,16 @@ def _special_pattern(backend: Backend) -> re.Pattern[str] | None:
     return re.compile(f"(?=(?:{'|'.join(breakable)})).", re.DOTALL) if breakable else None
 
 
-def _longest_token(backend: Backend, pieces: Pieces) -> int:
-    """Characters that one token can stand for at most; 0 where the tokenizer may drop some."""
-    vocabulary = backend.get_vocab()
+def _longest_token(backend: Backend, tokens: list[str | None]) -> int:
+    """Characters that one token of a byte-level vocabulary can stand for at most; 0 where some may be dropped."""
     added = backend.get_added_tokens_decoder().values()
-    spelled = isinstance(pieces, ByteLevelPieces) and byte_letters().keys() <= vocabulary.keys()
-    if not spelled or any(token.lstrip or token.rstrip for token in added):
+    if not byte_letters().keys() <= set(tokens) or any(token.lstrip or token.rstrip for token in added):
         return 0
     if not all(step["type"] in KEEPS_ALL and step.get("behavior") != "Removed" for step in _steps(backend)):
         return 0
-    return KEEPS_ALL_BUT * max(map(len, vocabulary))  # a letter is a byte, a character at least one byte
+    return KEEPS_ALL_BUT * max(
+        len(token) for token in tokens if token
+    )  # a letter is a byte, a character at least one byte
 
 
 def _steps(backend: Backend) -> list[dict[str, Any]]:
