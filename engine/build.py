@@ -11,7 +11,7 @@ import torch
 from engine import digest
 from engine.api import ModelInfo
 from engine.checkpoint import Checkpoint, Progress, check_tensors
-from engine.decoders import DECODERS, choose
+from engine.decoders import DECODERS, DecoderEntry, choose
 from engine.decoders.parts import Parts
 from engine.dummy import DummyWeights
 from engine.errors import InvalidModel, Unsupported
@@ -38,8 +38,22 @@ class Loaded:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that a decoder is made from, and what is told of it."""
+
+    parts: Parts
+    room: Room
+    digest: str
+
+
 def build(settings: EngineSettings, progress: Progress) -> ModelRunner:
     """Loads the model. Raises InvalidModel or Unsupported, each one line."""
+    return make_runner(settings, prepare(settings, progress), progress)
+
+
+def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
+    """Weights and page pool in their places."""
     folder = Path(settings.model)
     config = load_config(folder)
     device = pick_device(settings.device)
@@ -49,14 +63,13 @@ def build(settings: EngineSettings, progress: Progress) -> ModelRunner:
     try:
         with torch.inference_mode():
             loaded = _load(settings, folder, config, place, progress)
-            parts, room = _assemble(settings, config, loaded.weights, place)
+            return _assemble(settings, config, loaded, place)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
         raise Unsupported(_no_room(folder, device, error)) from error
-    return _run(settings, parts, room, loaded)
 
 
 def _load(settings: EngineSettings, folder: Path, config: ModelConfig, place: Place, progress: Progress) -> Loaded:
@@ -81,19 +94,27 @@ def _load(settings: EngineSettings, folder: Path, config: ModelConfig, place: Pl
         fingerprint.close()
 
 
-def _assemble(settings: EngineSettings, config: ModelConfig, weights: Weights, place: Place) -> tuple[Parts, Room]:
+def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, place: Place) -> Prepared:
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     room = make_room(settings, config.max_context, shape, place)
-    model = Transformer(config, weights, rope_table(config.rope, room.max_context, place.device), place)
+    model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, place.device), place)
     pool = KvPool(shape, room.pages, place, heads_outside=place.device.type == "cpu")
     sampler = Sampler(config.vocab_size, settings.max_sequences, place.device)
-    return Parts(model, pool, sampler, settings.max_sequences, room.max_context), room
+    return Prepared(Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest)
 
 
-def _run(settings: EngineSettings, parts: Parts, room: Room, loaded: Loaded) -> ModelRunner:
-    choice = choose(settings.decoder, parts)
+def make_runner(
+    settings: EngineSettings,
+    prepared: Prepared,
+    progress: Progress,
+    registry: tuple[DecoderEntry, ...] = DECODERS,
+) -> ModelRunner:
+    """Chooses the decoder and warms it. Raises Unsupported where the one asked for cannot hold."""
+    parts, room = prepared.parts, prepared.room
+    choice = choose(settings.decoder, parts, registry)
     for objection in choice.objections:
         _log.info("decoder %s passed over: %s", objection.decoder, objection.reason)
+    choice.decoder.warmup(progress)
     config, place = parts.model.config, parts.model.place
     info = ModelInfo(
         architecture=config.architecture,
@@ -107,10 +128,10 @@ def _run(settings: EngineSettings, parts: Parts, room: Room, loaded: Loaded) -> 
         max_sequences=settings.max_sequences,
         page_size=PAGE_SIZE,
         total_pages=room.pages,
-        weights_bytes=loaded.weights.nbytes,
-        weights_digest=loaded.digest,
+        weights_bytes=parts.model.weights.nbytes,
+        weights_digest=prepared.digest,
     )
-    last = DECODERS[-1]
+    last = registry[-1]
     fallback = choice.decoder if choice.name == last.name else last.make(parts)
     return ModelRunner(info, parts, choice.decoder, fallback)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from engine.api import ModelInfo
 from engine.decoders import Decoder
 from engine.decoders.parts import Parts
@@ -25,11 +27,11 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step."""
-        if plan.fresh_slots:
-            self._parts.sampler.forget(plan.fresh_slots)
-        if self._decoder.accepts(plan):
-            return self._decoder.run(plan)
-        return self._fallback.run(plan)
+        with torch.inference_mode():
+            if plan.fresh_slots:
+                self._parts.sampler.forget(plan.fresh_slots)
+            decoder = self._decoder if self._decoder.accepts(plan) else self._fallback
+            return decoder.run(plan)
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         """None of the runner's own yet."""

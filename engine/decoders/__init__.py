@@ -28,7 +28,8 @@ class Decoder(Protocol):
     def accepts(self, plan: StepPlan) -> bool:
         """Whether it does this step; if not, eager does."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step. Called in torch's inference mode."""
 
     def close(self) -> None: ...
 

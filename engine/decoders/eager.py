@@ -39,14 +39,13 @@ class EagerDecoder:
 
     def run(self, plan: StepPlan) -> StepResult:
         """One token for each row that samples."""
-        with torch.inference_mode():
-            # Rows of one token first, as attention wants them.
-            rows = sorted(plan.rows, key=lambda row: row.count > 1)
-            sampled = [row for row in rows if row.sample]
-            logits = self.logits(rows)
-            if logits is None:
-                return StepResult((None,) * len(plan.rows))
-            found = self._parts.sampler.sample(sampled, logits)
+        # Rows of one token first, as attention wants them.
+        rows = sorted(plan.rows, key=lambda row: row.count > 1)
+        sampled = [row for row in rows if row.sample]
+        logits = self.logits(rows)
+        if logits is None:
+            return StepResult((None,) * len(plan.rows))
+        found = self._parts.sampler.sample(sampled, logits)
         results: dict[int, RowResult] = {id(row): result for row, result in zip(sampled, found, strict=True)}
         return StepResult(tuple(results.get(id(row)) for row in plan.rows))
 

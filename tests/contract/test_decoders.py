@@ -1,0 +1,186 @@
+"""Every decoder of the registry against eager, on a tiny model: the same ids, whatever runs together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.api import GenerationRequest, Objection, SamplingParams, Stopping
+from engine.build import Prepared, make_runner, prepare
+from engine.decoders import DECODERS, DecoderEntry, choose, eager
+from engine.decoders.parts import Parts
+from engine.errors import Unsupported
+from engine.pages import PagePool
+from engine.plan import Runner, StepPlan, StepResult
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence
+from engine.settings import EngineSettings
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+GREEDY = SamplingParams(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    seed=0,
+)
+EAGER = DECODERS[-1]
+
+
+def progress(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return EngineSettings(model=str(folder), load_format="dummy", max_sequences=8, kv_bytes=4 << 20)
+
+
+@pytest.fixture(scope="module")
+def prepared(settings: EngineSettings) -> Iterator[Prepared]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield prepare(settings, progress)
+    torch.set_num_threads(threads)
+
+
+def requests() -> list[GenerationRequest]:
+    """Greedy and seeded, plain and filtered, with and without penalties, of many lengths."""
+    kinds = [
+        GREEDY,
+        replace(GREEDY, temperature=0.8, seed=1),
+        replace(GREEDY, temperature=0.7, top_p=0.9, seed=2),
+        replace(GREEDY, temperature=1.2, top_k=20, min_p=0.05, seed=3),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(GREEDY, temperature=0.9, presence_penalty=0.6, frequency_penalty=0.3, seed=2**64 - 1),
+        replace(GREEDY, temperature=1.0, seed=5, logit_bias=((7, 3.0), (9, -50.0))),
+        GREEDY,
+    ]
+    generator = torch.Generator().manual_seed(4)
+    return [
+        GenerationRequest(
+            request_id=str(key),
+            token_ids=tuple(torch.randint(0, 320, (size,), generator=generator).tolist()),
+            sampling=kind,
+            stopping=Stopping(max_tokens=40, min_tokens=20, stop_token_ids=(3, 5)),
+            arrived_at=0.0,
+        )
+        for key, (kind, size) in enumerate(zip(kinds, (1, 5, 15, 16, 17, 40, 64, 100), strict=True))
+    ]
+
+
+def generate(runner: Runner, asked: list[GenerationRequest], pages: int, budget: int) -> dict[str, list[int]]:
+    limits = Limits(max_sequences=runner.info.max_sequences, max_batch_tokens=budget, max_context=min(256, pages * 16))
+    scheduler = Scheduler(limits, PagePool(pages))
+    found: dict[int, list[int]] = {}
+    for key, request in enumerate(asked):
+        scheduler.admit(Sequence(request, list(request.token_ids), key=key))
+    now = 0.0
+    while (plan := scheduler.plan(now)) is not None:
+        for event in scheduler.commit(plan, runner.run(plan), now := now + 0.01):
+            assert event.failure is None
+            found.setdefault(event.key, []).extend(event.token_ids)
+    return {asked[key].request_id: ids for key, ids in found.items()}
+
+
+@pytest.mark.parametrize("entry", DECODERS, ids=lambda entry: entry.name)
+def test_each_decoder_agrees_with_eager(entry: DecoderEntry, settings: EngineSettings, prepared: Prepared) -> None:
+    reason = entry.why_not(prepared.parts)
+    if reason is not None:
+        assert len(reason.splitlines()) == 1
+        with pytest.raises(Unsupported, match=entry.name):
+            choose(entry.name, prepared.parts)
+        return
+    truth = make_runner(settings, prepared, progress, (EAGER,))
+    expected: dict[str, list[int]] = {}
+    for request in requests():
+        expected |= generate(truth, [request], pages=128, budget=512)
+    assert all(len(ids) >= 20 for ids in expected.values())
+    runner = make_runner(settings, prepared, progress, (entry, EAGER))
+    for pages, budget in ((128, 512), (128, 7), (16, 32)):
+        assert generate(runner, requests(), pages, budget) == expected
+        assert generate(runner, requests()[::-1], pages, budget) == expected
+    runner.close()
+
+
+def test_the_last_decoder_has_no_objection(prepared: Prepared) -> None:
+    assert EAGER.name == "eager"
+    assert EAGER.why_not(prepared.parts) is None
+    assert len({entry.name for entry in DECODERS}) == len(DECODERS)
+
+
+class Even:
+    """Does every second step alone."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._inner = eager.EagerDecoder(parts)
+        self.steps = 0
+        self.warm = self.closed = False
+
+    def warmup(self, progress: Any) -> None:
+        self.warm = True
+
+    def accepts(self, plan: StepPlan) -> bool:
+        self.steps += 1
+        return self.steps % 2 == 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.steps % 2 == 0
+        return self._inner.run(plan)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_eager_does_what_the_chosen_decoder_declines(settings: EngineSettings, prepared: Prepared) -> None:
+    made: list[Even] = []
+
+    def make(parts: Parts) -> Even:
+        made.append(Even(parts))
+        return made[-1]
+
+    registry = (DecoderEntry("even", lambda parts: None, make), EAGER)
+    runner = make_runner(settings, prepared, progress, registry)
+    expected = generate(make_runner(settings, prepared, progress), requests()[:3], 128, 512)
+    assert generate(runner, requests()[:3], 128, 512) == expected
+    runner.close()
+    assert runner.info.decoder == "even"
+    assert (made[0].warm, made[0].closed) == (True, True)
+    assert made[0].steps > 10
+
+
+def test_auto_passes_over_objections_and_tells_them(settings: EngineSettings, prepared: Prepared) -> None:
+    def never(parts: Parts) -> eager.EagerDecoder:
+        raise AssertionError("made in spite of its objection")
+
+    registry = (DecoderEntry("graph", lambda parts: "no CUDA device", never), EAGER)
+    info = make_runner(settings, prepared, progress, registry).info
+    assert info.decoder == "eager"
+    assert info.objections == (Objection(decoder="graph", reason="no CUDA device"),)
+    with pytest.raises(Unsupported, match="no CUDA device"):
+        choose("graph", prepared.parts, registry)
+    assert choose("eager", prepared.parts, registry).objections == ()
+    with pytest.raises(Unsupported, match="not in this build"):
+        choose("warp", prepared.parts, registry)
