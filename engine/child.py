@@ -36,8 +36,12 @@ class Child(asyncio.Protocol):
     async def spawn(cls, settings: EngineSettings, on_report: Callable[[Report], None]) -> Child:
         """Starts a process and tells it what to load."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            child = cls(_launch(theirs.fileno()), on_report)
+        try:
+            with theirs:
+                child = cls(_launch(theirs.fileno()), on_report)
+        except OSError:
+            ours.close()
+            raise
         try:
             await child._loop.create_unix_connection(lambda: child, sock=ours)
         except BaseException:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import itertools
 import os
 import signal
 import time
@@ -42,10 +43,11 @@ class Fault(enum.IntEnum):
 class _Shadow:
     """What was fed of the sequence that owns a slot."""
 
-    __slots__ = ("computed", "digest", "digested", "noise", "overwritten", "pages", "plain", "sequence")
+    __slots__ = ("computed", "digest", "digested", "noise", "overwritten", "pages", "plain", "sequence", "stamp")
 
-    def __init__(self, sequence: Sequence, faults: bool) -> None:
+    def __init__(self, sequence: Sequence, stamp: int, faults: bool) -> None:
         request = sequence.request
+        self.stamp = stamp  # no two have the same
         self.sequence = sequence
         self.computed = 0
         self.pages: list[int] = []  # as of the last row
@@ -85,7 +87,9 @@ class FakeRunner:
         fake = settings.fake
         self._fake = fake
         self._shadows: dict[int, _Shadow | None] = {}  # slot → what was fed of its owner; None: nothing yet
-        self._writers: list[_Shadow | None] = [None] * fake.total_pages
+        self._stamps = itertools.count(1)
+        self._stamped: dict[int, _Shadow] = {}
+        self._writers = [0] * fake.total_pages  # stamps
         self._ids = range(32, 127) if fake.vocab_size <= 256 else range(3, fake.vocab_size)
         if fake.vocab_size < 127:
             raise Unsupported(f"the fake engine needs a vocabulary of at least 127, not {fake.vocab_size}")
@@ -113,6 +117,9 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> StepResult:
         started = time.monotonic()
         for slot in plan.fresh_slots:
+            old = self._shadows.get(slot)
+            if old is not None:
+                del self._stamped[old.stamp]
             self._shadows[slot] = None
         if len({row.sequence.slot for row in plan.rows}) < len(plan.rows):
             raise BrokenPlan("two rows share a slot")
@@ -152,7 +159,8 @@ class FakeRunner:
     def _new_shadow(self, sequence: Sequence) -> _Shadow:
         if sequence.slot not in self._shadows or sequence.slot >= self._info.max_sequences:
             raise BrokenPlan(f"slot {sequence.slot} was never announced")
-        shadow = self._shadows[sequence.slot] = _Shadow(sequence, self._fake.faults)
+        shadow = _Shadow(sequence, next(self._stamps), self._fake.faults)
+        self._shadows[sequence.slot] = self._stamped[shadow.stamp] = shadow
         return shadow
 
     def _check(self, row: Row, shadow: _Shadow, end: int) -> None:
@@ -178,11 +186,11 @@ class FakeRunner:
         """Marks the pages of computed … end - 1 as this sequence's."""
         pages, writers = shadow.pages, self._writers
         for index in range(shadow.computed // PAGE_SIZE, (end - 1) // PAGE_SIZE + 1):
-            writer = writers[pages[index]]
-            if writer is not shadow:
-                if writer is not None:
-                    writer.overwritten = True
-                writers[pages[index]] = shadow
+            stamp = writers[pages[index]]
+            if stamp != shadow.stamp:
+                if stamp in self._stamped:
+                    self._stamped[stamp].overwritten = True
+                writers[pages[index]] = shadow.stamp
         shadow.computed = end
 
     def _draw(self, shadow: _Shadow, count: int) -> RowResult:
