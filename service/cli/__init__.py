@@ -1,0 +1,48 @@
+"""The command `whippet`: one module a subcommand, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+# subcommand → module with `run(argv) -> exit code`, and what it does
+COMMANDS = {
+    "serve": ("service.cli.serve", "serve a model over gRPC"),
+    "generate": ("service.cli.generate", "ask a server and stream its answer to the terminal"),
+    "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
+}
+
+
+def version() -> str:
+    try:
+        return metadata.version("whippet-serve")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand, which reads its own flags. Returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        module, _ = COMMANDS[words[0]]
+        code: int = importlib.import_module(module).run(words[1:])
+        return code
+    _parser().parse_args(words)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="whippet",
+        description="A gRPC streaming server for one language model.",
+        epilog=f"commands:\n{lines}\n\n`whippet COMMAND --help` tells the flags of each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"whippet {version()}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="serve, generate or doctor")
+    return parser
