@@ -31,8 +31,9 @@ class ModelFiles:
         try:
             return (self.folder / name).read_bytes()
         except FileNotFoundError:
-            problem = "no such file" if self.folder.is_dir() else "no such folder"
-            self.refuse(name if self.folder.is_dir() else "", problem, remedy)
+            if not self.folder.is_dir():
+                self.refuse("", "no such folder", "give the folder that holds the model")
+            self.refuse(name, "no such file", remedy)
         except OSError as error:
             self.refuse(name, f"cannot be read ({error.strerror})", "correct its type or its permissions")
 
