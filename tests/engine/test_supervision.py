@@ -144,9 +144,7 @@ async def test_switches_outlive_the_process() -> None:
         os.kill(pid_of(client), signal.SIGKILL)
         await works_again(client)
         streams = [client.submit(plain_request((1, number), 400)) for number in range(3)]
-        await asyncio.gather(*[anext(streams[0])])
-        await until(lambda: client.load.running == 1)
-        assert client.load.waiting == 2
+        await until(lambda: (client.load.running, client.load.waiting) == (1, 2))
         for stream in streams:
             stream.cancel()
 
