@@ -1,0 +1,203 @@
+"""Start, stop and exit codes of the whole process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from service.main import serve as serve_here
+from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.service.conftest import ROOT, Server, ask, ask_stream, command, refused
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+
+
+def start(*flags: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A start that must fail."""
+    return subprocess.run(
+        command(*flags),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **(environ or {})},
+    )
+
+
+def the_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that says what is wrong."""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("whippet: ")
+    assert done.stdout == ""
+    return lines[0]
+
+
+def test_bad_settings_are_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.yaml").write_text("scheduler: {max_sequencez: 3}\n")
+    for flags, environ, words in (
+        (["--scheduler.max-sequences=0"], {}, ["scheduler.max-sequences"]),
+        (["--warp=9"], {}, ["--warp"]),
+        (["--engine=model"], {}, ["--model"]),
+        ([f"--config={tmp_path}/bad.yaml"], {}, ["scheduler.max-sequencez"]),
+        ([f"--config={tmp_path}/none.yaml"], {}, ["none.yaml"]),
+        ([], {"WHIPPET_WARP": "9"}, ["WHIPPET_WARP"]),
+        ([f"--auth.tokens-file={tmp_path}/none"], {}, ["auth.tokens-file"]),
+        (["--tls.cert=a"], {}, ["tls", "key"]),
+        ([f"--tls.cert={tmp_path}/none", f"--tls.key={tmp_path}/none"], {}, ["tls.key"]),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            assert serve_here(["--engine=fake", *flags]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("whippet: ")
+        assert err.count("\n") == 1
+        assert all(word in err for word in words), err
+
+
+def test_the_process_ends_with_that_code() -> None:
+    done = start("--warp=9")
+    assert done.returncode == 2
+    assert "--warp" in the_line(done)
+
+
+def test_a_folder_that_is_no_model_is_one_line_and_exit_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert serve_here([f"--model={folder}", "--engine=fake"]) == 3
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("whippet: ")
+        assert str(folder) in err
+        assert err.count("\n") == 1
+
+
+def test_an_engine_that_refuses_is_exit_code_3() -> None:
+    done = start("--fake.vocab-size=5")
+    assert done.returncode == 3
+    assert "vocabulary" in [line for line in done.stderr.splitlines() if line.startswith("whippet: ")][-1]
+
+
+def test_help_is_no_error() -> None:
+    done = start("--help")
+    assert done.returncode == 0
+    assert "--scheduler.max-sequences" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_stops_at_once(serve: Serve, number: int) -> None:
+    with serve() as server:
+        engine = server.engine_pid()
+        started = time.monotonic()
+        assert server.stop(number) == 0
+        assert time.monotonic() - started < 5
+        assert not Path(f"/proc/{engine}").exists()
+
+
+def test_a_signal_while_loading_stops_it(tmp_path: Path) -> None:
+    """The engine never gets ready here, since its interpreter does nothing."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    flags = command()
+    flags[2] = f"import sys; sys.executable = {str(sleeper)!r}; " + flags[2].removeprefix("import sys; ")
+    with subprocess.Popen(flags, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(3)
+        assert process.poll() is None
+        process.terminate()
+        out, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "ready" not in out
+
+
+def test_a_drain_loses_nothing(serve: Serve) -> None:
+    """Under load, SIGTERM: everything that was let in is answered whole, everything else is told to come back."""
+    with serve("--fake.step-time=0.002", "--scheduler.max-sequences=16") as server:
+        outcomes: list[object] = []
+        stop = threading.Event()
+
+        def client(name: int) -> None:
+            with grpc.insecure_channel(server.data) as channel:
+                call = channel.unary_stream("/whippet.v1.GenerationService/GenerateStream")
+                for turn in range(1000):
+                    if stop.is_set():
+                        return
+                    try:
+                        messages = list(call(ask_stream(f"{name} {turn}", 40).SerializeToString(), timeout=30))
+                        outcomes.append(len(messages))
+                    except grpc.RpcError as error:
+                        outcomes.append(error.code())
+                        if error.code() is grpc.StatusCode.UNAVAILABLE:
+                            return
+
+        threads = [threading.Thread(target=client, args=(n,)) for n in range(12)]
+        for thread in threads:
+            thread.start()
+        while len(outcomes) < 100:
+            time.sleep(0.01)
+        code = server.stop()
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        assert code == 0
+        assert set(outcomes) <= {40, grpc.StatusCode.UNAVAILABLE}
+        assert outcomes.count(grpc.StatusCode.UNAVAILABLE) <= 12
+
+
+def test_what_outlives_the_drain_is_cut_off_with_unavailable(serve: Serve) -> None:
+    with serve("--fake.step-time=0.05", "--drain.timeout=0.5") as server:
+        call = server.generation.GenerateStream(ask_stream("long", 3000), timeout=30)
+        next(call)
+        started = time.monotonic()
+        server.process.terminate()
+        refusal = refused(lambda **_: iter(call))
+        assert refusal.code is grpc.StatusCode.UNAVAILABLE
+        assert refusal.retry_ms > 0
+        assert server.process.wait(20) == 1
+        assert 0.4 < time.monotonic() - started < 10
+
+
+def test_a_second_signal_ends_the_wait(serve: Serve) -> None:
+    with serve("--fake.step-time=0.05", "--drain.timeout=600") as server:
+        call = server.generation.GenerateStream(ask_stream("long", 3000), timeout=30)
+        next(call)
+        server.process.terminate()
+        time.sleep(1.0)
+        assert server.process.poll() is None
+        next(call)
+        server.process.terminate()
+        assert server.process.wait(20) == 1
+
+
+def test_prompts_and_answers_stay_out_of_the_log(serve: Serve) -> None:
+    with serve("--log-level=debug", "--fake.faults=true") as server:
+        canary = "canary-in-a-coal-mine"
+        answer = server.generation.Generate(ask(canary, 30, request_id="seen"), timeout=10).text
+        refused(server.generation.Generate, ask(canary, -1))
+        refused(server.generation.Generate, ask(token_ids=pb.TokenIds(ids=[0, 1, 0, *canary.encode()])))
+        assert server.stop() == 0
+        log = server.log.read_text()
+        assert canary not in log
+        assert answer not in log
+        assert ", ".join(str(byte) for byte in canary.encode()[:5]) not in log
+
+
+def test_the_front_never_imports_torch() -> None:
+    code = "import sys, service.main; sys.exit(int('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

@@ -1,0 +1,248 @@
+"""The ports: HTTP/2 set-up, TLS, reflection, health, and what models and admins are told."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from bench.grpc_frames import FrameClient
+from service.pb.whippet.v1 import admin_pb2, generation_pb2_grpc, model_pb2
+from tests.service.conftest import ROOT, Server, ask, ask_stream, command, refused
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+GENERATION = "whippet.v1.GenerationService"
+
+
+def test_reflection_lists_what_each_port_has(server: Server) -> None:
+    data = ProtoReflectionDescriptorDatabase(server.channel)
+    reflection = "grpc.reflection.v1alpha.ServerReflection"
+    assert set(data.get_services()) == {GENERATION, "whippet.v1.ModelService", "grpc.health.v1.Health", reflection}
+    admin = ProtoReflectionDescriptorDatabase(server.admin_channel)
+    assert set(admin.get_services()) == {"whippet.v1.AdminService", "grpc.health.v1.Health", reflection}
+    methods = data.FindFileContainingSymbol(GENERATION).service[0].method
+    assert {method.name for method in methods} == {"Generate", "GenerateStream", "Tokenize", "Detokenize"}
+
+
+def test_admin_methods_are_not_on_the_data_port(server: Server) -> None:
+    call = server.channel.unary_unary("/whippet.v1.AdminService/GetLoad")
+    assert refused(call, b"").code is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("port", ["data", "admin_address", "health"])
+def test_health_is_on_every_port(server: Server, port: str) -> None:
+    with grpc.insecure_channel(getattr(server, port)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", GENERATION):
+            assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == SERVING
+        refusal = refused(health.Check, health_pb2.HealthCheckRequest(service="nobody"))
+        assert refusal.code is grpc.StatusCode.NOT_FOUND
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watch.cancel()
+
+
+def test_health_watch_follows_a_drain(serve: Serve) -> None:
+    with serve() as one, grpc.insecure_channel(one.health) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=GENERATION), timeout=20)
+        assert next(watch).status == SERVING
+        assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=5).remaining == 0
+        assert next(watch).status == NOT_SERVING
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == SERVING  # the process lives
+        assert one.load().state == admin_pb2.ENGINE_STATE_DRAINING
+        refusal = refused(one.generation.Generate, ask("x", 1))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert refusal.retry_ms > 0
+
+
+def test_health_watchers_that_never_read_hold_nobody_up(serve: Serve) -> None:
+    with serve() as one:
+        stuck = FrameClient(one.health, time.monotonic, stream_window=0)
+        for _ in range(20):
+            stuck.start("/grpc.health.v1.Health/Watch", b"")
+        with grpc.insecure_channel(one.health) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(service=GENERATION), timeout=20
+            )
+            assert next(watch).status == SERVING
+            one.admin.Drain(admin_pb2.DrainRequest(), timeout=5)
+            assert next(watch).status == NOT_SERVING
+        stuck.close()
+
+
+def test_a_dead_engine_is_not_ready_and_then_is_again(serve: Serve) -> None:
+    with serve() as one, grpc.insecure_channel(one.health) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=GENERATION), timeout=40)
+        assert next(watch).status == SERVING
+        subprocess.run(["kill", "-9", str(one.engine_pid())], check=True)
+        assert next(watch).status == NOT_SERVING
+        assert next(watch).status == SERVING
+        assert one.generation.Generate(ask("back", 2), timeout=10).text
+
+
+def test_models(server: Server) -> None:
+    model = server.models.GetModel(model_pb2.GetModelRequest(), timeout=5).model
+    assert list(server.models.ListModels(model_pb2.ListModelsRequest(), timeout=5).models) == [model]
+    assert server.models.GetModel(model_pb2.GetModelRequest(name="fake"), timeout=5).model == model
+    limits = model.limits
+    assert (limits.max_context_tokens, limits.vocab_size, limits.max_sequences) == (4096, 256, 8)
+    assert limits.max_logprobs == 20
+    assert model.chat
+    assert len(model.weights_digest) == len(model.tokenizer_digest) == 64
+    assert not model.default_sampling.HasField("seed")
+    assert model.default_sampling.temperature == 0
+
+
+def test_a_model_can_be_named(serve: Serve) -> None:
+    with serve("--model-name=mine") as one:
+        assert one.generation.Generate(ask("x", 1, model="mine"), timeout=5).prompt_info.model == "mine"
+        assert refused(one.generation.Generate, ask("x", 1, model="fake")).code is grpc.StatusCode.NOT_FOUND
+
+
+def test_optimizations_are_listed_and_switched(server: Server) -> None:
+    def listed() -> dict[str, bool]:
+        answer = server.admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=5)
+        assert all(one.description for one in answer.optimizations)
+        return {one.name: one.enabled for one in answer.optimizations}
+
+    before = server.generation.Generate(ask("greedy", 20), timeout=10).text
+    assert listed() == {"batching": True}
+    for enabled in (False, True):
+        request = admin_pb2.SetOptimizationRequest(name="batching", enabled=enabled)
+        assert server.admin.SetOptimization(request, timeout=5).optimization.enabled is enabled
+        assert listed() == {"batching": enabled}
+        calls = [server.generation.Generate.future(ask("greedy", 20), timeout=20) for _ in range(6)]
+        assert {call.result().text for call in calls} == {before}
+    unknown = refused(server.admin.SetOptimization, admin_pb2.SetOptimizationRequest(name="warp", enabled=True))
+    assert unknown.code is grpc.StatusCode.UNIMPLEMENTED
+    unset = refused(server.admin.SetOptimization, admin_pb2.SetOptimizationRequest())
+    assert unset.fields == {"name", "enabled"}
+    flush = refused(server.admin.FlushCache, admin_pb2.FlushCacheRequest())
+    assert flush.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_load_tells_what_runs_and_waits(serve: Serve) -> None:
+    with serve("--scheduler.max-sequences=2", "--fake.step-time=0.01") as one:
+        calls = [one.generation.GenerateStream(ask_stream(f"n{n}", 3000), timeout=20) for n in range(5)]
+        load = one.until(lambda load: load.running == 2 and load.waiting == 3)
+        assert load.state == admin_pb2.ENGINE_STATE_READY
+        assert 0 < load.used_pages <= load.total_pages == 4096
+        assert load.page_size == 16
+        for call in calls:
+            call.cancel()
+        assert one.idle().steps > 0
+
+
+def test_a_message_above_16_mib_is_refused_and_one_below_is_read(server: Server) -> None:
+    above, below = ask("x" * (16 * 2**20), 1), ask("x" * 15_000_000, 1)
+    assert refused(server.generation.Generate, above).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused(server.generation.Generate, below).fields == {"text"}
+
+
+def test_pings_every_ten_seconds_and_faster_are_no_offence(serve: Serve) -> None:
+    """A plain gRPC server hangs up on the third ping within five minutes without data."""
+    with serve("--fake.step-time=3", "--log-level=warning") as one:
+        client = FrameClient(one.data, time.monotonic)
+        client.start("/whippet.v1.GenerationService/GenerateStream", ask_stream("silent", 2).SerializeToString())
+        client.socket.settimeout(10)
+        for number in range(60):
+            client.socket.sendall(b"\0\0\x08\x06\0\0\0\0\0" + struct.pack(">Q", number))
+            time.sleep(0.02)
+        while client.ended < 1:
+            assert client.read()
+        assert client.streams[1].status == 0
+        client.close()
+        idle = FrameClient(one.data, time.monotonic)  # and with no call at all
+        for number in range(60):
+            idle.socket.sendall(b"\0\0\x08\x06\0\0\0\0\0" + struct.pack(">Q", number))
+            time.sleep(0.01)
+        idle.start("/whippet.v1.ModelService/ListModels", b"")
+        idle.socket.settimeout(10)
+        while idle.ended < 1:
+            assert idle.read()
+        assert idle.streams[1].status == 0
+        idle.close()
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for flag in ("listen", "admin-listen", "health-listen"):
+            done = subprocess.run(
+                command(f"--{flag}={address}"), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 4
+            lines = [line for line in done.stderr.splitlines() if line.startswith("whippet:")]
+            assert len(lines) == 1
+            assert address in lines[0]
+
+
+def test_two_servers_cannot_share_a_port(server: Server) -> None:
+    done = subprocess.run(
+        command(f"--listen={server.data}"), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 4
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CA, a server's and a client's pair, and a client's from another CA."""
+    openssl = shutil.which("openssl")
+    assert openssl, "openssl is needed"
+    folder = tmp_path_factory.mktemp("tls")
+
+    def run(*arguments: str) -> None:
+        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
+
+    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for ca in ("ca", "other"):
+        run("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+            "-subj", f"/CN={ca}", "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
+    for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
+        run("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
+            "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
+        run("x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial",
+            "-days", "2", "-extfile", "san", "-out", f"{name}.pem")  # fmt: skip
+    return folder
+
+
+def secure(server: Server, folder: Path, client: str | None) -> generation_pb2_grpc.GenerationServiceStub:
+    pair = (
+        (None, None) if client is None else tuple((folder / f"{client}.{kind}").read_bytes() for kind in ("key", "pem"))
+    )
+    credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), *pair)
+    return generation_pb2_grpc.GenerationServiceStub(grpc.secure_channel(server.data, credentials))
+
+
+def test_tls(serve: Serve, certificates: Path) -> None:
+    flags = (f"--tls.cert={certificates}/server.pem", f"--tls.key={certificates}/server.key")
+    with serve(*flags) as one:
+        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=10).text
+        assert refused(one.generation.Generate, ask("plain", 1)).code is grpc.StatusCode.UNAVAILABLE
+        with grpc.insecure_channel(one.health) as channel:  # kubelets come without TLS
+            health = health_pb2_grpc.HealthStub(channel)
+            assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == SERVING
+
+
+def test_mtls(serve: Serve, certificates: Path) -> None:
+    flags = [f"--tls.{name}={certificates}/{file}" for name, file in
+             (("cert", "server.pem"), ("key", "server.key"), ("client-ca", "ca.pem"))]  # fmt: skip
+    with serve(*flags) as one:
+        assert secure(one, certificates, "client").Generate(ask("known", 3), timeout=10).text
+        for who in (None, "stranger"):
+            assert refused(secure(one, certificates, who).Generate, ask("x", 1)).code is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,128 @@
+"""Readers that are slow or never read: they cost a bounded buffer for a bounded time, and their neighbours nothing."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import struct
+import time
+from collections.abc import Callable
+
+from bench.grpc_frames import FrameClient
+from tests.service.conftest import Server, ask, ask_stream
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+STREAM = "/whippet.v1.GenerationService/GenerateStream"
+LONG = ("--fake.max-context=200000", "--fake.total-pages=60000", "--log-level=warning")
+NARROW = 65_535  # bytes of HTTP/2 window: what a client grants that does not read
+
+
+def stuck(server: Server, tokens: int, count: int = 1) -> FrameClient:
+    """A client that asks and never reads."""
+    client = FrameClient(server.data, time.monotonic, stream_window=NARROW)
+    for number in range(count):
+        client.start(STREAM, ask_stream(f"stuck {number}", tokens).SerializeToString())
+    return client
+
+
+def widen(client: FrameClient, stream_id: int) -> None:
+    """Grants the stream a window without end."""
+    client.socket.sendall(b"\0\0\4\x08\0" + struct.pack(">II", stream_id, (1 << 31) - 1 - NARROW))
+
+
+def finish(client: FrameClient) -> None:
+    """Reads until every stream has ended."""
+    client.socket.settimeout(20)
+    while client.ended < len(client.streams):
+        assert client.read()
+
+
+def test_a_sequence_pauses_while_its_reader_is_behind_and_then_goes_on(serve: Serve) -> None:
+    with serve(*LONG) as server:
+        client = stuck(server, 20_000)
+        load = server.until(lambda load: load.paused == 1, 30)
+        made = load.generated_tokens
+        time.sleep(0.5)
+        assert server.load().generated_tokens - made < 2000  # told before the pause was
+        assert made < 15_000
+        for stream_id in client.streams:
+            widen(client, stream_id)
+        finish(client)
+        assert [stream.status for stream in client.streams.values()] == [0]
+        assert client.messages == 20_000
+        client.close()
+        server.idle()
+
+
+def test_a_reader_that_never_reads_is_ended(serve: Serve) -> None:
+    with serve(*LONG, "--stream.stall-timeout=1") as server:
+        client = stuck(server, 190_000, count=3)
+        server.until(lambda load: load.paused == 3, 30)
+        server.idle(5)  # freed, although the client has not heard of it
+        for stream_id in client.streams:
+            widen(client, stream_id)
+        finish(client)
+        assert [stream.status for stream in client.streams.values()] == [10] * 3  # ABORTED
+        assert all(b"STREAM_STALLED" in _details(stream.headers) for stream in client.streams.values())
+        assert 0 < client.messages < 100_000
+        client.close()
+        assert server.stop() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+def _details(headers: dict[str, str]) -> bytes:
+    packed = headers["grpc-status-details-bin"]
+    return base64.b64decode(packed + "=" * (-len(packed) % 4))
+
+
+def test_a_slow_reader_that_reads_is_not_ended(serve: Serve) -> None:
+    with serve(*LONG, "--stream.stall-timeout=1") as server:
+        client = FrameClient(server.data, time.monotonic, stream_window=2000)
+        client.start(STREAM, ask_stream("slow", 400).SerializeToString())
+        client.socket.settimeout(10)
+        given = 2000
+        while client.ended < 1:
+            assert client.read()
+            if client.messages * 8 > given - 1500:
+                time.sleep(0.3)
+                client.socket.sendall(b"\0\0\4\x08\0" + struct.pack(">II", 1, 1500))
+                given += 1500
+        assert client.streams[1].status == 0
+        assert client.messages == 400
+        client.close()
+
+
+def test_a_stalled_connection_that_breaks_leaves_nothing(serve: Serve) -> None:
+    with serve(*LONG, "--stream.stall-timeout=1") as server:
+        for _ in range(3):
+            client = stuck(server, 190_000, count=4)
+            server.until(lambda load: load.paused == 4, 30)
+            client.close()
+            server.idle(5)
+        assert server.stop() == 0
+
+
+def paced(server: Server, streams: int, tokens: int) -> float:
+    """Seconds that well-behaved streams take together."""
+    client = FrameClient(server.data, time.monotonic)
+    started = time.monotonic()
+    for number in range(streams):
+        client.start(STREAM, ask_stream(f"good {number}", tokens).SerializeToString())
+    finish(client)
+    client.close()
+    return time.monotonic() - started
+
+
+def test_neighbours_of_a_reader_that_never_reads(serve: Serve) -> None:
+    """Lenient, since the machine is shared; bench/front.py measures it."""
+    with serve(*LONG, "--fake.step-time=0.005") as server:
+        alone = min(paced(server, 4, 100) for _ in range(2))
+        client = FrameClient(server.data, time.monotonic, stream_window=500)
+        for number in range(4):
+            client.start(STREAM, ask_stream(f"stuck {number}", 150_000).SerializeToString())
+        time.sleep(1.0)
+        beside = min(paced(server, 4, 100) for _ in range(3))
+        assert beside < alone * 1.3 + 0.1
+        client.close()
+        server.idle()
+        assert server.generation.Generate(ask("fine", 3), timeout=10).text
