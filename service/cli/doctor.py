@@ -1,0 +1,116 @@
+"""`whippet doctor`: what this machine has, and how a model would be served on it.
+
+The engine's part comes from a process of its own, `python -m engine.doctor`. Exit code 1 where serving is impossible;
+a port that is taken is told but is no such reason, since a running server takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine.errors import InvalidModel
+from service.cli import version
+from service.cli.doctor_text import render
+from service.cli.machine import look, probe
+
+ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their time
+
+
+def run(argv: Sequence[str]) -> int:
+    flags = _parser().parse_args(argv)
+    report = examine(flags)
+    text = json.dumps(report, indent=2) if flags.json else render(report)
+    sys.stdout.write(text + "\n")
+    return 1 if report["problems"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="whippet doctor",
+        description="Tells what this machine has and how a model would be served on it. Loads no weights.",
+        epilog="Exit code: 1 where serving is impossible.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="check this model, too")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--decoder", default="auto", metavar="NAME", help="as for whippet serve")
+    parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT")
+    parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT")
+    parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def examine(flags: argparse.Namespace) -> dict[str, Any]:
+    """Everything found, as it is printed with --json."""
+    machine = look()
+    missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
+    engine = _ask_engine(flags)
+    text, text_problems = _look_at_text(flags.model)
+    addresses = (flags.listen, flags.admin_listen, flags.health_listen)
+    problems = [*missing, *engine.get("problems", []), *text_problems]
+    return {
+        "whippet": version(),
+        "machine": asdict(machine),
+        "engine": engine,
+        "model": None if flags.model is None else {"folder": flags.model, "text": text},
+        "ports": [asdict(probe(address)) for address in addresses],
+        "problems": list(dict.fromkeys(problems)),
+    }
+
+
+def _ask_engine(flags: argparse.Namespace) -> dict[str, Any]:
+    """The report of `engine.doctor`; `problems` alone where it gives none."""
+    command = [sys.executable, "-P", "-m", "engine.doctor"]
+    command += ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
+    if flags.model is not None:
+        command += ["--model", flags.model]
+    try:
+        done = subprocess.run(
+            command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=ENGINE_TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return {"problems": [f"the engine did not say what it has within {ENGINE_TIMEOUT:g} s"]}
+    try:
+        report = json.loads(done.stdout)
+    except ValueError:
+        report = None
+    if isinstance(report, dict):
+        return report
+    last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["it said nothing"])[-1]
+    return {"problems": [f"the engine cannot be asked (exit code {done.returncode}): {last.strip()}"]}
+
+
+def _environment() -> dict[str, str]:
+    """So that the process finds the same `engine` that this one would."""
+    home = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
+
+
+def _look_at_text(folder: str | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """What tokenizer and chat template are like, and what is wrong with them."""
+    if folder is None:
+        return None, []
+    from service.text import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except InvalidModel as error:
+        return None, [str(error)]
+    found = {
+        "vocab_size": tokenizer.vocab_size,
+        "chat": tokenizer.chat,
+        "eos_token_ids": list(tokenizer.eos_token_ids),
+        "default_sampling": asdict(tokenizer.default_sampling),
+        "digest": tokenizer.digest,
+    }
+    return found, []
