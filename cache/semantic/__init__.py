@@ -1,0 +1,1 @@
+"""Answers to questions that mean the same: embedder, index, guard, evidence."""

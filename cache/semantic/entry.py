@@ -1,0 +1,55 @@
+"""One question with its answer, as the store keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from cache.api import CachedCompletion
+from cache.codec import pack_completion, unpack_completion
+from cache.semantic.embedder import Vector
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a question was, where it lies, and what was answered."""
+
+    text: str
+    vector: Vector
+    completion: CachedCompletion
+
+
+class _Raw(msgspec.Struct, array_like=True, frozen=True):
+    schema: int
+    text: str
+    vector: bytes  # two bytes a number
+    completion: bytes
+
+
+_DECODER = msgspec.msgpack.Decoder(_Raw)
+
+
+def pack_entry(entry: Entry) -> bytes:
+    """As it is stored, before it is sealed."""
+    vector = entry.vector.astype(np.float16).tobytes()
+    return msgspec.msgpack.encode(_Raw(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
+
+
+def unpack_entry(data: bytes, width: int, entry_id: str) -> Entry | None:
+    """None where it is not an entry of this schema and width."""
+    try:
+        raw = _DECODER.decode(data)
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    if raw.schema != SCHEMA or len(raw.vector) != 2 * width:
+        return None
+    completion = unpack_completion(raw.completion, entry_id)
+    vector = np.frombuffer(raw.vector, np.float16).astype(np.float32)
+    length = float(np.linalg.norm(vector))
+    if completion is None or not 0.9 < length < 1.1:
+        return None
+    return Entry(raw.text, vector / length, completion)

@@ -1,0 +1,234 @@
+"""The semantic cache: finds near questions, lets the guard and the evidence decide, serves or learns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cache.api import (
+    STOPPED,
+    Allowance,
+    CachedCompletion,
+    CacheKey,
+    Candidate,
+    Kind,
+    Mode,
+    SemanticLookup,
+    StoreFault,
+    Turn,
+    Verdict,
+)
+from cache.ground import Ground
+from cache.partition import encode
+from cache.response import entry_digest, keepable, serves
+from cache.semantic.embedder import Embedder
+from cache.semantic.entry import Entry, pack_entry
+from cache.semantic.evidence import STRICT, bucket, label, proven, refuted, wrongs
+from cache.semantic.guard import fleeting, strictly_equal, veto
+from cache.semantic.shelf import Shelf, Shelves
+from cache.settings import SemanticSettings
+
+CONTEXT_DIGITS = 32
+_PERSONAL = re.compile(r"[\w.+-]+@[\w-]+\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
+
+
+def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
+    """Whether one would have done for the other: the same words. Anything looser is the caller's to say."""
+    return one.text.split() == other.text.split()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A candidate with what decides about it."""
+
+    candidate: Candidate
+    veto: str
+
+
+class SimilarCache:
+    """The `SemanticCache`."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        embedder: Embedder,
+        settings: SemanticSettings,
+        same: Callable[[CachedCompletion, CachedCompletion], bool] = same_answer,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._ground = ground
+        self._settings = settings
+        self._digest = embedder.digest
+        self._same = same
+        self._chance = chance or random.Random()
+        self._shelves = Shelves(ground, embedder, settings.max_indexed)
+
+    async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
+        """As the protocol says."""
+        begun = time.perf_counter()
+        if reason := self._why_not(turn):
+            self._ground.counter.count("semantic_skipped", reason)
+            return SemanticLookup(verdict=Verdict.SKIPPED)
+        try:
+            found = await self._lookup(turn, allowance)
+        except StoreFault:
+            found = SemanticLookup(verdict=Verdict.FAULT)
+        self._ground.counter.count("semantic_lookup", found.verdict.value)
+        if found.veto:
+            self._ground.counter.count("semantic_veto", found.veto)
+        self._ground.counter.observe("semantic_lookup", time.perf_counter() - begun)
+        return found
+
+    async def put(self, turn: Turn, completion: CachedCompletion) -> bool:
+        """As the protocol says. Answers cut by a limit are left to the exact cache."""
+        question = turn.question
+        if self._why_not(turn) or not keepable(question, completion) or completion.ending.reason not in STOPPED:
+            return False
+        vector = await self._shelves.embed(turn.text, self._settings.min_tokens, self._settings.max_tokens)
+        if vector is None:
+            return False
+        try:
+            epochs = self._ground.epochs
+            epoch = epochs.known(question.tenant) or await epochs.current(question.tenant)
+        except StoreFault:
+            return False
+        directory = self._directory(turn, epoch)
+        digest = directory.digest + entry_digest(self._ground.partitions, question, None)
+        key = CacheKey(Kind.SEMANTIC, directory.partition, digest)
+        sealed = self._ground.envelope.seal(key, pack_entry(Entry(turn.text, vector, completion)))
+        if sealed is None or not self._ground.store.offer(key, sealed, self._settings.ttl, directory):
+            return False
+        await self._shelves.add(self._shelves.shelf(directory), digest, vector)
+        return True
+
+    async def observe(self, lookup: SemanticLookup, generated: CachedCompletion) -> None:
+        """As the protocol says. An entry that an audit finds wrong is deleted."""
+        candidate = lookup.candidate
+        if candidate is None:
+            return
+        right = self._same(candidate.completion, generated)
+        name = STRICT if candidate.strict else bucket(candidate.similarity)
+        self._ground.counter.count("semantic_observed", f"{'right' if right else 'wrong'}")
+        try:
+            for key in self._evidence(candidate.entry):
+                await self._ground.store.add(key, {label(name, right): 1}, self._settings.ttl)
+            if not right and (lookup.audit or candidate.strict):
+                await self._ground.store.delete_many([candidate.entry])
+        except StoreFault:
+            self._ground.counter.count("semantic_observed", "fault")
+
+    async def aclose(self) -> None:
+        """Ends the thread."""
+        await self._shelves.aclose()
+
+    def _why_not(self, turn: Turn) -> str:
+        if self._settings.mode is Mode.OFF:
+            return "off"
+        if not (turn.greedy and turn.question.deterministic):
+            return "not_greedy"
+        if not turn.plain:
+            return "not_plain"
+        if _PERSONAL.search(turn.text):
+            return "personal"
+        return "fleeting" if fleeting(turn.text) else ""
+
+    async def _lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
+        settings, tenant = self._settings, turn.question.tenant
+        epoch = self._ground.epochs.known(tenant)
+        if epoch is None:
+            with allowance.spending() as within:
+                epoch = await self._ground.epochs.current(tenant, within)
+        shelf = self._shelves.shelf(self._directory(turn, epoch))
+        vector, _ = await asyncio.gather(
+            self._shelves.embed(turn.text, settings.min_tokens, settings.max_tokens), self._follow(shelf, allowance)
+        )
+        if vector is None:
+            return SemanticLookup(verdict=Verdict.SKIPPED)
+        least = max(settings.strict_threshold, turn.threshold or 0.0)
+        near = await self._shelves.search(shelf, vector, settings.candidates)
+        near = [(digest, similarity) for digest, similarity in near if similarity >= least]
+        if not near:
+            return SemanticLookup(verdict=Verdict.EMPTY)
+        found = await self._read(turn, shelf, near, epoch, allowance)
+        return await self._decide(turn, found, allowance)
+
+    async def _follow(self, shelf: Shelf, allowance: Allowance) -> None:
+        with allowance.spending() as within:
+            await self._shelves.follow(shelf, within)
+
+    async def _read(
+        self, turn: Turn, shelf: Shelf, near: list[tuple[str, float]], epoch: bytes, allowance: Allowance
+    ) -> list[_Found]:
+        """The candidates as they stand in the store now."""
+        keys = [CacheKey(Kind.SEMANTIC, shelf.directory.partition, digest) for digest, _ in near]
+        with allowance.spending() as within:
+            asked = (self._ground.partitions.epoch_key(turn.question.tenant), *keys)
+            standing, *values = await self._ground.store.get_many(asked, within)
+        if standing != epoch:
+            if standing is not None:
+                self._ground.epochs.learn(turn.question.tenant, standing)
+            raise StoreFault("another epoch")
+        found: list[_Found] = []
+        gone: list[str] = []
+        for key, (_, similarity), sealed in zip(keys, near, values, strict=True):
+            entry = None if sealed is None else self._shelves.open(key, sealed)
+            if entry is None:
+                gone.append(key.digest)
+            elif serves(entry.completion, turn.question, time.time()):
+                strict = strictly_equal(turn.text, entry.text)
+                candidate = Candidate(entry=key, similarity=similarity, strict=strict, completion=entry.completion)
+                found.append(_Found(candidate, veto(turn.text, entry.text)))
+        if gone:
+            await self._shelves.drop(shelf, gone)
+        return found
+
+    async def _decide(self, turn: Turn, found: list[_Found], allowance: Allowance) -> SemanticLookup:
+        """Over all candidates: a nearest one that is vetoed must not hide a second one that is right."""
+        threshold = max(self._settings.threshold, turn.threshold or 0.0)
+        open_ = [each.candidate for each in found if not each.veto]
+        strict = next((candidate for candidate in open_ if candidate.strict), None)
+        near = [candidate for candidate in open_ if candidate.similarity >= threshold]
+        first = strict or (near[0] if near else None)
+        if first is None:
+            vetoed = next((each.veto for each in found if each.veto), "")
+            return SemanticLookup(verdict=Verdict.VETOED if vetoed else Verdict.EMPTY, veto=vetoed)
+        with allowance.spending() as within:
+            mine, pooled = await self._ground.store.counts(self._evidence(first.entry), within)
+        bound = (self._settings.error_bound, self._settings.confidence)
+        if strict is not None:
+            if refuted(pooled, STRICT, *bound) or wrongs(mine):
+                return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=strict)
+            return self._served(strict, Verdict.STRICT)
+        name = bucket(first.similarity)
+        # An entry that was wrong once is not like the others, whatever they show.
+        if proven(mine, name, *bound) or (not wrongs(mine) and proven(pooled, name, *bound)):
+            return self._served(first, Verdict.LEARNED)
+        return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=first)
+
+    def _served(self, candidate: Candidate, verdict: Verdict) -> SemanticLookup:
+        on = self._settings.mode is Mode.ON
+        return SemanticLookup(
+            verdict=verdict,
+            served=candidate.completion if on else None,
+            candidate=candidate,
+            audit=on and self._chance.random() < self._settings.audit,
+        )
+
+    def _directory(self, turn: Turn, epoch: bytes) -> CacheKey:
+        """All that must match exactly: tenant, model, epoch, context, parameters, embedder."""
+        partitions, question = self._ground.partitions, turn.question
+        parts = (turn.context, encode(question.parameters), self._digest.encode())
+        context = partitions.digest(question.tenant, b"semantic", *parts)[:CONTEXT_DIGITS]
+        return CacheKey(Kind.DIRECTORY, partitions.of(question.tenant, epoch), context)
+
+    @staticmethod
+    def _evidence(entry: CacheKey) -> tuple[CacheKey, CacheKey]:
+        """Where an entry's own observations are counted, and its partition's."""
+        return (
+            CacheKey(Kind.EVIDENCE, entry.partition, entry.digest),
+            CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:CONTEXT_DIGITS]),
+        )

@@ -1,0 +1,121 @@
+"""The exported model against what sentence-transformers said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.semantic import export
+from cache.semantic.embedder import MANIFEST, OnnxEmbedder
+from cache.semantic.export import ExportFailed, default_source, exported, source_digest
+from cache.semantic.graph import NotExportable, read_shape
+
+
+def test_it_agrees_with_the_original(embedder: OnnxEmbedder) -> None:
+    manifest = json.loads((exported() / MANIFEST).read_text())
+    assert manifest["mean_cosine"] > 0.985
+    assert manifest["least_cosine"] > 0.965
+    assert manifest["reference"] >= 20
+    assert manifest["digest"].startswith(source_digest(default_source()))
+    assert embedder.digest == manifest["digest"]
+
+
+def test_vectors_are_units_and_tell_texts_apart(embedder: OnnxEmbedder) -> None:
+    texts = ("How do I reset my password?", "how can I reset my password", "What do cows eat?", "")
+    vectors = [embedder.embed(text) for text in texts]
+    assert all(vector.shape == (embedder.width,) for vector in vectors)
+    assert [float(np.linalg.norm(vector)) for vector in vectors] == pytest.approx([1] * 4, abs=1e-3)
+    assert vectors[0] @ vectors[1] > 0.9
+    assert vectors[0] @ vectors[2] < 0.3
+    assert np.array_equal(embedder.embed(texts[0]), vectors[0])
+
+
+def test_nothing_is_truncated(embedder: OnnxEmbedder) -> None:
+    preamble = "word " * 300
+    assert embedder.tokens(preamble) == 300
+    assert embedder.tokens("word " * 700) == 700
+
+
+def test_it_is_made_once(embedder: OnnxEmbedder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("exported again")
+
+    monkeypatch.setattr(export, "_export", fail)
+    assert exported().is_dir()
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportFailed, match=r"model\.safetensors"):
+        exported(tmp_path, tmp_path / "out")
+
+
+def test_a_change_of_the_source_is_another_model(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"1")
+    before = source_digest(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"2")
+    assert source_digest(tmp_path) != before
+
+
+def test_a_broken_source_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(default_source() / "config.json", source)
+    (source / "model.safetensors").write_bytes(b"no")
+
+    class Done:
+        returncode = 1
+        stderr = "Traceback\nSafetensorError: header too small\n"
+
+    monkeypatch.setattr(export.subprocess, "run", lambda *_, **__: Done())
+    with pytest.raises(ExportFailed, match="header too small"):
+        exported(source, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+GOOD: dict[str, Any] = {
+    "architecture": "BertModel",
+    "modules": ["Transformer", "Pooling", "Normalize"],
+    "pooling": {"pooling_mode_mean_tokens": True},
+    "config": {
+        "hidden_act": "gelu",
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "hidden_size": 384,
+        "layer_norm_eps": 1e-12,
+    },
+}
+
+
+def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(described: dict[str, Any]) -> None:
+        *folders, name = path.split("/")
+        for folder in folders:
+            described = described[folder]
+        described[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (_set("architecture", "MPNetModel"), "architecture"),
+        (_set("config/hidden_act", "relu"), "activation"),
+        (_set("pooling", {"pooling_mode_cls_token": True}), "pooling"),
+        (_set("config/position_embedding_type", "relative_key"), "positions"),
+        (_set("modules", ["Transformer", "Dense"]), "modules"),
+    ],
+)
+def test_other_shapes_are_refused_by_name(change: Callable[[dict[str, Any]], None], word: str) -> None:
+    described = json.loads(json.dumps(GOOD))
+    assert read_shape(described).layers == 6
+    change(described)
+    with pytest.raises(NotExportable, match=word):
+        read_shape(described)

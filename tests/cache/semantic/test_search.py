@@ -1,0 +1,359 @@
+"""The semantic cache as a whole, on both stores: what is served, what never is, and who sees a change how soon."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.api import Allowance, CachedCompletion, CacheKey, Chunk, Ending, Kind, Mode, Question, Store, Turn, Verdict
+from cache.counters import Counters
+from cache.envelope import Envelope
+from cache.ground import Ground
+from cache.keyring import Keyring
+from cache.partition import Epochs, ModelIdentity, Partitions
+from cache.redis_store import RedisStore
+from cache.semantic import shelf
+from cache.semantic.embedder import Vector
+from cache.semantic.evidence import label
+from cache.semantic.search import SimilarCache
+from cache.settings import SemanticSettings
+
+MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
+ON = SemanticSettings(mode=Mode.ON, audit=0.0)
+SELL = "How do I sell a used car?"
+
+
+class WordEmbedder:
+    """Sums a random vector a word: near where the words are the same, whatever their order. 1 token a word."""
+
+    digest = "words"
+    width = 64
+
+    def tokens(self, text: str) -> int:
+        return len(text.split())
+
+    def embed(self, text: str) -> Vector:
+        total = np.zeros(self.width, np.float32)
+        for word in text.lower().strip("?.").split():
+            total += np.random.default_rng(sum(word.encode()) * 7919 + len(word)).standard_normal(self.width)
+        return (total / max(float(np.linalg.norm(total)), 1e-6)).astype(np.float32)
+
+
+def turn(text: str, **changes: Any) -> Turn:
+    """`changes` are of the question where it has such a field, else of the turn."""
+    question = Question(
+        tenant="acme",
+        token_ids=tuple(text.encode()),
+        parameters=(("temperature", 0.0),),
+        max_tokens=100,
+        deterministic=True,
+    )
+    of_question = {name: value for name, value in changes.items() if name in Question.__slots__}
+    rest = {name: value for name, value in changes.items() if name not in of_question}
+    return Turn(**{"question": replace(question, **of_question), "context": b"c", "text": text, "greedy": True, **rest})
+
+
+def answer(text: str = "42", reason: str = "stop") -> CachedCompletion:
+    ending = Ending(reason=reason, prompt_tokens=3, completion_tokens=2)
+    chunks = (Chunk((1, 2), text), Chunk((), "", ending))
+    return CachedCompletion(chunks=chunks, max_tokens=100, provenance="p", created_at=time.time())
+
+
+class Replica:
+    def __init__(self, store: Store, keyring: Keyring, counters: Counters, settings: SemanticSettings = ON) -> None:
+        partitions = Partitions(keyring, MODEL)
+        self.store = store
+        self.epochs = Epochs(store, partitions)
+        ground = Ground(store, partitions, self.epochs, Envelope(keyring, 1 << 20, counters), counters)
+        self.cache = SimilarCache(ground, WordEmbedder(), settings, chance=random.Random(1))
+
+    async def put(self, what: Turn, completion: CachedCompletion | None = None) -> bool:
+        kept = await self.cache.put(what, completion or answer())
+        if isinstance(self.store, RedisStore):
+            await self.store.drained()
+        return kept
+
+    async def look(self, what: Turn) -> Any:
+        return await self.cache.lookup(what, Allowance(5.0))
+
+
+Make = Callable[..., Replica]
+
+
+@pytest.fixture
+async def make(store: Store, keyring: Keyring, counters: Counters) -> AsyncIterator[Make]:
+    made: list[Replica] = []
+
+    def build(settings: SemanticSettings = ON, ring: Keyring = keyring) -> Replica:
+        made.append(Replica(store, ring, counters, settings))
+        return made[-1]
+
+    yield build
+    for replica in made:
+        await replica.cache.aclose()
+
+
+async def test_the_same_words_are_served_and_a_vetoed_or_distant_one_is_not(make: Make) -> None:
+    replica = make()
+    assert (await replica.look(turn(SELL))).verdict is Verdict.EMPTY
+    assert await replica.put(turn(SELL))
+    found = await replica.look(turn("how can I sell a used car"))
+    assert found.verdict is Verdict.STRICT
+    assert found.served is not None
+    assert found.served.text == "42"
+    assert found.candidate is not None
+    assert 0.5 < found.candidate.similarity <= 1.0001
+    assert len(found.served.entry_id) == 64
+    wrong = await replica.look(turn("How do I not sell a used car?"))
+    assert (wrong.verdict, wrong.served, wrong.veto) == (Verdict.VETOED, None, "negation")
+    assert (await replica.look(turn("What do cows eat?"))).verdict is Verdict.EMPTY
+
+
+async def test_a_vetoed_nearest_does_not_hide_the_right_one(make: Make) -> None:
+    replica = make()
+    await replica.put(turn("How do I sell a used car now and then?"), answer("never mind"))
+    await replica.put(turn("How do I sell a used 2 car?"), answer("wrong"))
+    await replica.put(turn(SELL), answer("right"))
+    found = await replica.look(turn("how to sell a used car", context=b"c"))
+    assert found.served is not None
+    assert found.served.text == "right"
+
+
+async def test_shadow_decides_and_never_serves(make: Make) -> None:
+    replica = make(replace(ON, mode=Mode.SHADOW))
+    await replica.put(turn(SELL))
+    found = await replica.look(turn(SELL))
+    assert (found.verdict, found.served) == (Verdict.STRICT, None)
+    assert found.candidate is not None
+
+
+async def test_off_does_nothing(make: Make, store: Store) -> None:
+    replica = make(replace(ON, mode=Mode.OFF))
+    assert not await replica.put(turn(SELL))
+    assert (await replica.look(turn(SELL))).verdict is Verdict.SKIPPED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tenant": "other"},
+        {"context": b"another system prompt"},
+        {"context": b""},
+        {"parameters": (("temperature", 0.0), ("stop", ("x",)))},
+    ],
+)
+async def test_only_the_last_turn_is_fuzzy(make: Make, change: dict[str, Any]) -> None:
+    replica = make()
+    await replica.put(turn(SELL))
+    assert (await replica.look(turn(SELL, **change))).verdict is Verdict.EMPTY
+    assert (await replica.look(turn(SELL))).verdict is Verdict.STRICT
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (turn(SELL, greedy=False), "not_greedy"),
+        (turn(SELL, deterministic=False), "not_greedy"),
+        (turn(SELL, plain=False), "not_plain"),
+        (turn("mail bob.smith@example.com about it"), "personal"),
+        (turn("call me on 0170 1234567 please"), "personal"),
+        (turn("what is the weather today"), "fleeting"),
+    ],
+)
+async def test_what_is_not_eligible(make: Make, counters: Counters, what: Turn, reason: str) -> None:
+    replica = make()
+    assert not await replica.put(what)
+    assert (await replica.look(what)).verdict is Verdict.SKIPPED
+    assert counters.counts()["semantic_skipped", reason] == 1
+
+
+async def test_too_short_and_too_long_are_skipped_never_truncated(make: Make) -> None:
+    replica = make()
+    preamble = "word " * 250
+    for text in ("two words", preamble + "what is 2 + 2", preamble + "write a poem"):
+        assert not await replica.put(turn(text))
+        assert (await replica.look(turn(text))).verdict is Verdict.SKIPPED
+
+
+async def test_limits_hold_as_for_exact_hits(make: Make) -> None:
+    replica = make()
+    assert not await replica.put(turn(SELL), answer(reason="length"))
+    await replica.put(turn(SELL), replace(answer(), created_at=time.time() - 100))
+    assert (await replica.look(turn(SELL, max_tokens=2))).served is None
+    assert (await replica.look(turn(SELL, max_age=50.0))).served is None
+    assert (await replica.look(turn(SELL, max_age=500.0, max_tokens=3))).served is not None
+
+
+async def test_callers_tighten_and_never_loosen(make: Make) -> None:
+    replica = make()
+    await replica.put(turn(SELL))
+    asked = "how can I sell a used car"
+    assert (await replica.look(turn(asked, threshold=0.9999))).served is None
+    assert (await replica.look(turn(asked, threshold=0.1))).served is not None
+    assert (await replica.look(turn("How do I sell a used bicycle for cash?", threshold=0.01))).served is None
+
+
+async def test_another_replica_sees_additions_deletions_and_purges_at_once(make: Make, store: Store) -> None:
+    here, there = make(), make()
+    assert (await there.look(turn(SELL))).verdict is Verdict.EMPTY
+    await here.put(turn(SELL))
+    found = await there.look(turn(SELL))
+    assert found.verdict is Verdict.STRICT
+    await store.delete_many([found.candidate.entry])
+    for replica in (here, there):
+        assert (await replica.look(turn(SELL))).served is None
+    await here.put(turn(SELL), answer("new"))
+    assert (await there.look(turn(SELL))).served.text == "new"
+    await here.epochs.bump("acme")
+    for replica in (there, here):
+        for _ in range(2):
+            assert (await replica.look(turn(SELL))).served is None
+
+
+async def test_a_replica_that_starts_late_catches_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = make(), make()
+    for number in range(200):
+        await here.put(turn(f"tell me about item number {number} of the list"), answer(str(number)))
+    asked = turn("tell me about item number 199 of the list")
+    deadline = time.monotonic() + 10
+    while (found := await there.look(asked)).served is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    assert found.served.text == "199"
+
+
+async def test_a_lost_directory_or_database_is_followed_anew(
+    make: Make, store: Store, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf, "RESYNC_EVERY", 0.0)
+    here, there = make(), make()
+    await here.put(turn(SELL))
+    assert (await there.look(turn(SELL))).served is not None
+    # Everything goes, as with FLUSHALL, and others begin anew.
+    epoch = here.epochs.known("acme")
+    assert epoch is not None
+    partition = Partitions(keyring, MODEL).of("acme", epoch)
+    for kind in (Kind.SEMANTIC, Kind.DIRECTORY):
+        await store.delete_many([key async for key in store.scan(kind, partition)])
+    for replica in (here, there):
+        assert (await replica.look(turn(SELL))).served is None
+    fresh = make()
+    await fresh.put(turn(SELL), answer("anew"))
+    for replica in (here, there):
+        assert (await replica.look(turn(SELL))).served.text == "anew"
+
+
+async def test_a_swapped_or_broken_value_is_a_miss(make: Make, store: Store, counters: Counters) -> None:
+    here = make()
+    await here.put(turn(SELL), answer("mine"))
+    await here.put(turn("What do cows eat?"), answer("grass"))
+    mine = (await here.look(turn(SELL))).candidate.entry
+    cows = (await here.look(turn("What do cows eat?"))).candidate.entry
+    (value,) = await store.get_many([cows])
+    assert value is not None
+    await store.set(mine, value, 60)
+    assert (await here.look(turn(SELL))).served is None
+    await store.set(cows, b"nonsense", 60)
+    assert (await here.look(turn("What do cows eat?"))).served is None
+    assert counters.counts()["cache_rejected", "forged"] == 1
+    assert counters.counts()["cache_rejected", "short"] == 1
+
+
+async def test_learned_hits_need_evidence_and_lose_it(make: Make, store: Store) -> None:
+    replica = make(replace(ON, threshold=0.55, strict_threshold=0.55))
+    await replica.put(turn(SELL))
+    found = await replica.look(turn("How do I sell the used car quickly?"))
+    assert found.verdict is Verdict.UNPROVEN
+    assert found.served is None
+    assert found.candidate is not None
+    for _ in range(297):
+        await replica.cache.observe(found, answer("42"))
+    asked = turn("How do I sell the used car quickly?")
+    assert (await replica.look(asked)).verdict is Verdict.UNPROVEN
+    await replica.cache.observe(found, answer(" 42 "))
+    learned = await replica.look(asked)
+    assert learned.verdict is Verdict.LEARNED
+    assert learned.served is not None
+    await replica.cache.observe(learned, answer("something else"))
+    assert (await replica.look(asked)).served is None
+
+
+async def test_evidence_of_one_entry_is_lent_to_others_but_not_to_one_that_was_wrong(make: Make, store: Store) -> None:
+    replica = make(replace(ON, threshold=0.55, strict_threshold=0.55))
+    await replica.put(turn(SELL))
+    asked = turn("How do I sell the used car quickly?")
+    found = await replica.look(asked)
+    entry = found.candidate.entry
+    pool = CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:32])
+    name = str(int(found.candidate.similarity / 0.02))
+    await store.add(pool, {label(name, True): 400}, 60)
+    assert (await replica.look(asked)).verdict is Verdict.LEARNED
+    own = CacheKey(Kind.EVIDENCE, entry.partition, entry.digest)
+    await store.add(own, {label(name, False): 1}, 60)
+    assert (await replica.look(asked)).verdict is Verdict.UNPROVEN
+
+
+async def test_an_audit_that_fails_deletes_the_entry_and_stops_strict_serving(make: Make) -> None:
+    replica = make(replace(ON, audit=1.0))
+    await replica.put(turn(SELL))
+    await replica.put(turn("What do cows eat?"))
+    found = await replica.look(turn(SELL))
+    assert found.audit
+    await replica.cache.observe(found, answer("no"))
+    assert (await replica.look(turn(SELL))).served is None
+    # One wrong of one audited: the bound does not hold for what else stands there.
+    assert (await replica.look(turn("What do cows eat?"))).served is None
+
+
+async def test_audits_are_as_frequent_as_configured(make: Make) -> None:
+    replica = make(replace(ON, audit=0.2))
+    await replica.put(turn(SELL))
+    audits = sum([(await replica.look(turn(SELL))).audit for _ in range(300)])
+    assert 30 <= audits <= 95
+
+
+async def test_faults_are_misses_within_the_budget(
+    make_redis: Callable[..., Any], keyring: Keyring, counters: Counters
+) -> None:
+    from cache.settings import RedisSettings
+
+    server = make_redis()
+    store = RedisStore(RedisSettings(url=server.url, budget=0.2), counters)
+    warm = Replica(store, keyring, counters)
+    await warm.put(turn(SELL))
+    assert (await warm.look(turn(SELL))).served is not None
+    server.pause()
+    taken = []
+    for _ in range(50):
+        begun = time.perf_counter()
+        found = await warm.cache.lookup(turn(SELL), Allowance(0.02))
+        taken.append(time.perf_counter() - begun)
+        assert found.verdict is Verdict.FAULT
+    assert sorted(taken)[-2] < 0.06
+    server.resume()
+    await warm.cache.aclose()
+    await store.aclose()
+
+
+async def test_no_text_in_labels(make: Make, counters: Counters) -> None:
+    replica = make()
+    await replica.put(turn(SELL))
+    await replica.look(turn(SELL))
+    await replica.look(turn("How do I not sell a used car?"))
+    assert "car" not in str(counters.counts())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"threshold": 0.3}, {"strict_threshold": 0.95}, {"max_tokens": 300}, {"error_bound": 0.0}, {"audit": 2.0}],
+)
+def test_settings_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must (be|hold)"):
+        SemanticSettings(**changes)
