@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     const int per_split = even > OP_MIN_PAGES ? ceil_div(even, OP_WARPS) * OP_WARPS : OP_MIN_PAGES;
     const int splits = pages > 0 ? ceil_div(pages, per_split) : 1;
     if (pos < 0 || split >= splits) {
-        wait_for_previous();
+        if (split == 0) wait_for_previous();  // the others need not: the launch ends with its last block
         return;
     }
     const bool newest = split == splits - 1;

@@ -97,7 +97,11 @@ def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch:
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
-        name=name, arch=arch, std="c++17", define_macro=[(key, str(value)) for key, value in defines.items()]
+        name=name,
+        arch=arch,
+        std="c++17",
+        device_as_default_execution_space=True,  # or a generic lambda counts as the host's
+        define_macro=[(key, str(value)) for key, value in defines.items()],
     )
     try:
         compiled = Program(source, "c++", options).compile("cubin")
@@ -162,8 +166,9 @@ def architecture(capability: tuple[int, int]) -> str:
 class Kernels(Protocol):
     """Where launches get their kernels from."""
 
-    def kernel(self, name: str, entry: str, defines: Mapping[str, int]) -> Kernel:
-        """The kernel `entry` of `name`.cu compiled with `defines`. Raises BuildError."""
+    def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
+        """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
+        shared memory. Raises BuildError."""
 
 
 class KernelLibrary:
@@ -174,24 +179,28 @@ class KernelLibrary:
         self._cache = cache
         self._loaded: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
 
-    def kernel(self, name: str, entry: str, defines: Mapping[str, int]) -> Kernel:
-        """The kernel `entry` of `name`.cu compiled with `defines`. Raises BuildError."""
+    def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
+        """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
+        shared memory. Raises BuildError."""
         key = (name, entry, tuple(sorted(defines.items())))
         found = self._loaded.get(key)
         if found is None:
-            found = self._loaded[key] = self._load(name, entry, defines)
+            found = self._loaded[key] = self._load(name, entry, defines, shared)
         return found
 
-    def _load(self, name: str, entry: str, defines: Mapping[str, int]) -> Kernel:
+    def _load(self, name: str, entry: str, defines: Mapping[str, int], shared: int) -> Kernel:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
         code = self._cache.get(f"{name}.cu", defines, self.arch)
         handle = ObjectCode.from_cubin(code).get_kernel(entry)
         # Loads it now: a load at the first launch could fall into a stream capture, which forbids it.
-        status, _ = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
+        status, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
+        if int(status) == 0 and shared:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = driver.cuFuncSetAttribute(function, limit, shared)
         if int(status) != 0:
-            raise BuildError(f"kernel {entry} does not load: {status}")
+            raise BuildError(f"kernel {entry} with {shared} bytes of shared memory does not load: {status}")
         return Kernel(entry, parameters_of(source_text(f"{name}.cu"), entry), handle)
 
 

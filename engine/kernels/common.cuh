@@ -48,13 +48,21 @@ __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// Constant for the life of the launch and read once: weights.
-__device__ __forceinline__ Quad load_weights(const void* p) {
-    Quad v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.r[0]), "=r"(v.r[1]), "=r"(v.r[2]), "=r"(v.r[3])
-                 : "l"(p));
-    return v;
+// Weights, constant for the life of the launch and read once, into shared memory; the thread that asked may read them
+// after `wait_for_chunks`.
+__device__ __forceinline__ void copy_weights(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_word(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void end_of_chunk() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until no more than `PENDING` of this thread's latest chunks are under way.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_chunks() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ u32 load_constant(const u32* p) {
     u32 v;
@@ -153,6 +161,21 @@ __device__ __forceinline__ u32 transpose8x8(u32 v) {
 }
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
+// ---- loops ----------------------------------------------------------------------------------------------------------
+
+template <int N>
+struct Index {
+    static constexpr int value = N;
+};
+// Calls f(Index<0>), …, f(Index<N - 1>): an unrolled loop whose counter is a constant.
+template <int N, int FROM = 0, class F>
+__device__ __forceinline__ void unrolled(F&& f) {
+    if constexpr (FROM < N) {
+        f(Index<FROM>{});
+        unrolled<N, FROM + 1>(f);
+    }
+}
 
 // ---- warps ---------------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
          const float* temperature, const u64* noise_key, const int* position, float* logits, u64* best,
          float eps, int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
+    extern __shared__ __align__(16) u8 ring[];
     __shared__ G::Sums sums[2];
     __shared__ float factor[OP_BATCH];
     __shared__ u64 block_best[OP_BATCH];
     if (trigger == 0) let_next_start();
-    G g(weights, scales, x);
+    G g(weights, scales, x, ring);
     g.fill();
     if (threadIdx.x == kThreads - 1) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
     if (threadIdx.x < OP_BATCH) block_best[threadIdx.x] = 0;

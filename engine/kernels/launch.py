@@ -39,12 +39,20 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Blocks, threads of a block, and bytes of dynamic shared memory of a block."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel of a chain. Holds the tensors that its arguments point into."""
 
     kernel: Kernel
-    grid: tuple[int, int, int]
-    threads: int
+    shape: Shape
     values: Mapping[str, int | float]
     holds: tuple[torch.Tensor, ...]
     dependent: bool = True  # may start before its predecessor has ended
@@ -52,7 +60,7 @@ class Launch:
     @property
     def blocks(self) -> int:
         """Blocks of the grid."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        return self.shape.grid[0] * self.shape.grid[1] * self.shape.grid[2]
 
     def alone(self) -> Launch:
         """The same launch, starting only when its predecessor has ended."""
@@ -68,11 +76,11 @@ class Launch:
         return replace(self, values={**self.values, **ahead.arguments(self.blocks)}, holds=holds)
 
 
-def prepare(kernel: Kernel, grid: tuple[int, int, int], threads: int, values: Mapping[str, Argument]) -> Launch:
+def prepare(kernel: Kernel, shape: Shape, values: Mapping[str, Argument]) -> Launch:
     """A launch from tensors and numbers by parameter name. Raises BuildError where the names differ."""
     plain = {name: _plain(value) for name, value in values.items()}
     kernel.arguments(plain)
-    return Launch(kernel, grid, threads, plain, tuple(v for v in values.values() if isinstance(v, torch.Tensor)))
+    return Launch(kernel, shape, plain, tuple(v for v in values.values() if isinstance(v, torch.Tensor)))
 
 
 def _plain(value: Argument) -> int | float:
@@ -96,7 +104,13 @@ class Launcher:
         """In order; each sees what those before it wrote."""
         stream = self._device.create_stream(_TorchStream(torch.cuda.current_stream()))
         for one in launches:
-            config = self._config(grid=one.grid, block=one.threads, programmatic_stream_serialization=one.dependent)
+            shape = one.shape
+            config = self._config(
+                grid=shape.grid,
+                block=shape.threads,
+                shmem_size=shape.shared,
+                programmatic_stream_serialization=one.dependent,
+            )
             self._launch(stream, config, one.kernel.handle, *one.kernel.arguments(one.values))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels import tiling
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Ahead, Launch, Trigger, prepare
+from engine.kernels.launch import Ahead, Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.tiling import Tiling
 from engine.kernels.weights import Matrix
 
@@ -37,7 +37,16 @@ def matrix_defines(matrix: Matrix, batch: int, how: Tiling) -> dict[str, int]:
     }
 
 
-def _weights(matrix: Matrix) -> dict[str, torch.Tensor | None]:
+def matrix_launch(
+    library: Kernels, name: str, defines: dict[str, int], values: dict[str, Argument], matrix: Matrix, how: Tiling
+) -> Launch:
+    """The launch of a matrix kernel."""
+    shape = Shape((tiling.blocks(matrix, how), 1, 1), how.threads(), how.shared_bytes(matrix))
+    kernel = library.kernel(name, name, defines, shape.shared)
+    return prepare(kernel, shape, {**values, **weight_values(matrix), **CHAIN})
+
+
+def weight_values(matrix: Matrix) -> dict[str, Argument]:
     return {"weights": matrix.data, "scales": matrix.scales, "row_scale": matrix.row_scale}
 
 
@@ -47,9 +56,8 @@ def linear(
     """out float32 [batch, rows] = rms_norm(x) · Wᵀ + bias; bias float32 [rows] or None."""
     defines = matrix_defines(matrix, out.shape[0], how)
     defines |= {"OP_ROWS": matrix.rows, "OP_SQUARES": x.squares.shape[1]}
-    values = {"x": x.scaled, "squares": x.squares, **_weights(matrix), "bias": bias, "out": out, "eps": x.eps}
-    kernel = library.kernel("linear", "linear", defines)
-    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})
+    values: dict[str, Argument] = {"x": x.scaled, "squares": x.squares, "bias": bias, "out": out, "eps": x.eps}
+    return matrix_launch(library, "linear", defines, values, matrix, how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +74,15 @@ def linear_residual(library: Kernels, update: ResidualUpdate, matrix: Matrix, ho
     """target.residual += x · Wᵀ + bias, and what the next norm needs."""
     target = update.target
     defines = matrix_defines(matrix, update.x.shape[0], how) | {"OP_ROWS": matrix.rows}
-    values = {
+    values: dict[str, Argument] = {
         "x": update.x,
-        **_weights(matrix),
         "bias": update.bias,
         "gain": update.gain,
         "residual": target.residual,
         "normed": target.scaled,
         "squares": target.squares,
     }
-    kernel = library.kernel("linear_residual", "linear_residual", defines)
-    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})
+    return matrix_launch(library, "linear_residual", defines, values, matrix, how)
 
 
 def gate_up(
@@ -85,6 +91,5 @@ def gate_up(
     """out bfloat16 [batch, rows / 2] = silu(gate) · up, gate the upper half of rms_norm(x) · Wᵀ + bias."""
     defines = matrix_defines(matrix, out.shape[0], how)
     defines |= {"OP_HALF": matrix.rows // 2, "OP_SQUARES": x.squares.shape[1]}
-    values = {"x": x.scaled, "squares": x.squares, **_weights(matrix), "bias": bias, "out": out, "eps": x.eps}
-    kernel = library.kernel("gate_up", "gate_up", defines)
-    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})
+    values: dict[str, Argument] = {"x": x.scaled, "squares": x.squares, "bias": bias, "out": out, "eps": x.eps}
+    return matrix_launch(library, "gate_up", defines, values, matrix, how)

@@ -12,9 +12,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     linear_residual(const u16* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias,
                     const float* gain, float* residual, u16* normed, float* squares, int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
+    extern __shared__ __align__(16) u8 ring[];
     __shared__ G::Sums sums[G::kGroups > 1 ? 2 : 1];
     if (trigger == 0) let_next_start();
-    G g(weights, scales, x);
+    G g(weights, scales, x, ring);
     g.fill();
     float scale[kEach], offset[kEach], next_gain[kEach], before[kEach];
     auto row_of = [&](int first, int i) {

@@ -9,7 +9,8 @@ from engine.kernels.weights import Format, Matrix
 
 _CHUNKS = 24  # of a group, at most: what a warp keeps sums and requests for at once
 _LONG_CHUNKS = 56  # where rows are so long that activations are read again for every group
-_RING = {Format.BF16: 16, Format.INT8: 16, Format.INT4: 8}  # 16-byte words a lane has in flight
+_WHOLE_RING = 24  # chunks in flight where all of a block's weights are
+_RING = 16  # and where they stream
 _MANY_TILES = 16  # blocks of so many tiles are rounded up to whole groups of four
 _MAX_TILES = 8
 
@@ -23,6 +24,15 @@ class Tiling:
     tiles: int  # summed at once
     ring: int  # chunks in flight a warp
     min_blocks: int = 1  # resident on a multiprocessor, what the compiler must leave registers for
+
+    def threads(self) -> int:
+        """Of a block."""
+        return self.warps * 32
+
+    def shared_bytes(self, matrix: Matrix) -> int:
+        """What the ring takes of shared memory: a 16-byte word a lane and chunk, and four bytes a scale."""
+        scales = matrix.format.span // matrix.group if matrix.format is Format.INT4 else 0
+        return self.ring * self.threads() * (16 + 4 * scales)
 
     def defines(self) -> dict[str, int]:
         """As the sources name them."""
@@ -53,10 +63,13 @@ def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: 
 
 
 def with_tiles(matrix: Matrix, tiling: Tiling) -> Tiling:
-    """The deepest ring that divides a group's chunks."""
-    chunks = depth(matrix, tiling.warps) * tiling.tiles
-    ring = max(n for n in range(1, _RING[matrix.format] + 1) if chunks % n == 0)
-    return replace(tiling, ring=ring)
+    """With a ring of whole steps, a step being one chunk of every tile."""
+    deep = depth(matrix, tiling.warps)
+    most = _WHOLE_RING if tiling.tiles == tiling.block_tiles else _RING
+    steps = [n for n in range(1, deep + 1) if n * tiling.tiles <= most] or [1]
+    exact = max(n for n in steps if deep % n == 0)
+    # One that divides the depth lets the compiler unroll; not at the price of half the requests in flight.
+    return replace(tiling, ring=tiling.tiles * (exact if 2 * exact > steps[-1] else steps[-1]))
 
 
 def blocks(matrix: Matrix, tiling: Tiling) -> int:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels import tiling
 from engine.kernels.attention import Places
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Argument, Launch, Trigger, prepare
-from engine.kernels.linear import CHAIN, Normed, matrix_defines
+from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
+from engine.kernels.linear import Normed, matrix_defines, matrix_launch
 from engine.kernels.tiling import Tiling
 from engine.kernels.weights import Matrix
 
@@ -44,12 +43,9 @@ def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Pl
     """choice.best = the best token of each row, as a key whose lower half is the id's complement."""
     defines = matrix_defines(matrix, x.residual.shape[0], how)
     defines |= {"OP_ROWS": matrix.rows, "OP_SQUARES": x.squares.shape[1]}
-    values = {
+    values: dict[str, Argument] = {
         "x": x.scaled,
         "squares": x.squares,
-        "weights": matrix.data,
-        "scales": matrix.scales,
-        "row_scale": matrix.row_scale,
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
         "position": places.position,
@@ -57,8 +53,7 @@ def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Pl
         "best": choice.best,
         "eps": x.eps,
     }
-    kernel = library.kernel("head", "head", defines)
-    return prepare(kernel, (tiling.blocks(matrix, how), 1, 1), how.warps * 32, {**values, **CHAIN})
+    return matrix_launch(library, "head", defines, values, matrix, how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +80,14 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: Places
         "trigger": int(Trigger.AT_ENTRY),
     }
     kernel = library.kernel("advance", "advance", {"OP_COLUMNS": first.table.shape[1]})
-    return prepare(kernel, (progress.token.shape[0], 1, 1), _THREADS, values)
+    return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values)
 
 
 def start(library: Kernels, progress: Progress, places: Places, first: FirstNorm) -> Launch:
     """Embeds the tokens that the host has put into the state."""
     values = {"token": progress.token, "position": places.position, **_embedding(first)}
     kernel = library.kernel("advance", "start", {"OP_COLUMNS": first.table.shape[1]})
-    return prepare(kernel, (progress.token.shape[0], 1, 1), _THREADS, values).alone()
+    return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values).alone()
 
 
 def _embedding(first: FirstNorm) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
 
 from engine.kernels import reference, tokens
 from engine.kernels.attention import Heads, LayerAttention
@@ -52,7 +53,7 @@ def random_matrix(form: str, rows: int, columns: int) -> tuple[Product, torch.Te
 class Model:
     """A random model for the kernels, and the same in float64."""
 
-    def __init__(self, form: str, positions: int) -> None:
+    def __init__(self, form: str, positions: int, key_gain: float = 2.0) -> None:
         def gain(size: int, largest: float = 1.0) -> torch.Tensor:
             return torch.rand(size, device="cuda") * largest + 0.5
 
@@ -68,7 +69,12 @@ class Model:
             }
             made = {name: random_matrix(form, *shape) for name, shape in shapes.items()}
             bias = torch.randn(HEADS.rows, device="cuda") * 0.1
-            gains = {"input": gain(HIDDEN), "mlp": gain(HIDDEN), "query": gain(HEADS.dim), "key": gain(HEADS.dim, 20.0)}
+            gains = {
+                "input": gain(HIDDEN),
+                "mlp": gain(HIDDEN),
+                "query": gain(HEADS.dim),
+                "key": gain(HEADS.dim, key_gain),
+            }
             layers.append(
                 LayerWeights(
                     input_gain=gains["input"],
@@ -117,6 +123,61 @@ class Model:
             inner = reference.gate_up(x, exact["mlp"], weights.eps, exact["gate_up"], None)
             x = reference.linear_residual(x, inner, exact["down"], None)
         return reference.linear(x, weights.final_gain.double(), weights.eps, self.head, None)
+
+
+def bf16_logits(model: Model, token: int, position: int, pages: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """As transformers computes in bf16: the residual and every result rounded, norms in float32."""
+    weights = model.weights
+    x = weights.table[token]
+
+    def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + weights.eps)
+        return gain.bfloat16() * wide.bfloat16()
+
+    angles = weights.angles[position].bfloat16()
+    for index, (layer, exact) in enumerate(zip(weights.layers, model.exact, strict=True)):
+        qkv = functional.linear(norm(x, exact["input"]), exact["qkv"].bfloat16(), exact["bias"].bfloat16())
+        queries, key, value = torch.split(qkv.view(-1, HEADS.dim), [HEADS.queries, HEADS.keys, HEADS.keys])
+        queries = reference.rotate(norm(queries, exact["query"]), angles)
+        page, slot = pages[position // 16].long(), position % 16
+        pool[index, 0, page, :, slot] = reference.rotate(norm(key, exact["key"]), angles)
+        pool[index, 1, page, :, slot] = value
+        seen = min(layer.attention.window or position + 1, position + 1)
+        keys, values = (reference.paged(pool[index, part], pages, position + 1)[-seen:] for part in (0, 1))
+        found = functional.scaled_dot_product_attention(
+            queries[None, :, None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], enable_gqa=True
+        )
+        x = x + functional.linear(found.flatten(), exact["output"].bfloat16())
+        gate, up = functional.linear(norm(x, exact["mlp"]), exact["gate_up"].bfloat16()).chunk(2)
+        x = x + functional.linear(functional.silu(gate) * up, exact["down"].bfloat16())
+    return functional.linear(norm(x, weights.final_gain), model.head.bfloat16())
+
+
+def test_no_worse_than_bf16(library: KernelLibrary, launcher: Launcher) -> None:
+    """Teacher-forced divergence from float64, with key norms as large as published models have them."""
+    torch.manual_seed(10)
+    model = Model("bf16", 1200, key_gain=96.0)
+    buffers = allocate(model.weights, 1, MOST, 8, logits=True)
+    assert buffers.choice.logits is not None
+    place_rows(buffers, [(0, 0)])
+    pages = buffers.places.pages[0]
+    chain = [prepare_start(library, model.weights, buffers), *prepare_step(library, model.weights, buffers, plan())]
+    exact_pool, bf16_pool = torch.zeros_like(model.pool, dtype=torch.float64), torch.zeros_like(model.pool)
+    ours, theirs = [], []
+    for position, token in enumerate(torch.randint(0, VOCABULARY, (300,)).tolist()):
+        buffers.progress.token.fill_(token)
+        buffers.places.position.fill_(position)
+        launcher.enqueue(chain)
+        wanted = model.logits(token, position, pages, exact_pool).log_softmax(-1)
+        for found, kept in (
+            (buffers.choice.logits[0], ours),
+            (bf16_logits(model, token, position, pages, bf16_pool), theirs),
+        ):
+            kept.append(float((wanted.exp() * (wanted - found.double().log_softmax(-1))).sum()))
+    mean, bound = sum(ours) / len(ours), sum(theirs) / len(theirs)
+    print(f"mean divergence {mean:.2e}, of transformers' way {bound:.2e}")
+    assert mean < bound
 
 
 def plan(**changes: object) -> ChainPlan:
