@@ -147,9 +147,9 @@ class Flights:
         finally:
             self._leave(key, flight)
 
-    def forget(self, key: CacheKey) -> None:
-        """No new reader joins the flight that may be on its way: its answer was flushed."""
-        self._flights.pop(key.name, None)
+    def forget_finished(self) -> None:
+        """No new reader joins a flight that is over: its answer was flushed."""
+        self._flights = {name: flight for name, flight in self._flights.items() if flight.busy}
 
     async def aclose(self) -> None:
         """Ends all."""

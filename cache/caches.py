@@ -1,0 +1,183 @@
+"""All caches of a front process, put together from settings: what a service holds on to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from cache.api import (
+    Allowance,
+    CacheKey,
+    Chunk,
+    Counter,
+    Kind,
+    Mode,
+    Question,
+    SemanticCache,
+    Store,
+    StoreFault,
+)
+from cache.breaker import BreakerState
+from cache.envelope import Envelope
+from cache.flight import Flights, Generate
+from cache.ground import Ground
+from cache.keyring import open_keyring
+from cache.lease import Leases
+from cache.memory import MemoryStore
+from cache.partition import Epochs, ModelIdentity, Partitions
+from cache.redis_link import Link
+from cache.redis_store import RedisStore
+from cache.response import ExactCache
+from cache.semantic.embedder import OnnxEmbedder
+from cache.semantic.export import ExportFailed, exported
+from cache.semantic.search import SimilarCache
+from cache.settings import CacheSettings, FlightSettings, RedisSettings
+from cache.shared_flight import SharedFlights
+
+log = logging.getLogger(__name__)
+
+MEMORY_BUDGET = 0.020  # seconds; the memory store answers at once
+BATCH = 500  # names deleted at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What only Redis brings."""
+
+    flights: SharedFlights
+    link: Link
+
+
+class Caches:
+    """The response cache, the semantic cache once its embedder is loaded, and the flights."""
+
+    def __init__(self, settings: CacheSettings, ground: Ground, shared: _Shared | None) -> None:
+        self._settings = settings
+        self._ground = ground
+        self._shared = shared
+        self._flights = Flights(ground.counter)
+        self._semantic: SimilarCache | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self.responses = ExactCache(ground, settings.response)
+
+    @property
+    def semantic(self) -> SemanticCache | None:
+        """None where it is off, or its embedder is not there yet."""
+        return self._semantic
+
+    @property
+    def states(self) -> dict[str, BreakerState]:
+        """Of every breaker, by name."""
+        store = self._ground.store
+        return dict(store.states) if isinstance(store, RedisStore) else {}
+
+    def allowance(self) -> Allowance:
+        """What one request may wait for the store, all its lookups together."""
+        redis = self._settings.redis
+        return Allowance(redis.budget if redis else MEMORY_BUDGET)
+
+    async def partition(self, tenant: str, allowance: Allowance) -> str | None:
+        """The tenant's partition, for the blocks of the engine. None where the store does not say: do not share."""
+        try:
+            with allowance.spending() as within:
+                epoch = self._ground.epochs.known(tenant) or await self._ground.epochs.current(tenant, within)
+        except StoreFault:
+            return None
+        return self._ground.partitions.of(tenant, epoch)
+
+    def join(self, question: Question, generate: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        """The answer, generated once for all who ask the same at the same time. For deterministic questions alone:
+        raises ValueError for others."""
+        if not question.deterministic:
+            raise ValueError("two generations of this question would differ")
+        epoch = self._ground.epochs.known(question.tenant) or b""
+        key = self.responses.key(question, epoch, question.max_tokens)
+        if self._shared is None:
+            return self._flights.join(key, generate)
+        return self._flights.join(key, partial(self._shared.flights.around, key, generate))
+
+    async def flush_tenant(self, tenant: str) -> None:
+        """Everything of a tenant, on every replica, at once. Raises StoreFault, in which case nothing was flushed."""
+        await self._ground.epochs.bump(tenant)
+
+    async def flush(self, tenant: str, kinds: tuple[Kind, ...], entry_id: str = "") -> int:
+        """Entries of some kinds, or the one of that id; how many there were. Raises StoreFault."""
+        epoch = await self._ground.epochs.current(tenant)
+        partition = self._ground.partitions.of(tenant, epoch)
+        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds])
+        if Kind.RESPONSE in kinds:
+            # What has just been generated can still be joined for a moment, here and elsewhere.
+            self._flights.forget_finished()
+            await self._delete(Kind.LEASE, partition, "")
+        return deleted
+
+    def load_semantic(self) -> None:
+        """Begins to load the embedder, exporting it if need be; lookups find none until it is there."""
+        if self._settings.semantic.mode is not Mode.OFF and self._loading is None:
+            self._loading = asyncio.get_running_loop().create_task(self._load(), name="load embedder")
+
+    async def loaded(self) -> bool:
+        """Whether the semantic cache is there, after waiting for it."""
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        return self._semantic is not None
+
+    async def aclose(self) -> None:
+        """Ends flights and threads, writes what can be written within a second."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.wait([self._loading])
+        await self._flights.aclose()
+        if self._shared is not None:
+            await self._shared.flights.aclose()
+            await self._shared.link.aclose()
+        if self._semantic is not None:
+            await self._semantic.aclose()
+        await self._ground.store.aclose()
+
+    async def _delete(self, kind: Kind, partition: str, entry_id: str) -> int:
+        deleted = 0
+        batch: list[CacheKey] = []
+        async for key in self._ground.store.scan(kind, partition):
+            if key.digest.endswith(entry_id):
+                batch.append(key)
+            if len(batch) == BATCH:
+                deleted += await self._ground.store.delete_many(batch)
+                batch.clear()
+        return deleted + await self._ground.store.delete_many(batch)
+
+    async def _load(self) -> None:
+        model = self._settings.semantic.model
+        try:
+            embedder = await asyncio.to_thread(lambda: OnnxEmbedder(exported(model)))
+        except (ExportFailed, ImportError, OSError, ValueError) as error:
+            log.error("cache: no semantic cache: %s", error)
+            self._ground.counter.count("semantic_unavailable", type(error).__name__)
+            return
+        self._semantic = SimilarCache(self._ground, embedder, self._settings.semantic)
+
+
+def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Counter) -> Caches:
+    """Needs no Redis to be there. Raises InvalidKeyFile."""
+    keyring = open_keyring(settings.key_file)
+    partitions = Partitions(keyring, identity)
+    redis = settings.redis
+    store: Store = MemoryStore(settings.memory_bytes) if redis is None else RedisStore(redis, counter)
+    largest = max(settings.response.max_bytes, settings.semantic.max_bytes)
+    envelope = Envelope(keyring, largest, counter)
+    ground = Ground(store, partitions, Epochs(store, partitions), envelope, counter)
+    shared = None
+    if redis is not None and isinstance(store, RedisStore) and keyring.shared:
+        shared = _share(redis, store, envelope, settings.flight, counter)
+    return Caches(settings, ground, shared)
+
+
+def _share(
+    redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: FlightSettings, counter: Counter
+) -> _Shared:
+    patient = Link(redis, redis.write_budget, "flight", counter)
+    return _Shared(SharedFlights(Leases(store.link, patient, settings), envelope, settings, counter), patient)
