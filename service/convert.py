@@ -29,6 +29,7 @@ MAX_TOKENS_PER_MESSAGE = 1024
 MAX_DELAY = 60.0  # seconds
 DEFAULT_DELAY = 0.05  # seconds, where a message may hold several tokens
 _GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
+_LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
@@ -191,7 +192,7 @@ def _sampling(given: pb.SamplingOptions, facts: ModelFacts, found: Violations) -
         top_k=top_k,
         top_p=pick("top_p", default.top_p, 0, 1, above=True),
         min_p=pick("min_p", default.min_p, 0, 1),
-        repetition_penalty=pick("repetition_penalty", default.repetition_penalty, 0.01, 100),
+        repetition_penalty=pick("repetition_penalty", default.repetition_penalty, _LEAST_PENALTY, 100),
         presence_penalty=pick("presence_penalty", default.presence_penalty, -2, 2),
         frequency_penalty=pick("frequency_penalty", default.frequency_penalty, -2, 2),
         seed=given.seed % _SEEDS if given.HasField("seed") else secrets.randbits(63),

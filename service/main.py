@@ -16,7 +16,7 @@ import uvloop
 
 from engine.api import EngineState
 from engine.client import EngineClient
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidModel, Unsupported
 from service.admission import Admission
 from service.auth import OpenHouse, TokenFile
 from service.delivery import StallWatch
@@ -66,8 +66,10 @@ def serve(argv: Sequence[str]) -> int:
         return _refuse(error, BAD_SETTINGS)
     except PortTaken as error:
         return _refuse(error, PORT_TAKEN)
-    except EngineError as error:
+    except (InvalidModel, Unsupported) as error:
         return _refuse(error, BAD_MODEL)
+    except EngineError as error:
+        return _refuse(error, CUT_OFF)
 
 
 def _refuse(error: Exception, code: int) -> int:

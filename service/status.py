@@ -20,8 +20,8 @@ MODEL_TYPE = "whippet.v1.Model"
 REQUEST_TYPE = "whippet.v1.GenerateRequest"
 
 # HTTP/2 clients commonly refuse more than 8 KiB of trailers. Details travel in base64, the message percent-encoded.
-_MAX_DETAIL_BYTES = 4096
-_MAX_MESSAGE_BYTES = 1024
+_MAX_DETAIL_BYTES = 3072
+_MAX_MESSAGE_BYTES = 512
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.main import serve as serve_here
+from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import ROOT, Server, ask, ask_stream, command, refused
 
@@ -110,16 +113,51 @@ def test_an_idle_server_stops_at_once(serve: Serve, number: int) -> None:
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_a_signal_while_loading_stops_it(tmp_path: Path) -> None:
-    """The engine never gets ready here, since its interpreter does nothing."""
+@contextlib.contextmanager
+def loading(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A server that never gets ready, since its engine's interpreter does nothing; and its addresses."""
     sleeper = tmp_path / "python"
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o755)
-    flags = command()
-    flags[2] = f"import sys; sys.executable = {str(sleeper)!r}; " + flags[2].removeprefix("import sys; ")
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(3)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    names = ("listen", "admin-listen", "health-listen")
+    flags = command(*(f"--{name}={address}" for name, address in zip(names, addresses, strict=True)))
+    flags[2] = flags[2].replace("import sys; ", f"import sys; sys.executable = {str(sleeper)!r}; ", 1)
     with subprocess.Popen(flags, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(3)
-        assert process.poll() is None
+        try:
+            yield process, addresses
+        finally:
+            process.kill()
+
+
+def test_while_loading_requests_are_told_to_come_back_and_a_signal_stops_it(tmp_path: Path) -> None:
+    with loading(tmp_path) as (process, (data, admin, health)):
+        with grpc.insecure_channel(data) as channel:
+            grpc.channel_ready_future(channel).result(timeout=30)
+            generation = generation_pb2_grpc.GenerationServiceStub(channel)
+            for call, request in (
+                (generation.Generate, ask("x", 1)),
+                (generation.GenerateStream, ask_stream("x", 1)),
+                (generation.Generate, ask("x", -1)),
+                (generation.Tokenize, pb.TokenizeRequest(text="x")),
+                (model_pb2_grpc.ModelServiceStub(channel).ListModels, model_pb2.ListModelsRequest()),
+            ):
+                refusal = refused(call, request)
+                assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+                assert refusal.retry_ms > 0
+        with grpc.insecure_channel(admin) as channel:
+            load = admin_pb2_grpc.AdminServiceStub(channel).GetLoad(admin_pb2.GetLoadRequest(), timeout=5)
+            assert load.state == admin_pb2.ENGINE_STATE_LOADING
+        with grpc.insecure_channel(health) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            serving = health_pb2.HealthCheckResponse.SERVING
+            assert check(health_pb2.HealthCheckRequest(), timeout=5).status == serving
+            name = "whippet.v1.GenerationService"
+            assert check(health_pb2.HealthCheckRequest(service=name), timeout=5).status != serving
         process.terminate()
         out, _ = process.communicate(timeout=20)
         assert process.returncode == 0
