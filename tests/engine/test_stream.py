@@ -247,3 +247,54 @@ def test_a_stream_dropped_after_its_loop_is_silent() -> None:
     stream = asyncio.run(main())
     del stream
     gc.collect()
+
+
+async def woken(task: asyncio.Task[TokenEvents]) -> bool:
+    """Whether the reader has got something, after a turn of the loop or two."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+async def test_a_batching_reader_sleeps_until_there_is_enough() -> None:
+    desk = Desk()
+    stream = desk.streams.open(plain_request((1,)))
+    stream.batch(4, 60.0)
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    for token_id in range(3):
+        desk.streams.deliver([Event(1, (token_id,))])
+        assert not await woken(reader)
+    desk.streams.deliver([Event(1, (3, 4))])
+    assert await reader == TokenEvents((0, 1, 2, 3, 4))
+    desk.streams.deliver([Event(1, (5,)), Event(1, (), (), FINISH)])
+    assert await anext(stream) == TokenEvents((5,), (), FINISH), "the end does not wait"
+
+
+async def test_a_batching_reader_wakes_after_its_delay() -> None:
+    desk = Desk()
+    stream = desk.streams.open(plain_request((1,)))
+    stream.batch(4, 0.05)
+    for token_id in range(2):
+        started = asyncio.get_running_loop().time()
+        desk.streams.deliver([Event(1, (token_id,))])
+        assert await anext(stream) == TokenEvents((token_id,))
+        assert asyncio.get_running_loop().time() - started >= 0.049
+    stream.cancel()
+
+
+async def test_a_batching_reader_hears_of_failures_and_of_pauses_at_once() -> None:
+    desk = Desk(cap=100)
+    stream = desk.streams.open(plain_request((1,)))
+    stream.batch(1000, 60.0)
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    desk.streams.deliver([Event(1, (1,) * 10)])
+    assert (await reader).token_ids == (1,) * 10, "the sequence is paused, so that nothing more would come"
+    assert desk.commands() == [Pause(1)]
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    desk.streams.deliver([Event(1, (2,)), Event(1, failure=Failure.STEP)])
+    assert await reader == TokenEvents((2,))
+    with pytest.raises(EngineFailed):
+        await anext(stream)
