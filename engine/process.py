@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ def main() -> int:
         _log.error("the front sent what is no message: %s", error)
     except EngineFailed as error:
         _log.error("%s", error)
+    except Exception:
+        _log.exception("the engine process broke")
     return 1
 
 
@@ -59,14 +62,12 @@ def _serve(link: Link) -> int:
         kind = "invalid_model" if isinstance(error, InvalidModel) else "unsupported"
         link.send(Refused(kind, str(error)))
         return 2
-    try:
-        scheduler = _scheduler(settings, runner.info)
-        gc.collect()
-        gc.freeze()  # what was loaded stays; later collections need not look at it
-        link.send(Ready(runner.info))
-        Loop(link, runner, scheduler).run()
-    finally:
-        runner.close()
+    scheduler = _scheduler(settings, runner.info)
+    gc.collect()
+    gc.freeze()  # what was loaded stays; later collections need not look at it
+    link.send(Ready(runner.info))
+    Loop(link, runner, scheduler).run()
+    runner.close()
     return 0
 
 
@@ -122,4 +123,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # at once: what tidies up at exit may wait for a device that is lost

@@ -90,14 +90,14 @@ class Supervisor:
 
     async def start(self) -> None:
         """Returns once it is ready for the first time; from then on it is kept so."""
+        if self._task is not None:
+            raise RuntimeError("an engine is started once")
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.state = EngineState.LOADING
         self._task = asyncio.create_task(self._supervise(first))
-        try:
-            await first
-        except EngineError:
-            self.state = EngineState.STOPPED
-            raise
+        self._task.add_done_callback(self._unsupervised)
+        await asyncio.wait([first, self._task], return_when=asyncio.FIRST_COMPLETED)
+        await (first if first.done() else self._task)
 
     def send(self, command: Command) -> None:
         """To the present process. Lost where there is none, as it would be with the process."""
@@ -122,6 +122,13 @@ class Supervisor:
             _log.error("the engine process %s; another is started in %.1f s", self._refusal or how, delay)
             await asyncio.sleep(delay)
             self.restarts += 1
+
+    def _unsupervised(self, task: asyncio.Task[None]) -> None:
+        """Nobody starts another process any more: closed, refused, or a fault of ours."""
+        self.state = EngineState.STOPPED
+        if not task.cancelled() and task.exception() is not None:
+            _log.critical("the engine is no longer supervised", exc_info=task.exception())
+            self._listener.on_lost(self.retry_after)
 
     async def _live(self, first: asyncio.Future[None]) -> str:
         """One process from start to end; how it ended."""

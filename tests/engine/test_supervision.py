@@ -307,3 +307,24 @@ def test_delays_grow_to_a_cap_and_scatter() -> None:
         assert whole / 2 <= min(delays) < whole * 0.6
         assert whole * 0.9 < max(delays) <= whole
     assert backoff.delay(10_000) <= 8.0
+
+
+async def test_it_is_started_once() -> None:
+    async with running() as client:
+        with pytest.raises(RuntimeError, match="once"):
+            await client.start()
+
+
+async def test_a_fault_of_the_supervisor_itself_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as client:
+        stream = client.submit(plain_request((1,), 4000))
+        await anext(stream)
+        monkeypatch.setattr(Backoff, "delay", lambda self, failures: 1 / 0)
+        os.kill(pid_of(client), signal.SIGKILL)
+        with pytest.raises(EngineUnavailable):
+            await ids_of(stream)
+        await until(lambda: client.state is EngineState.STOPPED)
+    client = EngineClient(FAKE)
+    monkeypatch.setattr(child.Child, "spawn", lambda settings, on_report: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await client.start()
