@@ -31,7 +31,7 @@ from engine.kernels.step import (
     prepare_start,
     prepare_step,
 )
-from engine.kernels.tiling import Tiling, choose, with_tiles
+from engine.kernels.tiling import Tiling, choose
 from engine.kernels.weights import Format, Matrix
 
 BANDWIDTH = 3.07e12  # bytes a second, what one large read reaches on an H100 80GB HBM3
@@ -235,7 +235,7 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
 def tiled(plan: ChainPlan, name: str, matrix: Matrix, warps: int, min_blocks: int) -> Tiling:
     """A tiling with so many warps."""
     how = choose(matrix, plan.multiprocessors, pairs=name == "gate_up", warps=warps)
-    return replace(with_tiles(matrix, how), min_blocks=min_blocks)
+    return replace(how, min_blocks=min_blocks)
 
 
 def revision() -> str:

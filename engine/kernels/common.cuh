@@ -48,22 +48,6 @@ __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 
 // ---- memory --------------------------------------------------------------------------------------------------------
 
-// Weights, constant for the life of the launch and read once, into shared memory; the thread that asked may read them
-// after `wait_for_chunks`.
-__device__ __forceinline__ void copy_weights(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void copy_word(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void end_of_chunk() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until no more than `PENDING` of this thread's latest chunks are under way.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_chunks() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 __device__ __forceinline__ u32 load_constant(const u32* p) {
     u32 v;
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
@@ -127,6 +111,80 @@ __device__ __forceinline__ void prefetch(const Ahead& ahead, u32 block) {
 #endif
 }
 
+// ---- copies into shared memory -------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// How many threads report that a stage is full: the copy engine's one, or before it every lane that copies.
+#if __CUDA_ARCH__ >= 900
+constexpr int kReporters = 1;
+#else
+constexpr int kReporters = 32;
+#endif
+
+__device__ __forceinline__ void init_barrier(u64& barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() {  // to the copy engine
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void arrive(u64& barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(&barrier)) : "memory");
+}
+// Waits for the end of the phase of this parity.
+__device__ __forceinline__ void wait_barrier(u64& barrier, u32 parity) {
+    const u32 at = shared_address(&barrier);
+    u32 done = 0;
+    while (!done) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(at), "r"(parity)
+                     : "memory");
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(at), "r"(parity)
+                     : "memory");
+#endif
+    }
+}
+// Announces the bytes of a stage, by one thread, before their copies.
+__device__ __forceinline__ void expect_bytes(u64& barrier, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+}
+
+// Copies ROWS runs of `bytes` (a multiple of 16) by one warp; `source(i)` and `target(i)` say where run i is and goes.
+template <int ROWS, class Source, class Target>
+__device__ __forceinline__ void copy_runs(u64& full, int bytes, int lane, Source&& source, Target&& target) {
+#if __CUDA_ARCH__ >= 900
+    // The copy engine has queues of its own: what the block's threads load meanwhile does not stand behind the weights.
+    for (int i = lane; i < ROWS; i += 32)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(target(i))),
+                     "l"(source(i)), "r"(bytes), "r"(shared_address(&full))
+                     : "memory");
+#else
+    for (int i = 0; i < ROWS; ++i)
+        for (int at = lane * 16; at < bytes; at += 512)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target(i) + at)),
+                         "l"(source(i) + at)
+                         : "memory");
+#endif
+}
+// After the copies of a stage, by every lane of the warp.
+__device__ __forceinline__ void end_of_copies(u64& full) {
+#if __CUDA_ARCH__ < 900
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full)) : "memory");
+#endif
+}
+
 // ---- programmatic dependent launch ---------------------------------------------------------------------------------
 
 // After this the results of all earlier kernels of the chain are visible. Every block must call it, or the kernel after
@@ -161,21 +219,6 @@ __device__ __forceinline__ u32 transpose8x8(u32 v) {
 }
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-
-// ---- loops ----------------------------------------------------------------------------------------------------------
-
-template <int N>
-struct Index {
-    static constexpr int value = N;
-};
-// Calls f(Index<0>), …, f(Index<N - 1>): an unrolled loop whose counter is a constant.
-template <int N, int FROM = 0, class F>
-__device__ __forceinline__ void unrolled(F&& f) {
-    if constexpr (FROM < N) {
-        f(Index<FROM>{});
-        unrolled<N, FROM + 1>(f);
-    }
-}
 
 // ---- warps ---------------------------------------------------------------------------------------------------------
 

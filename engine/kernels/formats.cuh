@@ -14,21 +14,6 @@ enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
 template <int FORMAT, int GROUP>
 struct Chunk;
 
-// A lane's own part of shared memory for one chunk.
-template <int SCALES>
-struct Slot {
-    Quad& w;
-    u32* scale;
-    int stride;  // from one scale to the next
-
-    __device__ __forceinline__ void fetch(const u8* row, const u32* scales) const {
-        copy_weights(&w, row);
-#pragma unroll
-        for (int q = 0; q < SCALES; ++q) copy_word(scale + q * stride, scales + q * 8);
-        end_of_chunk();
-    }
-};
-
 // Row-major as the checkpoint has it. Lane t has columns 8t … 8t + 7 of 32.
 template <int GROUP>
 struct Chunk<kBf16, GROUP> {
@@ -37,7 +22,7 @@ struct Chunk<kBf16, GROUP> {
 
     __device__ static constexpr int x_offset(int t, int) { return t * 8; }
 
-    __device__ __forceinline__ explicit Chunk(const Slot<kScales>& slot) : w(slot.w) {}
+    __device__ __forceinline__ Chunk(const Quad* weights, const u32*) : w(*weights) {}
 
     template <int SETS>
     __device__ __forceinline__ void multiply(float (&d)[SETS][4], const Pair (&x)[kWords][SETS]) const {
@@ -55,7 +40,7 @@ struct Chunk<kInt8, GROUP> {
 
     __device__ static constexpr int x_offset(int t, int word) { return t * 16 + word * 8; }
 
-    __device__ __forceinline__ explicit Chunk(const Slot<kScales>& slot) : w(slot.w) {}
+    __device__ __forceinline__ Chunk(const Quad* weights, const u32*) : w(*weights) {}
 
     __device__ static __forceinline__ u32 pair(u32 bytes, u32 selector) {
         const u32 h = __byte_perm(bytes, 0x43434343u, selector);
@@ -87,9 +72,9 @@ struct Chunk<kInt4, GROUP> {
 
     __device__ static constexpr int x_offset(int t, int word) { return word * 32 + t * 8; }
 
-    __device__ __forceinline__ explicit Chunk(const Slot<kScales>& slot) : w(slot.w) {
+    __device__ __forceinline__ Chunk(const Quad* weights, const u32* scales) : w(*weights) {
 #pragma unroll
-        for (int q = 0; q < kScales; ++q) scale[q] = slot.scale[q * slot.stride];
+        for (int q = 0; q < kScales; ++q) scale[q] = scales[q * 8];
     }
 
     template <int SETS>

@@ -3,36 +3,41 @@
 #include "gemv.cuh"
 
 using Map = RowsInOrder<OP_ROWS>;
-using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
-constexpr int kThreads = OP_WARPS * 32;
-constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kThreads);  // outputs a thread has in a group
+using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
+constexpr int kConsumers = OP_WARPS * 32;
+constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a thread has in a group
 
-extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     head(const u16* x, const float* squares, const u8* weights, const u32* scales, const float* row_scale,
          const float* temperature, const u64* noise_key, const int* position, float* logits, u64* best,
          float eps, int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
-    extern __shared__ __align__(16) u8 ring[];
-    __shared__ G::Sums sums[2];
+    extern __shared__ __align__(128) u8 ring[];
+    __shared__ G::Shared shared;
     __shared__ float factor[OP_BATCH];
     __shared__ u64 block_best[OP_BATCH];
     if (trigger == 0) let_next_start();
-    G g(weights, scales, x, ring);
+    G g(weights, scales, x, shared, ring);
     g.fill();
-    if (threadIdx.x == kThreads - 1) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
+    if (g.produces() && g.lane == 0) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
     if (threadIdx.x < OP_BATCH) block_best[threadIdx.x] = 0;
     wait_for_previous();
     if (trigger == 1) let_next_start();
+    if (g.produces()) {
+        for (int m = 0; m < OP_BATCH; ++m)
+            factor[m] = inverse_rms<OP_SQUARES>(squares + m * OP_SQUARES, OP_COLUMNS, eps, g.lane);
+        g.tell();
+        g.produce();
+        return;
+    }
     g.start_x();
-    for (int m = g.warp; m < OP_BATCH; m += OP_WARPS)
-        factor[m] = inverse_rms<OP_SQUARES>(squares + m * OP_SQUARES, OP_COLUMNS, eps, g.lane);
     u64 mine[kEach] = {};
     float heat[kEach];  // 0 is greedy
     u64 key[kEach];
     int place[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const int m = (threadIdx.x + i * kThreads) / G::kRows;
+        const int m = (threadIdx.x + i * kConsumers) / G::kRows;
         if (m < OP_BATCH) {
             const float h = load_shared_state(temperature + m);
             heat[i] = h > 0.f ? fmaxf(h, 1e-30f) : 0.f;  // a quotient must stay finite
@@ -40,16 +45,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
             place[i] = load_shared_state(position + m) + 1;  // where the chosen token will stand
         }
     }
-    int buffer = 0;
     for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
-        g.group(first, sums[buffer]);
-        __syncthreads();
+        g.group();
+        if (first == g.first_tile) g.await();
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int o = threadIdx.x + i * kThreads;
+            const int o = threadIdx.x + i * kConsumers;
             const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
             if (m < OP_BATCH && row < OP_ROWS && first + n / 8 < g.last_tile) {
-                float v = G::total(sums[buffer], m, n) * factor[m];
+                float v = g.total(m, n) * factor[m];
                 if constexpr (OP_FORMAT == kInt8) v *= load_constant(row_scale + row);
                 if (logits != nullptr) logits[u64(m) * OP_ROWS + row] = v;
                 if (heat[i] > 0.f) v = v / heat[i] + gumbel(key[i], place[i], row);
@@ -57,13 +61,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
                 mine[i] = c > mine[i] ? c : mine[i];
             }
         }
-        buffer ^= 1;
+        g.next_group();
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const int m = (threadIdx.x + i * kThreads) / G::kRows;
+        const int m = (threadIdx.x + i * kConsumers) / G::kRows;
         if (m < OP_BATCH) atomicMax(&block_best[m], mine[i]);
     }
-    __syncthreads();
+    g.sync_consumers();
     if (threadIdx.x < OP_BATCH) atomicMax(best + threadIdx.x, block_best[threadIdx.x]);
 }

@@ -41,7 +41,7 @@ def matrix_launch(
     library: Kernels, name: str, defines: dict[str, int], values: dict[str, Argument], matrix: Matrix, how: Tiling
 ) -> Launch:
     """The launch of a matrix kernel."""
-    shape = Shape((tiling.blocks(matrix, how), 1, 1), how.threads(), how.shared_bytes(matrix))
+    shape = Shape((tiling.blocks(matrix, how), 1, 1), how.threads, tiling.shared_bytes(matrix, how))
     kernel = library.kernel(name, name, defines, shape.shared)
     return prepare(kernel, shape, {**values, **weight_values(matrix), **CHAIN})
 

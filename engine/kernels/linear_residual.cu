@@ -4,22 +4,22 @@
 
 static_assert(OP_ROWS % 8 == 0, "rows");
 using Map = RowsInOrder<OP_ROWS>;
-using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
-constexpr int kThreads = OP_WARPS * 32;
-constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kThreads);  // outputs a thread has in a group
+using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
+constexpr int kConsumers = OP_WARPS * 32;
+constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a thread has in a group
 
-extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     linear_residual(const u16* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias,
                     const float* gain, float* residual, u16* normed, float* squares, int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
-    extern __shared__ __align__(16) u8 ring[];
-    __shared__ G::Sums sums[G::kGroups > 1 ? 2 : 1];
+    extern __shared__ __align__(128) u8 ring[];
+    __shared__ G::Shared shared;
     if (trigger == 0) let_next_start();
-    G g(weights, scales, x, ring);
+    G g(weights, scales, x, shared, ring);
     g.fill();
     float scale[kEach], offset[kEach], next_gain[kEach], before[kEach];
     auto row_of = [&](int first, int i) {
-        const int row = first * 8 + (threadIdx.x + i * kThreads) % G::kRows;
+        const int row = first * 8 + (threadIdx.x + i * kConsumers) % G::kRows;
         return row < OP_ROWS ? row : OP_ROWS - 1;
     };
     auto constants = [&](int first) {
@@ -34,28 +34,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     auto residuals = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int m = (threadIdx.x + i * kThreads) / G::kRows;
+            const int m = (threadIdx.x + i * kConsumers) / G::kRows;
             before[i] = m < OP_BATCH ? load_shared_state(residual + u64(m) * OP_ROWS + row_of(first, i)) : 0.f;
         }
     };
     constants(g.first_tile);
-    if (threadIdx.x == kThreads - 1) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
+    if (g.produces() && g.lane == 0) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
     wait_for_previous();
     if (trigger == 1) let_next_start();
+    if (g.produces()) {
+        g.produce();
+        return;
+    }
     g.start_x();
     residuals(g.first_tile);
-    int buffer = 0;
     for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
-        g.group(first, sums[buffer]);
-        __syncthreads();
+        g.group();
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int o = threadIdx.x + i * kThreads;
+            const int o = threadIdx.x + i * kConsumers;
             const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
             const bool mine = m < OP_BATCH && first + n / 8 < g.last_tile;
             float v = 0.f;
             if (mine) {
-                v = G::total(sums[buffer], m, n) * scale[i] + offset[i] + before[i];
+                v = g.total(m, n) * scale[i] + offset[i] + before[i];
                 residual[u64(m) * OP_ROWS + row] = v;
                 normed[u64(m) * OP_ROWS + row] = to_bf16(v * next_gain[i]);
             }
@@ -66,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         }
         if constexpr (G::kGroups > 1) {
             if (first + OP_TILES < g.last_tile) constants(first + OP_TILES), residuals(first + OP_TILES);
-            buffer ^= 1;
         }
+        g.next_group();
     }
 }

@@ -1,43 +1,45 @@
 """How a matrix product is spread over blocks and warps. Depends on the matrix and the card, never on the batch, so that
-sums keep their order whatever the number of rows."""
+sums keep their order whatever the number of rows.
+
+Terms as in `gemv.cuh`: a unit is 64 bytes of a row, a tile eight rows, a segment the columns of a row that are copied
+at once, a stage one segment of one tile.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.kernels.weights import Format, Matrix
 
-_CHUNKS = 24  # of a group, at most: what a warp keeps sums and requests for at once
-_LONG_CHUNKS = 56  # where rows are so long that activations are read again for every group
-_WHOLE_RING = 24  # chunks in flight where all of a block's weights are
-_RING = 16  # and where they stream
-_MANY_TILES = 16  # blocks of so many tiles are rounded up to whole groups of four
-_MAX_TILES = 8
+_WORDS = {Format.BF16: 1, Format.INT8: 2, Format.INT4: 4}  # runs of eight columns in a lane's part of a unit
+_WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
+_STREAM_BYTES = 72 << 10  # and stream through a ring of this size where they are larger
+_STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
+_MOST_TILES = 8
+_MOST_STAGES = 31
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A tile is eight output rows."""
+    """A product's division."""
 
-    warps: int  # of a block; they split the columns
+    warps: int  # consumers of a block; they split the columns of a segment
+    depth: int  # units of a segment a warp has
     block_tiles: int
     tiles: int  # summed at once
-    ring: int  # chunks in flight a warp
+    ring: int  # stages
     min_blocks: int = 1  # resident on a multiprocessor, what the compiler must leave registers for
 
+    @property
     def threads(self) -> int:
-        """Of a block."""
-        return self.warps * 32
-
-    def shared_bytes(self, matrix: Matrix) -> int:
-        """What the ring takes of shared memory: a 16-byte word a lane and chunk, and four bytes a scale."""
-        scales = matrix.format.span // matrix.group if matrix.format is Format.INT4 else 0
-        return self.ring * self.threads() * (16 + 4 * scales)
+        """Of a block; one warp more copies."""
+        return self.warps * 32 + 32
 
     def defines(self) -> dict[str, int]:
         """As the sources name them."""
         return {
             "OP_WARPS": self.warps,
+            "OP_DEPTH": self.depth,
             "OP_BLOCK_TILES": self.block_tiles,
             "OP_TILES": self.tiles,
             "OP_RING": self.ring,
@@ -45,36 +47,55 @@ class Tiling:
         }
 
 
-def depth(matrix: Matrix, warps: int) -> int:
-    """Chunks a warp has of one tile."""
-    return _ceil(matrix.columns // matrix.format.span, warps)
+def units(matrix: Matrix) -> int:
+    """Of a row."""
+    return matrix.columns // matrix.format.span
+
+
+def stage_bytes(matrix: Matrix, warps: int, depth: int) -> int:
+    """What a stage takes of shared memory: eight rows, padded, and their scales."""
+    span = min(units(matrix), warps * depth)
+    row = span * 64
+    scales = matrix.format.span // matrix.group * 32 * span if matrix.format is Format.INT4 else 0
+    return _ceil(8 * (row + (64 if row % 128 == 0 else 0)) + scales, 128) * 128
+
+
+def shared_bytes(matrix: Matrix, how: Tiling) -> int:
+    """Dynamic shared memory of a block."""
+    return how.ring * stage_bytes(matrix, how.warps, how.depth)
 
 
 def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: int = 8) -> Tiling:
     """One wave of blocks, equal shares. `pairs`: tiles come in twos (gate and up)."""
     unit = 2 if pairs else 1
     block_tiles = unit * _ceil(_ceil(matrix.rows, 8), multiprocessors * unit)
-    if block_tiles >= _MANY_TILES:
+    if block_tiles > _MOST_TILES:
         block_tiles = 4 * _ceil(block_tiles, 4)
-    deep = depth(matrix, warps)
-    most = _CHUNKS if deep <= 8 else _LONG_CHUNKS
-    fits = [n for n in range(unit, _MAX_TILES + 1, unit) if block_tiles % n == 0 and n * deep <= most]
-    return with_tiles(matrix, Tiling(warps, block_tiles, max(fits, default=unit), 1))
+    tiles = max(n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0)
+    warps, depth = divide(matrix, block_tiles, warps)
+    size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
+    whole = stages * size <= _WHOLE_BYTES and stages <= _MOST_STAGES
+    ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, _MOST_STAGES)
+    return Tiling(warps, depth, block_tiles, tiles, ring)
 
 
-def with_tiles(matrix: Matrix, tiling: Tiling) -> Tiling:
-    """With a ring of whole steps, a step being one chunk of every tile."""
-    deep = depth(matrix, tiling.warps)
-    most = _WHOLE_RING if tiling.tiles == tiling.block_tiles else _RING
-    steps = [n for n in range(1, deep + 1) if n * tiling.tiles <= most] or [1]
-    exact = max(n for n in steps if deep % n == 0)
-    # One that divides the depth lets the compiler unroll; not at the price of half the requests in flight.
-    return replace(tiling, ring=tiling.tiles * (exact if 2 * exact > steps[-1] else steps[-1]))
+def divide(matrix: Matrix, block_tiles: int, warps: int) -> tuple[int, int]:
+    """Warps and the depth of a segment: a whole row where it is short, else an equal part of it."""
+    count, words = units(matrix), _WORDS[matrix.format]
+    row = _ceil(count, warps)
+    short = row * words <= 16
+    if short and (row <= _STAGE_DEPTH or block_tiles * stage_bytes(matrix, warps, row) <= _WHOLE_BYTES):
+        return warps, row
+    for fewer in (warps, warps // 2, warps // 4, 1):
+        for depth in range(min(_STAGE_DEPTH, 8 // words), 0, -1):
+            if count % (fewer * depth) == 0:
+                return fewer, depth
+    raise AssertionError("a single warp takes any number of units")
 
 
-def blocks(matrix: Matrix, tiling: Tiling) -> int:
+def blocks(matrix: Matrix, how: Tiling) -> int:
     """Blocks of the grid."""
-    return _ceil(_ceil(matrix.rows, 8), tiling.block_tiles)
+    return _ceil(_ceil(matrix.rows, 8), how.block_tiles)
 
 
 def _ceil(a: int, b: int) -> int:
