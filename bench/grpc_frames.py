@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import hpack
@@ -145,8 +145,8 @@ class FrameClient:
         stream.messages += 1
         self.messages += 1
 
-    def _headers(self, stream: Stream, headers: list[tuple[str, str]], last: bool) -> None:
-        stream.headers.update(headers)
+    def _headers(self, stream: Stream, headers: Iterable[tuple[str | bytes, str | bytes]], last: bool) -> None:
+        stream.headers.update((str(name), str(value)) for name, value in headers)
         if last:
             self._end(stream, int(stream.headers.get("grpc-status", "2")))
 

@@ -61,6 +61,7 @@ def serve(argv: Sequence[str]) -> int:
             stream=sys.stderr,
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_not_about_departures)
         return uvloop.run(_serve(settings))
     except BadSettings as error:
         return _refuse(error, BAD_SETTINGS)
@@ -70,6 +71,11 @@ def serve(argv: Sequence[str]) -> int:
         return _refuse(error, BAD_MODEL)
     except EngineError as error:
         return _refuse(error, CUT_OFF)
+
+
+def _not_about_departures(record: logging.LogRecord) -> bool:
+    """gRPC logs a traceback where a caller goes away at the very moment that its answer is sent."""
+    return "ExecuteBatchError raised in core" not in record.getMessage()
 
 
 def _refuse(error: Exception, code: int) -> int:

@@ -5,6 +5,7 @@ Requests are parsed here and not by gRPC, which would answer INTERNAL for bytes 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import traceback
@@ -85,7 +86,9 @@ class Endpoints:
 
 
 async def abort_with(error: Exception, context: Context) -> NoReturn:
-    """Ends the RPC. What gRPC itself raised means that it has ended already."""
+    """Ends the RPC. Where gRPC could not write any more, the caller has gone, and it has ended already."""
+    if isinstance(error, grpc.aio.InternalError):
+        raise asyncio.CancelledError from error
     if isinstance(error, grpc.aio.BaseError):
         raise error
     failure = failure_of(error)
@@ -93,7 +96,10 @@ async def abort_with(error: Exception, context: Context) -> NoReturn:
         # Where it happened, not what it says: the text of a foreign exception may hold a prompt.
         frames = "".join(traceback.format_tb(error.__traceback__))
         _log.error("%s answered as INTERNAL\n%s", type(error).__name__, frames.rstrip())
-    await context.abort(failure.code, failure.message, failure.trailers)
+    try:
+        await context.abort(failure.code, failure.message, failure.trailers)
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
 
 
 def service(

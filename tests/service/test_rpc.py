@@ -12,6 +12,7 @@ import pytest
 
 from service.auth import OpenHouse, Right
 from service.delivery import Context
+from service.errors import UnknownModel
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.rpc import MAX_MESSAGE_BYTES, Call, Endpoints
 
@@ -71,11 +72,30 @@ async def test_what_a_foreign_exception_says_stays_out_of_status_and_log(caplog:
     assert "test_rpc.py" in caplog.text
 
 
-async def test_what_grpc_raises_passes_through() -> None:
+async def test_a_caller_that_has_gone_is_as_good_as_cancelled(caplog: pytest.LogCaptureFixture) -> None:
     async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
-        raise grpc.aio.InternalError("the peer is gone")
+        raise grpc.aio.InternalError("the write failed")
 
-    with pytest.raises(grpc.aio.InternalError):
+    with pytest.raises(asyncio.CancelledError):
+        await call(body)
+
+    class Gone(Recorder):
+        async def abort(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
+            raise grpc.aio.InternalError("the write failed")
+
+    async def failing(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        raise UnknownModel("x")
+
+    with pytest.raises(asyncio.CancelledError):
+        await call(failing, context=Gone())
+    assert caplog.text == ""
+
+
+async def test_what_else_grpc_raises_passes_through() -> None:
+    async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        raise grpc.aio.UsageError("wrong")
+
+    with pytest.raises(grpc.aio.UsageError):
         await call(body)
 
 
