@@ -1,0 +1,138 @@
+"""The smoke test passes on good servers and fails, saying why, on bad ones."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ROOT / "scripts" / "smoke.sh"
+LOCAL = ROOT / "scripts" / "smoke-local.sh"
+CHECKS = 12
+
+Done = subprocess.CompletedProcess[str]
+Smoke = Callable[..., Done]
+
+
+def script(*command: str | Path, **environ: str | Path) -> Done:
+    environment = {**os.environ, **{name: str(value) for name, value in environ.items()}}
+    return subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True, timeout=170)
+
+
+@pytest.fixture(params=["fake", "demo"])
+def address(request: pytest.FixtureRequest) -> str:
+    running = request.getfixturevalue(request.param)
+    return str(running.data)
+
+
+def test_it_passes_on_a_good_server(address: str, grpcurl: Path) -> None:
+    done = script(SMOKE, address, GRPCURL=grpcurl)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"smoke: {CHECKS} passed, 0 failed against {address}"
+    assert done.stdout.count("\nok ") + 1 == CHECKS
+    assert "FAIL" not in done.stdout
+
+
+def test_grpcurl_is_taken_from_the_path(fake: object, grpcurl: Path) -> None:
+    address = fake.data  # type: ignore[attr-defined]
+    done = script(SMOKE, address, PATH=f"{grpcurl.parent}:{os.environ['PATH']}", GRPCURL="")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_flags_replace_plaintext(fake: object, grpcurl: Path) -> None:
+    address = fake.data  # type: ignore[attr-defined]
+    assert script(SMOKE, address, "-plaintext", "-H", "x-test: 1", GRPCURL=grpcurl).returncode == 0
+    done = script(SMOKE, address, "-insecure", GRPCURL=grpcurl)  # TLS to a plaintext port
+    assert done.returncode == 1
+    assert "tls" in done.stdout.lower()
+
+
+def test_nobody_there(grpcurl: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        done = script(SMOKE, address, GRPCURL=grpcurl)
+    assert done.returncode == 1
+    assert "FAIL list: exit code 1 instead of 0" in done.stdout
+    assert "connection refused" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"smoke: {address} does not answer; nothing else was tried"
+
+
+def test_the_wrong_port_of_the_right_server(fake: object, grpcurl: Path) -> None:
+    done = script(SMOKE, fake.admin, GRPCURL=grpcurl)  # type: ignore[attr-defined]
+    assert done.returncode >= 5
+    assert "FAIL list: no /^whippet.v1.GenerationService$/ in its answer" in done.stdout
+    assert "FAIL generate: exit code" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "says"), [((), "usage"), (("127.0.0.1:1",), "not found")])
+def test_a_wrong_call(arguments: tuple[str, ...], says: str) -> None:
+    done = script(SMOKE, *arguments, GRPCURL="/no/grpcurl")
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+# What a grpcurl that lies does for one method: sed over its output, or another exit code.
+LIES = {
+    "health": ("Health/Check", "s/SERVING/NOT_SERVING/", None),
+    "models": ("ListModels", 's/"[0-9a-f]\\{64\\}"/"x"/', None),
+    "generate": ("Service/Generate ", "s/_LENGTH/_STOP/", None),
+    "stream": ("GenerateStream", 's/"prompt_\\?[iI]nfo"/"info"/', None),
+    "tokenize": ("Service/Tokenize ", "/[0-9]/d", None),
+    "detokenize gives the text back": ("Service/Detokenize ", "s/third/fourth/", None),
+    "describe": ("describe", "/Detokenize/d", None),
+    "an invalid request is refused field by field": ("Service/Generate ", "s/top_p/other/", None),
+    "an unknown model is not found": ("Service/Generate ", "", 67),
+    "chat": ("Service/Generate ", "", 70),
+}
+
+
+@pytest.mark.parametrize("check", LIES)
+def test_every_check_can_fail(fake: object, grpcurl: Path, tmp_path: Path, check: str) -> None:
+    method, edit, code = LIES[check]
+    liar = tmp_path / "grpcurl"
+    liar.write_text(
+        f"#!/bin/sh\nreal={shlex.quote(str(grpcurl))}\n"
+        f'case "$* " in\n*{shlex.quote(method)}*)\n'
+        f'  "$real" "$@" >"$0.out" 2>"$0.err"; code=$?\n'
+        f'  sed {shlex.quote(edit)} "$0.out"; sed {shlex.quote(edit)} "$0.err" >&2\n'
+        f"  exit {'$code' if code is None else code} ;;\n"
+        '*) exec "$real" "$@" ;;\nesac\n'
+    )
+    liar.chmod(0o755)
+    done = script(SMOKE, fake.data, GRPCURL=liar)  # type: ignore[attr-defined]
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
+    assert done.returncode == len(failed) > 0
+    assert any(line.startswith(f"FAIL {check}: ") for line in failed), done.stdout
+
+
+def test_a_server_of_its_own(whippet: Path, grpcurl: Path) -> None:
+    done = script(LOCAL, "--engine", "fake", WHIPPET=whippet, GRPCURL=grpcurl)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{CHECKS} passed, 0 failed" in done.stdout
+
+
+def test_a_server_that_does_not_start(whippet: Path, grpcurl: Path) -> None:
+    done = script(LOCAL, "--model", "/no/model", WHIPPET=whippet, GRPCURL=grpcurl)
+    assert done.returncode == 2
+    assert "/no/model" in done.stderr
+
+
+def test_a_server_that_ends_badly(tmp_path: Path, whippet: Path, grpcurl: Path) -> None:
+    """All checks pass, yet the exit code tells."""
+    rude = tmp_path / "whippet"
+    rude.write_text(
+        f'#!/bin/sh\n"{whippet}" "$@" &\nserver=$!\n'
+        'trap \'kill "$server"; wait "$server"; exit 7\' TERM\nwait "$server"\n'
+    )
+    rude.chmod(0o755)
+    done = script(LOCAL, "--engine", "fake", WHIPPET=rude, GRPCURL=grpcurl)
+    assert done.returncode == 2
+    assert "0 failed" in done.stdout
+    assert "ended with exit code 7" in done.stderr
