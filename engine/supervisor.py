@@ -23,6 +23,7 @@ _STEADY = 60.0  # seconds of readiness after which earlier deaths are forgotten
 _STOP_GRACE = 5.0  # seconds, for one that is asked to go
 _EXIT_GRACE = 1.0  # seconds, for one that goes by itself
 _UNKNOWN_LOAD_TIME = 5.0  # seconds, as a retry hint before any load was timed
+_OVERDUE = 1.0  # seconds, as a retry hint when it should be ready by now
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,10 @@ class Supervisor:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until it will probably be ready, by what the last load took."""
+        """Seconds until it will probably be ready, by what the last load took; if that is over, a guess."""
         took = _UNKNOWN_LOAD_TIME if self._load_time is None else self._load_time
-        return max(0.1, max(self._next_spawn, self._spawned_at) + took - time.monotonic())
+        left = max(self._next_spawn, self._spawned_at) + took - time.monotonic()
+        return left if left > 0.1 else _OVERDUE
 
     @property
     def pid(self) -> int | None:
@@ -139,11 +141,14 @@ class Supervisor:
             self._lose()
             return f"could not be started: {error}"
         self._child = child
-        grace = _STOP_GRACE
+        grace = 0.0
         try:
             hung = await self._watch(child)
             grace = 0.0 if hung else _EXIT_GRACE
             self._lose()
+        except asyncio.CancelledError:
+            grace = 0.0 if self._ready_at is None else _STOP_GRACE  # while loading it does not listen
+            raise
         finally:
             self._child = None
             how = await child.end(grace)
