@@ -207,3 +207,14 @@ def test_any_mixture_of_special_texts_stays_text(tokenizer_with_chat: Tokenizer,
 @pytest.fixture(scope="module")
 def tokenizer_with_chat(folder: Folder, chatml: str) -> Tokenizer:
     return Tokenizer.load(folder("byte-level", {"chat_template": chatml}))
+
+
+def test_the_demo_model() -> None:
+    path = Path(__file__).resolve().parents[3] / "models" / "demo"
+    ours, reference = Tokenizer.load(path), oracle(path)
+    for messages in CHATS:
+        assert ours.encode_chat(messages) == theirs(reference, messages)
+        for message in messages:
+            assert ours.encode(message.content) == reference(message.content)["input_ids"]
+    assert ours.chat
+    assert reference.eos_token_id in ours.eos_token_ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -165,12 +164,10 @@ async def test_long_texts_do_not_hold_up_the_loop(loaded: Callable[[str], Tokeni
             turns += 1
 
     counter = asyncio.create_task(count())
-    start = time.perf_counter()
     ids = await tokenizer.encode_async(text)
-    took = time.perf_counter() - start
     counter.cancel()
     assert ids == tokenizer.encode(text)
-    assert turns >= took * 50  # a loop held up takes one turn
+    assert turns >= 8  # a loop that is held up takes one or two
 
 
 async def test_async_gives_the_same(folder: Folder, chatml: str) -> None:
