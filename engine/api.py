@@ -98,6 +98,15 @@ class Finish:
     decode: float  # first token → last
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How a sequence began: what a reader that stops before the end would otherwise never learn."""
+
+    cached_tokens: int
+    queue: float  # as in Finish
+    prefill: float
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvents:
     """What one step brought to one sequence. Several ids where a step makes several; none where it only finishes."""
@@ -105,6 +114,7 @@ class TokenEvents:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
     finish: Finish | None = None  # in the last event only
+    start: Start | None = None  # in the first event with ids only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from engine.api import Finish, TokenLogprob
+from engine.api import Finish, Start, TokenLogprob
 
 
 class Failure(enum.StrEnum):
@@ -24,3 +24,4 @@ class Event(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     failure: Failure | None = None
+    start: Start | None = None  # with the first ids

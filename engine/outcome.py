@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.api import Finish, FinishReason
+from engine.api import Finish, FinishReason, Start
 from engine.events import Event, Failure
 from engine.plan import Row, RowResult
 from engine.sequence import Sequence
@@ -20,13 +20,20 @@ def take(row: Row, brought: RowResult | None, max_context: int, now: float) -> E
     sequence.token_ids += ids
     sequence.computed = row.start + row.count + kept - 1
     sequence.last_token_at = now
+    begun = None
     if sequence.first_token_at is None:
         sequence.first_token_at = now
+        begun = _start(sequence, now)
     logprobs = brought.logprobs[:kept]
     if reason is None:
-        return Event(sequence.key, ids, logprobs)
+        return Event(sequence.key, ids, logprobs, start=begun)
     stop = ids[-1] if reason is FinishReason.STOP else None
-    return Event(sequence.key, ids, logprobs, finish(sequence, reason, now, stop))
+    return Event(sequence.key, ids, logprobs, finish(sequence, reason, now, stop), start=begun)
+
+
+def _start(sequence: Sequence, now: float) -> Start:
+    planned = now if sequence.first_planned_at is None else sequence.first_planned_at
+    return Start(cached_tokens=0, queue=planned - sequence.request.arrived_at, prefill=now - planned)
 
 
 def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple[int, FinishReason | None]:

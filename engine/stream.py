@@ -112,11 +112,12 @@ class Inbox:
         events, self._events = self._events, []
         self._held, self._queued, self._tokens = self._queued, 0, 0
         if len(events) == 1:
-            return TokenEvents(events[0].token_ids, events[0].logprobs, events[0].finish)
+            return TokenEvents(events[0].token_ids, events[0].logprobs, events[0].finish, events[0].start)
         return TokenEvents(
             tuple(itertools.chain.from_iterable([event.token_ids for event in events])),
             tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
             events[-1].finish,
+            events[0].start,
         )
 
     @property

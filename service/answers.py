@@ -54,6 +54,7 @@ def finish(ending: Ending) -> pb.Finish:
             completion_tokens=ending.completion_tokens,
         ),
         timings=pb.Timings(
+            queue=to_duration(ending.queue),
             cache_lookup=to_duration(0.0),
             prefill=to_duration(ending.prefill),
             decode=to_duration(ending.decode),
@@ -61,8 +62,6 @@ def finish(ending: Ending) -> pb.Finish:
         cache_source=pb.CACHE_SOURCE_NONE,
         sampling=sampling(ending.sampling),
     )
-    if ending.queue is not None:
-        message.timings.queue.CopyFrom(to_duration(ending.queue))
     if ending.stop_string is not None:
         message.stop_string = ending.stop_string
     elif ending.stop_token_id is not None:

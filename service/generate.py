@@ -8,7 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.api import Engine, Finish, FinishReason, GenerationRequest, Stopping, TokenEvents, TokenLogprob, TokenStream
+from engine.api import (
+    Engine,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Start,
+    Stopping,
+    TokenEvents,
+    TokenLogprob,
+    TokenStream,
+)
 from service.admission import Admission, Ticket
 from service.convert import GenerationMessage, read_generation, too_long
 from service.delivery import Sink
@@ -88,14 +98,14 @@ class _Answer:
         self._clock = clock
         self._want_text = ask.output.text
         self._count = 0  # tokens of the answer so far
-        self._first_at = 0.0
+        self._start = Start(cached_tokens=0, queue=0.0, prefill=0.0)  # until the first ids tell
 
     async def run(self, stream: TokenStream) -> None:
         """From the first event to the last message."""
         async for events in stream:
-            if not self._count and events.token_ids:
+            if events.start is not None:
                 self._ticket.start()
-                self._first_at = self._clock()
+                self._start = events.start
             if events.finish is not None:
                 await self._finish(events, events.finish)
                 return
@@ -172,16 +182,17 @@ class _Answer:
 
     def _cut(self, stop: str) -> Ending:
         """A stop string matched, so that the engine's own ending never comes."""
-        now = self._clock()
+        start = self._start
+        first_at = self._request.arrived_at + start.queue + start.prefill
         return Ending(
             reason=EndReason.STOP_STRING,
             sampling=self._request.sampling,
             prompt_tokens=len(self._request.token_ids),
             completion_tokens=self._count,
-            cached_tokens=0,
-            queue=None,
-            prefill=self._first_at - self._request.arrived_at,
-            decode=now - self._first_at,
+            cached_tokens=start.cached_tokens,
+            queue=start.queue,
+            prefill=start.prefill,
+            decode=self._clock() - first_at,
             stop_string=stop,
         )
 

@@ -127,8 +127,8 @@ class Ending:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    queue: float
     prefill: float
     decode: float
-    queue: float | None  # None where `prefill` counts from arrival, since only the engine's own ending tells them apart
     stop_string: str | None = None
     stop_token_id: int | None = None

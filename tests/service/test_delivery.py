@@ -20,6 +20,7 @@ from engine.api import (
     FinishReason,
     GenerationRequest,
     ModelInfo,
+    Start,
     TokenEvents,
     TokenLogprob,
 )
@@ -49,6 +50,7 @@ INFO = ModelInfo(
     weights_bytes=0,
     weights_digest="",
 )
+START = Start(cached_tokens=3, queue=0.1, prefill=0.2)
 FINISH = Finish(reason=FinishReason.LENGTH, stop_token_id=None, cached_tokens=3, queue=0.1, prefill=0.2, decode=0.3)
 
 
@@ -158,8 +160,8 @@ def script(data: bytes, sizes: Sequence[int], pauses: Sequence[float] = (0.0,)) 
     for number, size in enumerate(sizes):
         ids = tuple(data[at : at + size])
         at += size
-        events.append((pauses[number % len(pauses)], TokenEvents(ids)))
-    events.append((0.0, TokenEvents(tuple(data[at:]), finish=FINISH)))
+        events.append((pauses[number % len(pauses)], TokenEvents(ids, start=START if number == 0 else None)))
+    events.append((0.0, TokenEvents(tuple(data[at:]), finish=FINISH, start=None if sizes else START)))
     return events
 
 
@@ -213,7 +215,9 @@ async def test_what_may_become_a_stop_string_waits_and_then_goes_on() -> None:
     assert texts[0] == "x"
     finish = recorder.messages[-1].finish
     assert (finish.reason, finish.stop_string) == (pb.FINISH_REASON_STOP_STRING, "END")
-    assert finish.usage.completion_tokens == 7
+    assert (finish.usage.completion_tokens, finish.usage.cached_tokens) == (7, 3)
+    assert finish.timings.queue.ToMilliseconds() == 100
+    assert finish.timings.prefill.ToMilliseconds() == 200
     assert engine.stream.cancelled
 
 

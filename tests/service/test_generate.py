@@ -145,8 +145,8 @@ def test_a_stop_string_cuts_the_answer_where_it_first_appears(server: Server) ->
             assert answer.finish.reason == pb.FINISH_REASON_STOP_STRING
             assert answer.finish.stop_string == stop
             assert answer.finish.usage.completion_tokens == at + len(stop)  # a byte a token
-            assert not answer.finish.timings.HasField("queue")
-            assert answer.finish.timings.decode.ToNanoseconds() > 0
+            timings = answer.finish.timings
+            assert min(part.ToNanoseconds() for part in (timings.queue, timings.prefill, timings.decode)) > 0
     server.idle()
 
 
