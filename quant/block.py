@@ -68,7 +68,7 @@ class Block:
             k, v = past.extend(k, v)
         share = shape.heads // shape.kv_heads
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(h.shape[1], first))
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(h.shape[1], first, h.device))
         return apply(weights, "self_attn.o_proj", mixed.transpose(1, 2).flatten(2), observe)
 
     def mlp(self, weights: BlockWeights, h: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
@@ -82,9 +82,10 @@ class Block:
         flat = apply(weights, f"self_attn.{which}_proj", h, observe)
         return in_groups(flat, flat.shape[2] // heads).transpose(1, 2)
 
-    def _mask(self, count: int, first: int) -> torch.Tensor:
+    def _mask(self, count: int, first: int, device: torch.device) -> torch.Tensor:
         """bool [count, first + count]: what each new position may see."""
-        distance = torch.arange(first, first + count).unsqueeze(1) - torch.arange(first + count)
+        positions = torch.arange(first + count, device=device)
+        distance = positions[first:].unsqueeze(1) - positions
         seen = distance >= 0
         return seen if self.window is None else seen & (distance < self.window)
 

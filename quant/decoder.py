@@ -17,6 +17,7 @@ from quant.source import FLOATS, TensorSource, check, fetch
 from quant.spec import QuantSpec
 from quant.weights import Dense, Linear
 
+_CPU: Final = torch.device("cpu")
 _TOKENS_AT_ONCE: Final = 4096  # activations of a layer in flight
 _VOCAB_AT_ONCE: Final = 16384  # rows of the head widened to float32 together
 _KEEP_BELOW: Final = 1 << 30  # bytes in float32: smaller models stay in memory between passes
@@ -25,8 +26,15 @@ _KEEP_BELOW: Final = 1 << 30  # bytes in float32: smaller models stay in memory 
 class Decoder:
     """Reads any served format. Logits are those of the dequantized weights in float32."""
 
-    def __init__(self, source: TensorSource, architecture: Architecture, spec: QuantSpec | None) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        architecture: Architecture,
+        spec: QuantSpec | None,
+        device: torch.device = _CPU,
+    ) -> None:
         self.architecture = architecture
+        self.device = device
         self._source = source
         self._spec = spec
         self._kept: dict[int, BlockWeights] = {}
@@ -36,13 +44,13 @@ class Decoder:
         check(source, self._embedding, (architecture.vocab, architecture.hidden), FLOATS)
 
     @staticmethod
-    def open(path: Path) -> Decoder:
+    def open(path: Path, device: torch.device = _CPU) -> Decoder:
         folder = Folder(path)
-        return Decoder(folder, read_architecture(folder.config), folder.spec())
+        return Decoder(folder, read_architecture(folder.config), folder.spec(), device)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int [S, T] -> float32 [S, T, hidden]."""
-        return self._source.tensor(self._embedding)[ids.long()].float()
+        return self._source.tensor(self._embedding)[ids.long().cpu()].float().to(self.device)
 
     def layer(self, index: int) -> BlockWeights:
         """One layer's tensors in float32, by their names within the layer."""
@@ -55,7 +63,7 @@ class Decoder:
 
     def block(self, index: int, positions: int) -> Block:
         shape = self.architecture
-        return Block(shape, shape.windows[index], rotation(shape.rope, shape.head_dim, positions))
+        return Block(shape, shape.windows[index], rotation(shape.rope, shape.head_dim, positions, self.device))
 
     def hidden(self, ids: torch.Tensor, progress: Callable[[int], None] | None = None) -> torch.Tensor:
         """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` hears of every finished layer."""
@@ -70,20 +78,20 @@ class Decoder:
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         weight = fetch(self._source, "model.norm.weight", (self.architecture.hidden,), FLOATS)
-        return rms_norm(x, weight.float(), self.architecture.eps)
+        return rms_norm(x, weight.float().to(self.device), self.architecture.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., hidden] -> float32 [..., vocab]."""
         head = self._head()
-        out = torch.empty(*hidden.shape[:-1], self.architecture.vocab)
+        out = torch.empty(*hidden.shape[:-1], self.architecture.vocab, device=self.device)
         for first in range(0, out.shape[-1], _VOCAB_AT_ONCE):
             rows = slice(first, first + _VOCAB_AT_ONCE)
-            out[..., rows] = hidden @ head[rows].float().T
+            out[..., rows] = hidden @ head[rows].to(self.device).float().T
         return out
 
     def generate(self, prompts: torch.Tensor, steps: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """int [S, P] -> int64 [S, P + steps]; `pick` turns logits [S, vocab] into ids [S]."""
-        ids = prompts.long()
+        ids = prompts.long().to(self.device)
         past = [KeyValues() for _ in range(self.architecture.layers)]
         fresh = ids
         for _ in range(steps):
@@ -103,13 +111,16 @@ class Decoder:
 
     def _read_layer(self, index: int) -> BlockWeights:
         prefix = f"model.layers.{index}"
+        device = self.device
         weights: BlockWeights = {}
         for name, size in self.architecture.norms().items():
-            weights[f"{name}.weight"] = fetch(self._source, f"{prefix}.{name}.weight", (size,), FLOATS).float()
+            weights[f"{name}.weight"] = (
+                fetch(self._source, f"{prefix}.{name}.weight", (size,), FLOATS).to(device).float()
+            )
         for name, linear in self.linears(index):
-            weights[f"{name}.weight"] = linear.weight.dequantize(torch.float32)
+            weights[f"{name}.weight"] = linear.weight.dequantize(torch.float32).to(device)
             if linear.bias is not None:
-                weights[f"{name}.bias"] = linear.bias.float()
+                weights[f"{name}.bias"] = linear.bias.to(device).float()
         return weights
 
     def linears(self, index: int) -> Iterator[tuple[str, Linear]]:

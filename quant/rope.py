@@ -37,9 +37,9 @@ class Rotation:
         return torch.cat((low * self.cos - high * self.sin, high * self.cos + low * self.sin), dim=-1)
 
 
-def rotation(rule: RopeRule, head_dim: int, positions: int) -> Rotation:
+def rotation(rule: RopeRule, head_dim: int, positions: int, device: torch.device) -> Rotation:
     frequencies, gain = _frequencies(rule, head_dim, positions)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).to(device)
     return Rotation(angles.cos() * gain, angles.sin() * gain)
 
 

@@ -10,7 +10,7 @@ from quant.errors import CannotQuantize
 from quant.nibbles import in_groups, pack_nibbles
 from quant.weights import Int4Groups, Int8Rows
 
-_LEVELS: Final = 15  # four bits: 0..15
+LEVELS: Final = 15  # four bits: 0..15
 _SMALLEST: Final = 2.0**-24  # float16's smallest step; a scale of zero would divide by zero
 _LARGEST: Final = 65504.0  # float16's largest number
 _ROWS_AT_ONCE: Final = 1024
@@ -44,8 +44,8 @@ def affine(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.T
     """Scale (float32 holding float16 numbers) and zero point (float32 holding 0..15) for ranges low <= 0 <= high."""
     if not bool(torch.isfinite(high - low).all()):
         raise CannotQuantize("a weight holds NaN or infinity: the source checkpoint is damaged")
-    scale = ((high - low) / _LEVELS).clamp(_SMALLEST, _LARGEST).half().float()
-    zero = (-low / scale).round_().clamp_(0, _LEVELS)
+    scale = ((high - low) / LEVELS).clamp(_SMALLEST, _LARGEST).half().float()
+    zero = (-low / scale).round_().clamp_(0, LEVELS)
     return scale, zero
 
 
@@ -55,7 +55,7 @@ def encode_groups(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
     for first in range(0, weight.shape[0], _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
         grouped = in_groups(weight[rows].float(), group) / scale[rows].unsqueeze(2)
-        grouped.round_().add_(zero[rows].unsqueeze(2)).clamp_(0, _LEVELS)
+        grouped.round_().add_(zero[rows].unsqueeze(2)).clamp_(0, LEVELS)
         packed[rows] = pack_nibbles(grouped.to(torch.uint8).flatten(1))
     return Int4Groups(packed, scale.half(), zero.to(torch.uint8), group)
 

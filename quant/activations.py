@@ -1,0 +1,56 @@
+"""What calibration keeps of a linear's inputs: how large each channel is, and how nearby channels go together."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+_WIDTH: Final = 1024  # channels whose products are kept together; bounds memory to inputs * _WIDTH floats
+
+
+class Activations:
+    """Running sums over tokens. Linears that read the same input share one of these."""
+
+    def __init__(self, inputs: int, group: int, device: torch.device) -> None:
+        self.group = group
+        self._tokens = 0
+        self._magnitude = torch.zeros(inputs, device=device)
+        width = max(group, _WIDTH // group * group)
+        self.blocks = tuple(slice(first, min(first + width, inputs)) for first in range(0, inputs, width))
+        self._products = [torch.zeros(size, size, device=device) for size in map(_length, self.blocks)]
+
+    def add(self, x: torch.Tensor) -> None:
+        """x: float32 [..., K]."""
+        flat = x.reshape(-1, x.shape[-1])
+        self._tokens += flat.shape[0]
+        self._magnitude += flat.abs().sum(0)
+        for block, products in zip(self.blocks, self._products, strict=True):
+            products.addmm_(flat[:, block].T, flat[:, block])
+
+    def magnitude(self) -> torch.Tensor:
+        """Mean absolute value, [K]."""
+        return self._magnitude / max(self._tokens, 1)
+
+    def products(self, block: int) -> torch.Tensor:
+        """Mean of x xᵀ over one of `blocks`."""
+        return self._products[block] / max(self._tokens, 1)
+
+    def group_products(self) -> torch.Tensor:
+        """Mean of x xᵀ within each group, [K/g, g, g]."""
+        parts = []
+        for products in self._products:
+            count = products.shape[0] // self.group
+            square = products.view(count, self.group, count, self.group)
+            parts.append(square.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
+        return torch.cat(parts) / max(self._tokens, 1)
+
+    def divide(self, columns: torch.Tensor) -> None:
+        """Follows a scale [K] that was folded into the operation before."""
+        self._magnitude /= columns
+        for block, products in zip(self.blocks, self._products, strict=True):
+            products /= columns[block].unsqueeze(0) * columns[block].unsqueeze(1)
+
+
+def _length(block: slice) -> int:
+    return int(block.stop) - int(block.start)

@@ -1,0 +1,104 @@
+"""The token windows that a quantizer looks at and is judged on: from a text file, or written by the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer
+
+from quant.decoder import Decoder
+from quant.errors import BadFile, CannotQuantize
+
+_TEXT_LIMIT: Final = 64 << 20  # bytes
+_SAMPLES_AT_ONCE: Final = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """int64 [S, T] each. `held_out` is never calibrated on."""
+
+    calibration: torch.Tensor
+    held_out: torch.Tensor
+
+
+def text_windows(model: Path, text: Path, length: int, count: int | None = None) -> torch.Tensor:
+    """Windows of `length` tokens, evenly spread over the text and never overlapping; all of them without a count."""
+    tokenizer = _tokenizer(model)
+    prefix = _prefix(tokenizer)
+    step = length - len(prefix)
+    ids = torch.tensor(tokenizer.encode(_read(text), add_special_tokens=False).ids)
+    if step < 1 or len(ids) < step:
+        raise CannotQuantize(f"{text.name} has {len(ids)} tokens, fewer than one window of {length}")
+    windows = ids[: len(ids) // step * step].view(-1, step)
+    if count is not None and count < len(windows):
+        windows = windows[torch.linspace(0, len(windows) - 1, count).round().long()]
+    return torch.cat((torch.tensor(prefix, dtype=torch.int64).expand(len(windows), -1), windows), dim=1)
+
+
+def own_windows(
+    decoder: Decoder, config: Mapping[str, object], length: int, count: int, seed: int, done: Callable[[int], None]
+) -> torch.Tensor:
+    """Text that the model writes at temperature 1, from its own first token. `done` hears of finished windows."""
+    random = torch.Generator().manual_seed(seed)
+
+    def pick(logits: torch.Tensor) -> torch.Tensor:
+        chances = logits.cpu().softmax(1)
+        return torch.multinomial(chances, 1, generator=random).squeeze(1).to(logits.device)
+
+    first = _first_token(config)
+    parts = []
+    for start in range(0, count, _SAMPLES_AT_ONCE):
+        prompts = torch.full((min(_SAMPLES_AT_ONCE, count - start), 1), first)
+        parts.append(decoder.generate(prompts, length - 1, pick).cpu())
+        done(start + len(prompts))
+    return torch.cat(parts)
+
+
+def split(windows: torch.Tensor, held_out: int) -> Windows:
+    """Every so many-th window is held out, so that both parts see all of the text."""
+    if not 0 < held_out < len(windows):
+        raise CannotQuantize(f"the text gives {len(windows)} windows, too few to hold {held_out} out: give more text")
+    places = torch.linspace(0, len(windows) - 1, held_out).round().long()
+    kept = torch.ones(len(windows), dtype=torch.bool)
+    kept[places] = False
+    return Windows(windows[kept], windows[places])
+
+
+def _tokenizer(model: Path) -> Tokenizer:
+    path = model / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise BadFile(path.name, "is missing or cannot be read") from error
+
+
+def _prefix(tokenizer: Tokenizer) -> list[int]:
+    """The ids that the tokenizer puts before every text."""
+    bare, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    return list(full[: full.index(bare[0])]) if bare and bare[0] in full else []
+
+
+def _read(text: Path) -> str:
+    try:
+        if text.stat().st_size > _TEXT_LIMIT:
+            raise BadFile(text.name, f"is larger than {_TEXT_LIMIT >> 20} MiB: give an excerpt")
+        return text.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadFile(text.name, error.strerror or "cannot be read") from error
+    except UnicodeDecodeError as error:
+        raise BadFile(text.name, "is not UTF-8 text") from error
+
+
+def _first_token(config: Mapping[str, object]) -> int:
+    """What a document begins with: the begin token, or the end token that separates documents."""
+    for field in ("bos_token_id", "eos_token_id"):
+        value = config.get(field)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, int):
+            return value
+    raise CannotQuantize("the model's config names no bos or eos token: give a calibration text instead")

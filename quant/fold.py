@@ -1,0 +1,61 @@
+"""Where an input scale can go: multiplied into a linear's columns, divided out of the operation before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quant.architecture import Architecture
+from quant.block import BlockWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """`linears` read one input, made by `before` (a norm or a linear).
+
+    Under grouped queries each channel of v_proj feeds `share` heads of o_proj's input: they take one scale.
+    """
+
+    linears: tuple[str, ...]
+    before: str
+    inputs: int
+    share: int = 1
+    head_dim: int = 1
+
+    @property
+    def channels(self) -> int:
+        return self.inputs // self.share
+
+    def to_inputs(self, scale: torch.Tensor) -> torch.Tensor:
+        """[channels] of `before` -> [inputs] of the linears."""
+        heads = scale.view(-1, 1, self.head_dim)
+        return heads.expand(heads.shape[0], self.share, self.head_dim).reshape(-1)
+
+    def to_channels(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[inputs] of the linears -> their mean over the heads that share, [channels]."""
+        return inputs.view(-1, self.share, self.head_dim).mean(1).reshape(-1)
+
+
+def folds(architecture: Architecture) -> tuple[Fold, ...]:
+    """In the order of the forward pass."""
+    shape = architecture
+    queries = shape.heads * shape.head_dim
+    return (
+        Fold(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm", shape.hidden),
+        Fold(("self_attn.o_proj",), "self_attn.v_proj", queries, shape.heads // shape.kv_heads, shape.head_dim),
+        Fold(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm", shape.hidden),
+        Fold(("mlp.down_proj",), "mlp.up_proj", shape.mlp),
+    )
+
+
+def fold_in(weights: BlockWeights, fold: Fold, scale: torch.Tensor) -> None:
+    """Replaces the weights of one layer; its output stays the same, but for rounding. scale: [channels], positive."""
+    columns = fold.to_inputs(scale)
+    for linear in fold.linears:
+        weights[f"{linear}.weight"] = weights[f"{linear}.weight"] * columns
+    before = weights[f"{fold.before}.weight"]
+    weights[f"{fold.before}.weight"] = before / (scale if before.dim() == 1 else scale.unsqueeze(1))
+    bias = weights.get(f"{fold.before}.bias")
+    if bias is not None:
+        weights[f"{fold.before}.bias"] = bias / scale

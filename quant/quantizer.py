@@ -1,0 +1,149 @@
+"""Quantizes a model folder layer by layer, so that one layer and the calibration text are all that memory holds."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from quant.architecture import Architecture
+from quant.calibration import Windows, own_windows, split, text_windows
+from quant.decoder import Decoder
+from quant.errors import BadFile, CannotQuantize
+from quant.evaluate import Progress, evaluate
+from quant.folder import Folder
+from quant.job import Job, job_key
+from quant.recipes import AwqRecipe, Int8Recipe, Recipe
+from quant.report import Report
+
+_GROUPS: Final = (32, 64, 128)  # what other readers of the layout take
+_OUTSIDE: Final = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_DERIVED: Final = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_emb\.inv_freq")  # older files have it
+
+Target = Literal["awq", "int8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeOptions:
+    """text: calibration text; None: the model writes its own. samples and held_out: windows of `length` tokens."""
+
+    format: Target = "awq"
+    group: int = 128
+    text: Path | None = None
+    samples: int = 128
+    held_out: int = 32
+    length: int = 512
+    seed: int = 0
+    device: str = "cpu"
+
+
+def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progress) -> Report:
+    """Makes `out`, or goes on with it where an earlier run was stopped. The source is never written to."""
+    folder = Folder(model)
+    _check(folder, options)
+    decoder = Decoder.open(model, torch.device(options.device))
+    outside = _outside(folder, decoder.architecture)
+    about = _about(options)
+    job = Job.open(out, job_key(folder, about))
+    with torch.inference_mode():
+        windows = _windows(decoder, folder, options, job, progress)
+        if not job.assembled:
+            recipe = _recipe(decoder, folder, options, windows, job)
+            _run_layers(recipe, decoder.architecture.layers, job, progress)
+            rest = {name: recipe.plain(name, folder.tensor(name)) for name in outside}
+            job.assemble(rest, model, recipe.config(folder.config))
+        evaluation = evaluate(out, windows.held_out, model, progress, decoder.device)
+    report = Report(about, folder.nbytes(), Folder(out).nbytes(), job.layers, evaluation)
+    report.write(out)
+    job.close()
+    return report
+
+
+def _check(folder: Folder, options: QuantizeOptions) -> None:
+    if folder.spec() is not None:
+        raise CannotQuantize(f"{folder.path.name} is quantized already: start from the original")
+    if options.format == "awq" and options.group not in _GROUPS:
+        raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
+    if min(options.samples, options.held_out) < 1 or options.length < 2:
+        raise CannotQuantize("calibration needs one window at least, so does judging; a window needs two tokens")
+
+
+def _run_layers(recipe: Recipe, layers: int, job: Job, progress: Progress) -> None:
+    progress("layers", len(job.layers), layers)
+    for index in range(len(job.layers), layers):
+        start = time.monotonic()
+        outcome = recipe.layer(index)
+        record = {**outcome.record, "seconds": time.monotonic() - start}
+        job.finish_layer(outcome.tensors, outcome.hidden, record)
+        progress("layers", index + 1, layers)
+
+
+def _recipe(decoder: Decoder, folder: Folder, options: QuantizeOptions, windows: Windows, job: Job) -> Recipe:
+    if options.format == "int8":
+        return Int8Recipe(decoder, folder)
+    hidden = job.hidden()
+    if hidden is None:
+        if job.layers:
+            raise CannotQuantize("the unfinished job lost its calibration state: remove the folder and start again")
+        hidden = decoder.embed(windows.calibration)
+    return AwqRecipe(decoder, options.group, hidden.to(decoder.device))
+
+
+def _windows(decoder: Decoder, folder: Folder, options: QuantizeOptions, job: Job, progress: Progress) -> Windows:
+    """As an earlier run of the job drew them, or new ones."""
+    calibration, held_out = job.kept("calibration"), job.kept("held_out")
+    if calibration is not None and held_out is not None:
+        return Windows(calibration, held_out)
+    length = min(options.length, decoder.architecture.positions)
+    count = options.held_out + (options.samples if options.format == "awq" else 0)
+    if options.text is not None:
+        drawn = text_windows(folder.path, options.text, length, count)
+    else:
+        drawn = own_windows(
+            decoder, folder.config, length, count, options.seed, lambda done: progress("samples", done, count)
+        )
+    if options.format == "int8":
+        windows = Windows(drawn[:0], drawn)
+    else:
+        windows = split(drawn, min(options.held_out, max(1, len(drawn) // 5)))
+    job.keep("calibration", windows.calibration)
+    job.keep("held_out", windows.held_out)
+    return windows
+
+
+def _about(options: QuantizeOptions) -> dict[str, Any]:
+    """The options that decide the result, as the report tells them."""
+    text = None
+    if options.text is not None:
+        try:
+            text = f"{options.text.name}, SHA-256 {hashlib.sha256(options.text.read_bytes()).hexdigest()[:16]}"
+        except OSError as error:
+            raise BadFile(options.text.name, error.strerror or "cannot be read") from error
+    about = {"format": options.format, "group": options.group if options.format == "awq" else None, "text": text}
+    sizes = {"samples": options.samples, "held_out": options.held_out, "length": options.length, "seed": options.seed}
+    return {**about, **sizes}
+
+
+def _outside(folder: Folder, architecture: Architecture) -> tuple[str, ...]:
+    """The tensors outside layers; refuses a model with any that would be left behind."""
+    layered = set(_layer_names(architecture))
+    strangers = [
+        name for name in folder.names() if name not in layered and name not in _OUTSIDE and not _DERIVED.fullmatch(name)
+    ]
+    if strangers:
+        raise CannotQuantize(f"the model has a tensor that its family does not: {min(strangers)}")
+    return tuple(name for name in _OUTSIDE if name in folder.names())
+
+
+def _layer_names(architecture: Architecture) -> Iterator[str]:
+    for index in range(architecture.layers):
+        prefix = f"model.layers.{index}"
+        for linear in architecture.linears():
+            yield from (f"{prefix}.{linear}.weight", f"{prefix}.{linear}.bias")
+        yield from (f"{prefix}.{norm}.weight" for norm in architecture.norms())

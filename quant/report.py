@@ -1,0 +1,98 @@
+"""What a quantization did, as JSON for machines and Markdown for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from quant.evaluate import Comparison, Evaluation
+from quant.metrics import AGREEMENT_BAR, KL_BAR, PERPLEXITY_BAR
+from quant.shards import write_text
+
+NAME: Final = "quantization"  # of the two files
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """layers: one record a decoder layer, as the job kept them. bytes: of the weight files."""
+
+    options: Mapping[str, Any]
+    source_bytes: int
+    bytes: int
+    layers: Sequence[Mapping[str, Any]]
+    evaluation: Evaluation
+
+    def write(self, folder: Path) -> None:
+        write_text(folder / f"{NAME}.json", json.dumps(asdict(self), indent=2) + "\n")
+        write_text(folder / f"{NAME}.md", self.markdown())
+
+    def markdown(self) -> str:
+        options = ", ".join(f"{name} {value}" for name, value in self.options.items() if value is not None)
+        lines = [
+            "# Quantization report",
+            "",
+            f"Options: {options}.",
+            f"Weights: {_mib(self.source_bytes)} before, {_mib(self.bytes)} after.",
+            "",
+            *evaluation_lines(self.evaluation),
+            "",
+            "## Layers",
+            "",
+            "Relative root-mean-square errors. A linear of four bits: of its output on the calibration text, rounded",
+            "to nearest → as quantized; of eight bits: of its weight. A layer: of what it adds to its input, or the",
+            "worst of its linears.",
+            "",
+        ]
+        return "\n".join([*lines, *_table(self.layers)]) + "\n"
+
+
+def evaluation_lines(evaluation: Evaluation) -> list[str]:
+    """Markdown of one evaluation."""
+    lines = [f"Text: {evaluation.windows} windows, {evaluation.tokens} predicted tokens.", ""]
+    found = evaluation.comparison
+    if found is None:
+        return [*lines, f"Perplexity {evaluation.perplexity:.3f}."]
+    change = found.perplexity_change
+    interval = f"{change.value:+.2%} (95 %: {change.low:+.2%} to {change.high:+.2%})"
+    perplexity = f"{found.base_perplexity:.3f} → {evaluation.perplexity:.3f}, {interval}"
+    return [
+        *lines,
+        "| measure | value | bar |",
+        "| --- | --- | --- |",
+        f"| perplexity | {perplexity} | ≤ +{PERPLEXITY_BAR:.0%} |",
+        f"| mean KL, nats | {found.kl:.5f} | ≤ {KL_BAR} |",
+        f"| top-1 agreement | {found.agreement:.2%} | ≥ {AGREEMENT_BAR:.0%} |",
+        f"| greedy answers agree for | {found.greedy:.1f} of {found.greedy_of} tokens | |",
+        "",
+        _verdict(found),
+    ]
+
+
+def _verdict(found: Comparison) -> str:
+    misses = found.misses()
+    if not misses:
+        return "All bars are met."
+    return f"Missed: {'; '.join(misses)}. A smaller group or 8 bits loses less."
+
+
+def _table(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row a layer: the layer's own error, then each linear's."""
+    names = [loss["name"] for loss in layers[0]["linears"]] if layers else []
+    head = ["layer", "seconds", "output", *(name.split(".")[-1] for name in names)]
+    rows = [" | ".join(head), " | ".join("---" for _ in head)]
+    for index, layer in enumerate(layers):
+        losses = (_loss(loss) for loss in layer["linears"])
+        rows.append(" | ".join([str(index), f"{layer['seconds']:.1f}", f"{layer['error']:.4f}", *losses]))
+    return [f"| {row} |" for row in rows]
+
+
+def _loss(loss: Mapping[str, Any]) -> str:
+    error = f"{loss['error']:.4f}"
+    return f"{loss['nearest']:.4f} → {error}" if "nearest" in loss else error
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"
