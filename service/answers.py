@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from google.protobuf.duration_pb2 import Duration
+
 from engine.api import Engine, EngineState, SamplingParams, TokenLogprob
 from engine.settings import PAGE_SIZE
-from service.convert import to_duration
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.request import Ending, EndReason, PromptFacts
@@ -54,10 +55,10 @@ def finish(ending: Ending) -> pb.Finish:
             completion_tokens=ending.completion_tokens,
         ),
         timings=pb.Timings(
-            queue=to_duration(ending.queue),
-            cache_lookup=to_duration(0.0),
-            prefill=to_duration(ending.prefill),
-            decode=to_duration(ending.decode),
+            queue=_duration(ending.queue),
+            cache_lookup=_duration(0.0),
+            prefill=_duration(ending.prefill),
+            decode=_duration(ending.decode),
         ),
         cache_source=pb.CACHE_SOURCE_NONE,
         sampling=sampling(ending.sampling),
@@ -109,3 +110,10 @@ def load(engine: Engine, draining: bool) -> admin_pb2.GetLoadResponse:
 def optimization(switch: Switch) -> admin_pb2.Optimization:
     """One switch."""
     return admin_pb2.Optimization(name=switch.name, enabled=switch.enabled, description=switch.description)
+
+
+def _duration(seconds: float) -> Duration:
+    """Never negative."""
+    duration = Duration()
+    duration.FromNanoseconds(max(0, round(seconds * 1e9)))
+    return duration

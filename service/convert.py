@@ -7,14 +7,24 @@ import secrets
 from collections.abc import Sequence
 from typing import TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 
 from engine.api import Priority, SamplingParams
 from service.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.request import Ask, ChatPrompt, Delivery, ModelFacts, Output, Prompt, Stops, TextPrompt, TokenPrompt
+from service.request import (
+    Ask,
+    ChatPrompt,
+    Delivery,
+    ModelFacts,
+    Origin,
+    Output,
+    Prompt,
+    Stops,
+    TextPrompt,
+    TokenPrompt,
+)
 from service.text import ChatMessage
 from service.violations import Violations
 
@@ -30,6 +40,7 @@ MAX_DELAY = 60.0  # seconds
 DEFAULT_DELAY = 0.05  # seconds, where a message may hold several tokens
 _GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
+_ANSWER_MARGIN = 0.2  # seconds before a deadline in which the answer still arrives
 _SEEDS = 1 << 64
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
@@ -117,10 +128,10 @@ def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
     return message.name, message.enabled
 
 
-def read_drain(message: admin_pb2.DrainRequest) -> float | None:
-    """Seconds to wait; None: as long as the RPC lasts."""
+def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
+    """Seconds to wait; None: for ever."""
     if not message.HasField("timeout"):
-        return None
+        return None if origin.deadline is None else max(0.0, origin.deadline - origin.arrived_at - _ANSWER_MARGIN)
     found = Violations()
     within = found.duration("timeout", message.timeout, None)
     found.raise_any()
@@ -295,10 +306,3 @@ def _refuse_unimplemented(message: GenerationMessage, prompt: Prompt, facts: Mod
 def _refuse_chat(prompt: Prompt, facts: ModelFacts) -> None:
     if isinstance(prompt, ChatPrompt) and not facts.chat:
         raise Unimplemented("chat", "the model has no chat template")
-
-
-def to_duration(seconds: float) -> Duration:
-    """Never negative."""
-    duration = Duration()
-    duration.FromNanoseconds(max(0, round(seconds * 1e9)))
-    return duration

@@ -37,7 +37,8 @@ from service.server import (
     open_port,
 )
 from service.servicer import AdminServicer, GenerationServicer, ModelServicer
-from service.settings import BadSettings, Settings, load
+from service.settings import BadSettings, Settings
+from service.sources import load
 from service.switches import Switches
 from service.text import Tokenizer
 

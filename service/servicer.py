@@ -114,6 +114,6 @@ class AdminServicer:
 
     async def drain(self, request: admin_pb2.DrainRequest, call: Call) -> admin_pb2.DrainResponse:
         """Nothing new gets in from here on."""
-        within = read_drain(request)
+        within = read_drain(request, call.origin)
         self._admission.drain()
         return admin_pb2.DrainResponse(remaining=await self._admission.idle(within))

@@ -1,32 +1,15 @@
-"""The one settings tree: what a server can be told, from where, and which value wins.
-
-Flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML file named by `--config`, which beats
-the defaults below. A name that no setting has is refused, wherever it stands.
-"""
+"""The one settings tree: what a server can be told, and the values it has where it is told nothing."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.settings import DecoderChoice, Device, Dtype, EngineKind, EngineSettings, FakeSettings, LoadFormat
-
-ENV_PREFIX = "WHIPPET_"
-# Kubernetes injects these for a Service that is called whippet; no setting begins like them.
-_KUBERNETES = re.compile(r"WHIPPET_(SERVICE_|PORT(_|$))")
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+):(\d{1,5})")
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -36,11 +19,13 @@ class BadSettings(Exception):
     """The settings cannot be used. One line, names each setting and what is wrong with it."""
 
 
-class _Frozen(BaseModel):
+class Group(BaseModel):
+    """Settings that belong together."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class SchedulerOptions(_Frozen):
+class SchedulerOptions(Group):
     """How the engine shares itself out."""
 
     max_sequences: int = Field(default=16, ge=1, le=1024, description="sequences that run at once")
@@ -52,7 +37,7 @@ class SchedulerOptions(_Frozen):
     threads: int | None = Field(default=None, ge=1, le=1024, description="of a CPU; unset: one a core")
 
 
-class LimitOptions(_Frozen):
+class LimitOptions(Group):
     """How much work may wait."""
 
     queued_requests: int = Field(default=256, ge=0, description="requests beyond those that run at once")
@@ -62,7 +47,7 @@ class LimitOptions(_Frozen):
     tenant_requests: int | None = Field(default=None, ge=1, description="live requests of one tenant; unset: no limit")
 
 
-class StreamOptions(_Frozen):
+class StreamOptions(Group):
     """What a reader that is slow may cost."""
 
     buffer_bytes: int = Field(
@@ -71,13 +56,13 @@ class StreamOptions(_Frozen):
     stall_timeout: Seconds = Field(default=30.0, description="seconds without a message taken until a stream is ended")
 
 
-class DrainOptions(_Frozen):
+class DrainOptions(Group):
     """How the server stops."""
 
     timeout: float = Field(default=30.0, ge=0, le=86_400, description="seconds that live requests get after SIGTERM")
 
 
-class AuthOptions(_Frozen):
+class AuthOptions(Group):
     """Who may call."""
 
     tokens_file: Path | None = Field(
@@ -85,7 +70,7 @@ class AuthOptions(_Frozen):
     )
 
 
-class TlsOptions(_Frozen):
+class TlsOptions(Group):
     """The certificate of the data and admin ports. The health port stays plaintext."""
 
     cert: Path | None = Field(default=None, description="certificate chain, PEM")
@@ -103,13 +88,13 @@ class TlsOptions(_Frozen):
         return self
 
 
-class OptimizationOptions(_Frozen):
+class OptimizationOptions(Group):
     """The switches. None of them changes greedy output."""
 
     batching: bool = Field(default=True, description="run several sequences in one step")
 
 
-class FakeOptions(_Frozen):
+class FakeOptions(Group):
     """The engine without weights, `--engine fake`."""
 
     vocab_size: int = Field(default=256, ge=2, le=1_048_576, description="used where no --model gives a tokenizer")
@@ -172,7 +157,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`load` alone says where values come from."""
+        """`service.sources` alone says where values come from."""
         return (init_settings,)
 
     @property
@@ -203,101 +188,3 @@ class Settings(BaseSettings):
             batching=self.optimizations.batching,
             fake=FakeSettings(**fake),
         )
-
-
-def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Flags > environment > YAML > defaults. Raises BadSettings; `--help` prints and raises SystemExit(0)."""
-    env = os.environ if environ is None else environ
-    flags = _flags(argv)
-    config = flags.get("config") or env.get(f"{ENV_PREFIX}CONFIG")
-    tree: dict[str, Any] = {} if config is None else _yaml(Path(config))
-    _merge(tree, _environment(env))
-    _merge(tree, flags)
-    try:
-        return Settings(**tree)
-    except ValidationError as error:
-        raise BadSettings("; ".join(_sentence(e) for e in error.errors(include_url=False))) from None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadSettings(message)
-
-
-def _flags(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(prog="whippet serve", description="Serves a model over gRPC.", allow_abbrev=False)
-    source: CliSettingsSource[Any] = CliSettingsSource(
-        Settings, root_parser=parser, cli_kebab_case=True, cli_avoid_json=True, cli_hide_none_type=True
-    )
-    given = source(args=list(argv))
-    return dict(given())
-
-
-def _environment(env: Mapping[str, str]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    unknown: list[str] = []
-    for name, value in sorted(env.items()):
-        if not name.startswith(ENV_PREFIX) or _KUBERNETES.match(name):
-            continue
-        path = name.removeprefix(ENV_PREFIX).lower().split("__")
-        if tuple(path) not in _PATHS:
-            unknown.append(name)
-            continue
-        at = tree
-        for parent in path[:-1]:
-            at = at.setdefault(parent, {})
-        at[path[-1]] = value
-    if unknown:
-        raise BadSettings(f"{', '.join(unknown)}: there is no such setting")
-    return tree
-
-
-def _paths(model: type[BaseModel], parents: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
-    found: set[tuple[str, ...]] = set()
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, _Frozen):
-            found |= _paths(inner, (*parents, name))
-        else:
-            found.add((*parents, name))
-    return frozenset(found)
-
-
-_PATHS = _paths(Settings)
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadSettings(f"config: {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise BadSettings(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise BadSettings(f"config: {path} is not a mapping of setting names")
-    return {key.replace("-", "_"): _plain(value) for key, value in tree.items()}
-
-
-def _plain(value: Any) -> Any:
-    """YAML may write names as flags do, with hyphens."""
-    if isinstance(value, dict):
-        return {str(key).replace("-", "_"): _plain(inner) for key, inner in value.items()}
-    return value
-
-
-def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(below.get(key), dict):
-            _merge(below[key], value)
-        else:
-            below[key] = value
-
-
-def _sentence(error: Any) -> str:
-    name = ".".join(str(part).replace("_", "-") for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"{name}: there is no such setting"
-    text = str(error["msg"]).removeprefix("Value error, ")
-    return f"{name}: {text}" if name else text

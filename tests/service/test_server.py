@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -66,6 +67,18 @@ def test_health_watch_follows_a_drain(serve: Serve) -> None:
         refusal = refused(one.generation.Generate, ask("x", 1))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert refusal.retry_ms > 0
+
+
+def test_drain_tells_what_is_left_before_its_own_deadline(serve: Serve) -> None:
+    with serve("--fake.step-time=0.01") as one:
+        call = one.generation.GenerateStream(ask_stream("long", 3000), timeout=20)
+        next(call)
+        assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=1.0).remaining == 1
+        assert one.admin.Drain(admin_pb2.DrainRequest(timeout=Duration(nanos=1_000_000)), timeout=5).remaining == 1
+        wrong = refused(one.admin.Drain, admin_pb2.DrainRequest(timeout=Duration(seconds=-1)))
+        assert wrong.fields == {"timeout"}
+        call.cancel()
+        assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=10).remaining == 0
 
 
 def test_health_watchers_that_never_read_hold_nobody_up(serve: Serve) -> None:

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine.settings import EngineSettings, FakeSettings
-from service.settings import BadSettings, Settings, load
+from service.settings import BadSettings, Settings
+from service.sources import load
 
 FAKE = ["--engine=fake"]
 
