@@ -27,7 +27,8 @@ def plain_windows(stream: Stream, length: int) -> Iterator[Tensor]:
     """The stream cut every `length` ids, the last window shorter: batches [≤ BATCH, ≤ length]."""
     ids = torch.from_numpy(stream.ids.astype(np.int64))
     whole = len(ids) // length
-    yield from torch.split(ids[: whole * length].view(whole, length), BATCH)
+    if whole:
+        yield from torch.split(ids[: whole * length].view(whole, length), BATCH)
     if len(ids) - whole * length > 1:
         yield ids[None, whole * length :]
 
