@@ -133,6 +133,16 @@ __device__ __forceinline__ void publish_barriers() {  // to the copy engine
 __device__ __forceinline__ void arrive(u64& barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(&barrier)) : "memory");
 }
+// Arrives once `loaded`, the last word that this thread read of the buffer, is there. The barrier's unit does not wait for
+// reads under way, and the copy engine that refills the buffer keeps no order with them: only the use of the value does.
+__device__ __forceinline__ void arrive_after(u64& barrier, u32 loaded) {
+    asm volatile(
+        "{ .reg .b64 state; .reg .pred p; setp.ne.u32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared.b64 state, [%0];\n"
+        "@!p mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(&barrier)),
+        "r"(loaded)
+        : "memory");
+}
 // Waits for the end of the phase of this parity.
 __device__ __forceinline__ void wait_barrier(u64& barrier, u32 parity) {
     const u32 at = shared_address(&barrier);

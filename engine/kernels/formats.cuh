@@ -23,6 +23,7 @@ struct Chunk<kBf16, GROUP> {
     __device__ static constexpr int x_offset(int t, int) { return t * 8; }
 
     __device__ __forceinline__ Chunk(const Quad* weights, const u32*) : w(*weights) {}
+    __device__ __forceinline__ u32 word() const { return w.r[3]; }  // depends on all that was read
 
     template <int SETS>
     __device__ __forceinline__ void multiply(float (&d)[SETS][4], const Pair (&x)[kWords][SETS]) const {
@@ -41,6 +42,7 @@ struct Chunk<kInt8, GROUP> {
     __device__ static constexpr int x_offset(int t, int word) { return t * 16 + word * 8; }
 
     __device__ __forceinline__ Chunk(const Quad* weights, const u32*) : w(*weights) {}
+    __device__ __forceinline__ u32 word() const { return w.r[3]; }  // depends on all that was read
 
     __device__ static __forceinline__ u32 pair(u32 bytes, u32 selector) {
         const u32 h = __byte_perm(bytes, 0x43434343u, selector);
@@ -75,6 +77,12 @@ struct Chunk<kInt4, GROUP> {
     __device__ __forceinline__ Chunk(const Quad* weights, const u32* scales) : w(*weights) {
 #pragma unroll
         for (int q = 0; q < kScales; ++q) scale[q] = scales[q * 8];
+    }
+    __device__ __forceinline__ u32 word() const {
+        u32 all = w.r[3];
+#pragma unroll
+        for (int q = 0; q < kScales; ++q) all ^= scale[q];
+        return all;
     }
 
     template <int SETS>

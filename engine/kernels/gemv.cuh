@@ -114,11 +114,13 @@ struct Gemv {
             if (lane < kRing) init_barrier(sh.full[lane], kReporters), init_barrier(sh.empty[lane], WARPS);
             if (lane == kRing) init_barrier(sh.ready, 1);
             publish_barriers();
-            __syncwarp();
-            const int stages = groups * kStagesOfGroup;
-            for (int n = 0; n < kRing && (kFull || n < stages); ++n) copy_stage(n, n);
         }
         __syncthreads();
+        if (produces()) {
+            const int stages = groups * kStagesOfGroup;
+#pragma unroll 1
+            for (int n = 0; n < kRing && (kFull || n < stages); ++n) copy_stage(n, n);
+        }
     }
 
     // After the wait. The producer returns when all is under way.
@@ -161,25 +163,40 @@ struct Gemv {
 
     using Products = float[TILES][kChains][kSets][4];
 
+    // Tiles whose stages are awaited together, so that their products overlap.
+    static constexpr int kJoint = kWhole ? TILES : TILES % 2 == 0 ? 2 : 1;
+
     __device__ __forceinline__ void multiply_segment(Products& products) {
         const int g = lane >> 2, t = lane & 3;
+        const u8* rows = ring + g * kRowStride + warp * DEPTH * 64 + t * 16;
+        const u8* scale = ring + 8 * kRowStride + (warp * DEPTH * C::kScales * 8 + g) * 4;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            wait_barrier(sh.full[slot], parity);
-            const u8* stage = ring + slot * kStageBytes;
-            const u8* row = stage + g * kRowStride + warp * DEPTH * 64 + t * 16;
-            const u32* scale = reinterpret_cast<const u32*>(stage + 8 * kRowStride) + warp * DEPTH * C::kScales * 8 + g;
+        for (int tile = 0; tile < TILES; tile += kJoint) {
+            int place[kJoint];
+            u32 last[kJoint] = {};
+#pragma unroll
+            for (int j = 0; j < kJoint; ++j) {
+                place[j] = slot;
+                wait_barrier(sh.full[slot], parity);
+                if (++slot == kRing) slot = 0, parity ^= 1;
+            }
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d)
                 if (has(d)) {
-                    const C chunk(reinterpret_cast<const Quad*>(row + d * 64), scale + d * C::kScales * 8);
-                    chunk.multiply(products[tile][d % kChains], x[d]);
+#pragma unroll
+                    for (int j = 0; j < kJoint; ++j) {
+                        const C chunk(reinterpret_cast<const Quad*>(rows + place[j] * kStageBytes + d * 64),
+                                      reinterpret_cast<const u32*>(scale + place[j] * kStageBytes) + d * C::kScales * 8);
+                        chunk.multiply(products[tile + j][d % kChains], x[d]);
+                        last[j] ^= chunk.word();
+                    }
                 }
             if constexpr (!kWhole) {
                 __syncwarp();
-                if (lane == 0) arrive(sh.empty[slot]);
+#pragma unroll
+                for (int j = 0; j < kJoint; ++j)
+                    if (lane == 0) arrive_after(sh.empty[place[j]], last[j]);
             }
-            if (++slot == kRing) slot = 0, parity ^= 1;
         }
     }
 

@@ -13,7 +13,7 @@ from engine.kernels.weights import Format, Matrix
 
 _WORDS = {Format.BF16: 1, Format.INT8: 2, Format.INT4: 4}  # runs of eight columns in a lane's part of a unit
 _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
-_STREAM_BYTES = 72 << 10  # and stream through a ring of this size where they are larger
+_STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
 _MOST_TILES = 8
 _MOST_STAGES = 31
