@@ -79,7 +79,11 @@ class Clients:
                     self._retire(client)
 
     async def aclose(self) -> None:
-        """Drops the connections."""
+        """Drops the connections, once nobody uses them any more; no wait is longer than a client's own."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._wait):
+                for _ in range(self._settings.connections):
+                    await self._free.acquire()
         while self._idle:
             self._retire(self._idle.pop())
         if self._closing:
@@ -106,6 +110,7 @@ class Link:
         self._counter = counter
         self._reads = Breaker(settings.breaker)
         self._writes = Breaker(settings.breaker)
+        self._closed = False
 
     @property
     def states(self) -> dict[str, BreakerState]:
@@ -122,13 +127,14 @@ class Link:
 
     async def aclose(self) -> None:
         """Drops the connections."""
+        self._closed = True
         await self._clients.aclose()
 
     async def _run(self, breaker: Breaker, command: Callable[[Redis], Awaitable[T]], within: float | None) -> T:
         budget = self._budget if within is None else min(within, self._budget)
-        if budget < STARVED:
-            self._counter.count("cache_fault", "starved")
-            raise StoreFault("no time left")
+        if self._closed or budget < STARVED:
+            self._counter.count("cache_fault", "closed" if self._closed else "starved")
+            raise StoreFault("closed" if self._closed else "no time left")
         if not breaker.allow():
             self._counter.count("cache_fault", "breaker")
             raise StoreFault("breaker open")

@@ -9,6 +9,7 @@ import numpy as np
 from cache.semantic.embedder import Vector
 
 GRAPH_AT = 5000  # entries
+FEWEST = 4  # rows that there is always room for
 STEP = 8  # vectors that move into the graph with every call, so that none takes long
 CONNECTIVITY = 16
 EXPANSION = 64
@@ -20,10 +21,11 @@ class VectorIndex:
     def __init__(self, width: int, graph_at: int = GRAPH_AT) -> None:
         self._width = width
         self._graph_at = graph_at
-        self._rows = np.empty((64, width), np.float32)
+        self._rows = np.empty((FEWEST, width), np.float32)
         self._names: list[str] = []
         self._place: dict[str, int] = {}
         self._graph: _Graph | None = None
+        self.changes = 0  # additions so far
 
     def __len__(self) -> int:
         return len(self._names) + (len(self._graph) if self._graph else 0)
@@ -33,6 +35,7 @@ class VectorIndex:
 
     def add(self, name: str, vector: Vector) -> None:
         """Replaces what had the name."""
+        self.changes += 1
         self.remove(name)
         if self._graph is None and len(self._names) >= self._graph_at:
             self._graph = _Graph(self._width)
@@ -78,8 +81,8 @@ class VectorIndex:
         for _ in range(min(STEP, len(self._names))):
             name = self._names.pop()
             self._graph.add(name, self._rows[self._place.pop(name)])
-        if not self._names and len(self._rows) > 64:
-            self._rows = np.empty((64, self._width), np.float32)
+        if not self._names and len(self._rows) > FEWEST:
+            self._rows = np.empty((FEWEST, self._width), np.float32)
 
 
 class _Graph:

@@ -143,14 +143,15 @@ class SimilarCache:
             with allowance.spending() as within:
                 epoch = await self._ground.epochs.current(tenant, within)
         shelf = self._shelves.shelf(self._directory(turn, epoch))
-        vector, _ = await asyncio.gather(
-            self._shelves.embed(turn.text, settings.min_tokens, settings.max_tokens), self._follow(shelf, allowance)
+        bounds, count = (settings.min_tokens, settings.max_tokens), settings.candidates
+        nearest, _ = await asyncio.gather(
+            self._shelves.nearest(shelf, turn.text, bounds, count), self._follow(shelf, allowance)
         )
-        if vector is None:
+        if nearest is None:
             return SemanticLookup(verdict=Verdict.SKIPPED)
+        nearest = await self._shelves.refreshed(shelf, nearest, count)
         least = max(settings.strict_threshold, turn.threshold or 0.0)
-        near = await self._shelves.search(shelf, vector, settings.candidates)
-        near = [(digest, similarity) for digest, similarity in near if similarity >= least]
+        near = [(digest, similarity) for digest, similarity in nearest.found if similarity >= least]
         if not near:
             return SemanticLookup(verdict=Verdict.EMPTY)
         found = await self._read(turn, shelf, near, epoch, allowance)

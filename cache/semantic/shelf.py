@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 PAGE = 64  # new entries that a lookup reads along the way; the rest follow in the background
 RESYNC_EVERY = 5.0  # seconds between attempts to find what an index lacks
+MOST_SHELVES = 1024  # each conversation's history has its own
 RECENT = 256  # vectors of texts that were just looked up, for storing them
 
 
@@ -37,6 +38,15 @@ class Shelf:
     cursor: float = 0.0
     resynced_at: float = field(default_factory=time.monotonic)
     following: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """What a search found, and as of which state of the index."""
+
+    vector: Vector
+    found: list[tuple[str, float]]  # digest and similarity, best first
+    changes: int
 
 
 class Shelves:
@@ -60,11 +70,15 @@ class Shelves:
         if shelf is None:
             shelf = self._shelves[directory.name] = Shelf(directory, VectorIndex(self._embedder.width))
         self._shelves.move_to_end(directory.name)
-        while len(self._shelves) > 1 and sum(len(each.index) for each in self._shelves.values()) > self._max_indexed:
+        while len(self._shelves) > 1 and self._full():
             _, forgotten = self._shelves.popitem(last=False)
             if forgotten.following is not None:
                 forgotten.following.cancel()
         return shelf
+
+    def _full(self) -> bool:
+        indexed = sum(len(each.index) for each in self._shelves.values())
+        return len(self._shelves) > MOST_SHELVES or indexed > self._max_indexed
 
     async def follow(self, shelf: Shelf, within: float | None) -> None:
         """Reads what is new. Raises StoreFault."""
@@ -73,9 +87,21 @@ class Shelves:
         if await self._page(shelf, PAGE, within):
             shelf.following = asyncio.get_running_loop().create_task(self._catch_up(shelf), name="semantic follow")
 
-    async def search(self, shelf: Shelf, vector: Vector, count: int) -> list[tuple[str, float]]:
-        """Digests of the nearest entries, best first."""
-        return await self._on_worker(partial(shelf.index.search, vector, count))
+    async def nearest(self, shelf: Shelf, text: str, bounds: tuple[int, int], count: int) -> Nearest | None:
+        """Embeds and searches in one go; None where the text is too short or too long."""
+
+        def work() -> Nearest | None:
+            vector = self._embed(text, *bounds)
+            return None if vector is None else Nearest(vector, shelf.index.search(vector, count), shelf.index.changes)
+
+        return await self._on_worker(work)
+
+    async def refreshed(self, shelf: Shelf, nearest: Nearest, count: int) -> Nearest:
+        """The same, searched again if entries came in the meantime."""
+        if nearest.changes == shelf.index.changes:
+            return nearest
+        found = await self._on_worker(partial(shelf.index.search, nearest.vector, count))
+        return Nearest(nearest.vector, found, shelf.index.changes)
 
     async def add(self, shelf: Shelf, digest: str, vector: Vector) -> None:
         """An entry that this process writes itself."""

@@ -221,6 +221,11 @@ async def test_a_replacement_that_says_something_else_is_refused(other: str) -> 
             [chunk async for chunk in rest]
 
 
+async def ended(task: asyncio.Future[str]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
 Make = Callable[..., SharedFlights]
 
 
@@ -280,7 +285,7 @@ async def test_a_replica_that_dies_is_replaced_by_a_follower(make_shared: Make, 
     await leader_side.aclose()  # as a killed process: nothing is published or renewed any more
     assert await asyncio.wait_for(follower, 3) == TEXT
     assert healthy.started == 1
-    leader.cancel()
+    await ended(leader)
 
 
 async def test_a_leader_that_fails_lets_a_follower_take_over_at_once(make_shared: Make) -> None:
@@ -301,7 +306,7 @@ async def test_a_silent_leader_is_waited_for_so_long_and_no_longer(make_shared: 
     begun = asyncio.get_running_loop().time()
     assert await fly(make_shared(), healthy) == TEXT
     assert 0.9 < asyncio.get_running_loop().time() - begun < 3
-    leader.cancel()
+    await ended(leader)
 
 
 async def test_a_dead_redis_means_generating_alone(make_redis: Callable[..., Any], make_shared: Make) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cache.api import CacheKey, Kind
 from cache.memory import OVERHEAD, MemoryStore
 
-BOUND = 4000
+BOUND = 7000
 
 
 def key(number: int) -> CacheKey:
