@@ -45,10 +45,7 @@ class Loop:
             busy = self._step()
 
     def _patience(self) -> float | None:
-        """Seconds to wait for the front while nothing can be done; None for ever."""
-        timer = self._scheduler.next_timer()
-        if timer is not None:
-            return min(max(timer - time.monotonic(), 0.001), _LOAD_INTERVAL)
+        """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""
         return _LOAD_INTERVAL if self._scheduler.live else None
 
     def _obey(self, command: Command) -> None:

@@ -183,11 +183,6 @@ class Scheduler:
             self._remove(sequence)
         return [Event(sequence.key, failure=Failure.STEP) for sequence in sequences]
 
-    def next_timer(self) -> float | None:
-        """When `expire` will next have something to do."""
-        first = self._timers.first()
-        return None if first is None else first[0]
-
     @property
     def live(self) -> int:
         """Sequences that have not ended."""

@@ -221,7 +221,7 @@ def test_nobody_starts_only_to_be_thrown_out_by_the_next_page() -> None:
     bench = Bench(sequences=3, pages=8)
     running = [bench.admit(prompt=30, output=10) for _ in range(2)]
     bench.step()
-    large = bench.admit(prompt=60, output=2)  # exactly what is free, while the others are about to grow
+    large = bench.admit(prompt=60, output=30)  # exactly what is free, while the others are about to grow
     bench.run()
     assert bench.scheduler.load.preemptions == 0
     assert all(bench.ended(key) for key in (*running, large))
@@ -296,7 +296,6 @@ def test_deadline_and_budget_hold_running_and_waiting(running: bool) -> None:
         budget = bench.admit(output=100, expires_at=bench.now + 0.5, deadline=bench.now + 0.6)
     else:
         budget = bench.admit(output=100, expires_at=bench.now + 0.5)
-    assert bench.scheduler.next_timer() == pytest.approx(bench.now + 0.5)
     bench.step(0.4)
     assert not bench.ended(late)
     assert not bench.ended(budget)
@@ -307,7 +306,6 @@ def test_deadline_and_budget_hold_running_and_waiting(running: bool) -> None:
     assert bench.events[late][-1].failure is Failure.DEADLINE
     bench.run()
     assert bench.pool.used == 0
-    assert bench.scheduler.next_timer() is None
 
 
 def test_stop_tokens_end_it_and_are_the_last_id() -> None:

@@ -76,7 +76,9 @@ async def test_a_full_inbox_pauses_and_a_read_one_resumes() -> None:
     reader = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     assert desk.commands() == [Resume(1)]
-    desk.streams.deliver([Event(1, (1,))] * 5)
+    desk.streams.deliver([Event(1, (1,))] * 4)
+    assert desk.commands() == [], "a reader that waits holds nothing"
+    desk.streams.deliver([Event(1, (1,))])
     assert desk.commands() == [Pause(1)]
     await reader
     stream.cancel()

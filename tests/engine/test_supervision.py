@@ -115,6 +115,14 @@ async def test_a_stopped_process_is_a_hang() -> None:
         assert not alive(pid)
 
 
+async def test_a_switch_that_nobody_answers_is_a_hang() -> None:
+    async with running(hang_timeout=1.5) as client:
+        os.kill(pid_of(client), signal.SIGSTOP)
+        with pytest.raises(EngineUnavailable):
+            await client.set_optimization("batching", False)
+        await works_again(client)
+
+
 async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
     async with running(hang_timeout=1.5) as client:
         bystander = asyncio.create_task(ids_of(client.submit(plain_request((1,), 4000))))
