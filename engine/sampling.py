@@ -178,9 +178,13 @@ class Sampler:
         least = torch.maximum(lowest_kept(tops, batch.top_k, batch.top_p, mass), batch.floor)
         scores = tops + gumbel(batch.keys, positions, candidates)
         found = candidates.gather(1, scores.masked_fill_(tops < least, NEVER).argmax(dim=-1, keepdim=True)).squeeze(1)
-        # Rows whose last candidate is still in are decided over the whole vocabulary.
-        open_rows = (~(tops[:, -1:] < least)).squeeze(1).nonzero().squeeze(1) if count < self._vocab else None
-        if open_rows is None or open_rows.numel() == 0:
+        if count == self._vocab:
+            return found
+        # Decided over the whole vocabulary: rows whose last candidate is still in, and those whose top_p is a share of
+        # more candidates than there are here.
+        undecided = ~(tops[:, -1:] < least) | ((batch.top_k > count) & (batch.top_p < 1))
+        open_rows = undecided.squeeze(1).nonzero().squeeze(1)
+        if open_rows.numel() == 0:
             return found
         heat, keys, positions = heat[open_rows], batch.keys[open_rows], positions[open_rows]
         ordered = heat.sort(dim=-1, descending=True).values

@@ -189,6 +189,16 @@ def test_every_row_draws_what_the_reference_draws(batch: list[Sequence], vocab: 
     assert found == [expected(one, sequence) for one, sequence in zip(logits.tolist(), batch, strict=True)]
 
 
+def test_top_p_of_more_candidates_than_are_looked_at_first() -> None:
+    # min_p leaves out the last of those looked at, which says nothing of top_p's share of the rest.
+    params = replace(NEUTRAL, temperature=0.3, top_k=NARROW + 1, top_p=0.2, min_p=0.3)
+    logits = torch.randn(3, NARROW + 1, generator=torch.Generator().manual_seed(0)) * 0.1
+    for row in range(3):
+        for seed in range(50):
+            sequence = make(replace(params, seed=seed), [0])
+            assert draw([sequence], logits[row : row + 1]) == [expected(logits[row].tolist(), sequence)]
+
+
 def test_seeded_rows_repeat_in_every_company() -> None:
     chance = random.Random(5)
     vocab, slots = 500, 12
