@@ -67,7 +67,7 @@ def random_matrix(form: Format, rows: int, columns: int) -> Matrix:
     if form is Format.INT8:
         data = torch.randint(-128, 128, (rows, columns), device="cuda", dtype=torch.int8)
         return Matrix(form, rows, columns, data, row_scale=torch.full((rows,), columns**-0.5 / 74, device="cuda"))
-    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), device="cuda", dtype=torch.int32)
+    words = torch.randint(-(2**31), 2**31, (rows // 8, columns // 128, 32, 4), device="cuda", dtype=torch.int32)
     scale = torch.full((rows // 8, columns // 128, 8), columns**-0.5 / 4.6, device="cuda").half()
     zero = torch.full_like(scale, -136.0, dtype=torch.bfloat16)
     packed = scale.view(torch.int16).int() & 0xFFFF | zero.view(torch.int16).int() << 16
@@ -209,6 +209,7 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
     """Named variants of a plan."""
     found = {"base": base}
     if sweep in ("overlap", "all"):
+        found["no rehearsal"] = replace(base, rehearse=False)
         found["no overlap"] = replace(base, dependent=False)
         found["trigger after wait"] = replace(base, trigger=Trigger.AFTER_WAIT)
         found["trigger at end"] = replace(base, trigger=Trigger.AT_END)

@@ -8,7 +8,7 @@ import torch
 
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Shape, prepare
-from engine.kernels.linear import CHAIN
+from engine.kernels.linear import CHAIN, REHEARSED
 
 PAGE = 16
 MAX_SHARED = 8  # query heads a block serves of one key-value head
@@ -99,7 +99,7 @@ def attention_defines(heads: Heads) -> dict[str, int]:
         "OP_WARPS": warps,
         "OP_SPLITS": SPLITS,
         "OP_MIN_PAGES": 8,
-        "OP_MIN_BLOCKS": 2,
+        "OP_MIN_BLOCKS": 1,
     }
 
 
@@ -137,4 +137,4 @@ class AttentionOp:
         }
         grid = (SPLITS, heads.keys * heads.subgroups, batch)
         kernel = self.library.kernel("attention", "attention", defines)
-        return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32), {**values, **CHAIN})
+        return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32), {**values, **CHAIN, **REHEARSED})

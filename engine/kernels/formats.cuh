@@ -18,6 +18,7 @@ struct Chunk;
 template <int GROUP>
 struct Chunk<kBf16, GROUP> {
     static constexpr int kSpan = 32, kWords = 1, kScales = 0;
+    static constexpr bool kPacked = false;
     Quad w;
 
     __device__ static constexpr int x_offset(int t, int) { return t * 8; }
@@ -37,6 +38,7 @@ struct Chunk<kBf16, GROUP> {
 template <int GROUP>
 struct Chunk<kInt8, GROUP> {
     static constexpr int kSpan = 64, kWords = 2, kScales = 0;
+    static constexpr bool kPacked = false;
     Quad w;
 
     __device__ static constexpr int x_offset(int t, int word) { return t * 16 + word * 8; }
@@ -61,13 +63,14 @@ struct Chunk<kInt8, GROUP> {
     }
 };
 
-// Four bits, with a scale and a zero point per GROUP columns. Of each 128 columns lane t has four words, word j holding
-// columns 32j + 8t + (0…7): the even ones in its lower half, the odd ones in its upper. A nibble in the mantissa of 128
-// reads as 128 + q; adding -(128 + zero) leaves q - zero, exact. The scale multiplies the group's float32 sum.
+// Four bits, with a scale and a zero point per GROUP columns, as [rows / 8][columns / 128][lane][4 words]. Word j of lane
+// (g, t) has columns 32j + 8t + (0…7) of row g: even ones in its lower half, odd ones in its upper. A nibble in the mantissa
+// of 128 reads as 128 + q; adding -(128 + zero) leaves q - zero, exact. The scale multiplies the group's float32 sum.
 // Scale words: float16 scale below, bf16 -(128 + zero) above, as [rows / 8][columns / GROUP][8].
 template <int GROUP>
 struct Chunk<kInt4, GROUP> {
     static constexpr int kSpan = 128, kWords = 4, kScales = 128 / GROUP;
+    static constexpr bool kPacked = true;
     static_assert(GROUP == 128 || GROUP == 64 || GROUP == 32, "group");
     Quad w;
     u32 scale[kScales];

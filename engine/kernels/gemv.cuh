@@ -42,8 +42,10 @@ struct Gemv {
     static constexpr long long kStride = (long long)kUnits * 64;          // bytes of a row
     // Rows lie 64 bytes off a multiple of 128, so that the eight lanes of a phase meet all banks.
     static constexpr int kRowBytes = kSpan * 64, kRowStride = kRowBytes + (kRowBytes % 128 == 0 ? 64 : 0);
+    // Packed weights lie as a warp reads them, 512 bytes a tile and unit.
+    static constexpr int kTileBytes = C::kPacked ? kSpan * 512 : 8 * kRowStride;
     static constexpr int kScaleBytes = kSpan * C::kScales * 32;
-    static constexpr int kStageBytes = ceil_div(8 * kRowStride + kScaleBytes, 128) * 128;
+    static constexpr int kStageBytes = ceil_div(kTileBytes + kScaleBytes, 128) * 128;
     static_assert(COLUMNS % C::kSpan == 0, "columns");
     static_assert(kSegments == 1 || kUnits % (WARPS * DEPTH) == 0, "segments must be equal");
     static_assert(BATCH >= 1 && BATCH <= 8, "batch");
@@ -63,6 +65,7 @@ struct Gemv {
     int warp, lane;
     int slot = 0, buffer = 0;
     u32 parity = 0;
+    bool real = false;  // not the rehearsal
     Word x[DEPTH];
 
     __device__ __forceinline__ Gemv(const u8* w, const u32* s, const u16* a, Shared& shared, u8* dynamic)
@@ -89,21 +92,27 @@ struct Gemv {
         u64& full = sh.full[place];
         if (lane == 0) expect_bytes(full, 8 * kRowBytes + kScaleBytes);
         __syncwarp();
-        copy_runs<8>(
-            full, kRowBytes, lane,
-            [&](int i) {
-                const int at = Map::kRows % 8 != 0 && row + i >= Map::kRows ? Map::kRows - 1 : row + i;
-                return weights + at * kStride + segment * kRowBytes;
-            },
-            [&](int i) { return to + i * kRowStride; });
-        if constexpr (kScaleBytes > 0)
+        if constexpr (C::kPacked) {
+            copy_runs<1>(
+                full, kSpan * 512, lane,
+                [&](int) { return weights + (row / 8) * (8 * kStride) + segment * (kSpan * 512); },
+                [&](int) { return to; });
             copy_runs<1>(
                 full, kScaleBytes, lane,
                 [&](int) {
                     return reinterpret_cast<const u8*>(scales) + (row / 8) * ((long long)kUnits * C::kScales * 32) +
                            segment * kScaleBytes;
                 },
-                [&](int) { return to + 8 * kRowStride; });
+                [&](int) { return to + kTileBytes; });
+        } else {
+            copy_runs<8>(
+                full, kRowBytes, lane,
+                [&](int i) {
+                    const int at = Map::kRows % 8 != 0 && row + i >= Map::kRows ? Map::kRows - 1 : row + i;
+                    return weights + at * kStride + segment * kRowBytes;
+                },
+                [&](int i) { return to + i * kRowStride; });
+        }
         end_of_copies(full);
     }
 
@@ -150,7 +159,7 @@ struct Gemv {
                 for (int s = 0; s < kSets; ++s) {
                     Pair& q = to[d][i][s];
                     q = Pair{0u, 0u};
-                    if ((lane >> 3) + 4 * s < BATCH && has(d)) {
+                    if (real && (lane >> 3) + 4 * s < BATCH && has(d)) {
                         const u16* p = activations + u64(4 * s) * COLUMNS + (segment * kSpan + d) * C::kSpan;
                         const u32* words = reinterpret_cast<const u32*>(p + C::x_offset(0, i));
                         q.x = load_shared_state(words);
@@ -159,7 +168,15 @@ struct Gemv {
                 }
     }
 
-    __device__ __forceinline__ void start_x() { load_x(x, 0); }
+    // Begins a pass of the consumers: the rehearsal (0), which runs the code before the wait on whatever is in shared
+    // memory and leaves nothing behind but its instructions in the caches, or the real one (1). A stage's code is
+    // straight and runs once a launch, and between two launches the stages in between have displaced it.
+    __device__ __forceinline__ void begin(int pass) {
+        real = pass > 0;
+        slot = buffer = 0;
+        parity = 0;
+        load_x(x, 0);
+    }
 
     using Products = float[TILES][kChains][kSets][4];
 
@@ -168,8 +185,9 @@ struct Gemv {
 
     __device__ __forceinline__ void multiply_segment(Products& products) {
         const int g = lane >> 2, t = lane & 3;
-        const u8* rows = ring + g * kRowStride + warp * DEPTH * 64 + t * 16;
-        const u8* scale = ring + 8 * kRowStride + (warp * DEPTH * C::kScales * 8 + g) * 4;
+        constexpr int kUnitBytes = C::kPacked ? 512 : 64;
+        const u8* rows = ring + (C::kPacked ? lane * 16 : g * kRowStride + t * 16) + warp * DEPTH * kUnitBytes;
+        const u8* scale = ring + kTileBytes + (warp * DEPTH * C::kScales * 8 + g) * 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile += kJoint) {
             int place[kJoint];
@@ -177,7 +195,7 @@ struct Gemv {
 #pragma unroll
             for (int j = 0; j < kJoint; ++j) {
                 place[j] = slot;
-                wait_barrier(sh.full[slot], parity);
+                if (real) wait_barrier(sh.full[slot], parity);
                 if (++slot == kRing) slot = 0, parity ^= 1;
             }
 #pragma unroll
@@ -185,7 +203,7 @@ struct Gemv {
                 if (has(d)) {
 #pragma unroll
                     for (int j = 0; j < kJoint; ++j) {
-                        const C chunk(reinterpret_cast<const Quad*>(rows + place[j] * kStageBytes + d * 64),
+                        const C chunk(reinterpret_cast<const Quad*>(rows + place[j] * kStageBytes + d * kUnitBytes),
                                       reinterpret_cast<const u32*>(scale + place[j] * kStageBytes) + d * C::kScales * 8);
                         chunk.multiply(products[tile + j][d % kChains], x[d]);
                         last[j] ^= chunk.word();
@@ -195,7 +213,7 @@ struct Gemv {
                 __syncwarp();
 #pragma unroll
                 for (int j = 0; j < kJoint; ++j)
-                    if (lane == 0) arrive_after(sh.empty[place[j]], last[j]);
+                    if (real && lane == 0) arrive_after(sh.empty[place[j]], last[j]);
             }
         }
     }
@@ -208,7 +226,7 @@ struct Gemv {
         } else {
             Word next[DEPTH];
 #pragma unroll 1
-            for (int segment = 0; segment < kSegments; ++segment) {
+            for (int segment = 0; segment < (real ? kSegments : 1); ++segment) {
                 load_x(next, segment + 1 < kSegments ? segment + 1 : 0);
                 multiply_segment(d);
 #pragma unroll
@@ -242,7 +260,9 @@ struct Gemv {
         __syncwarp();
         if (lane == 0) arrive(sh.ready);
     }
-    __device__ __forceinline__ void await() { wait_barrier(sh.ready, 0); }
+    __device__ __forceinline__ void await() {
+        if (real) wait_barrier(sh.ready, 0);
+    }
 
     // A tree over the warps: the same for every batch.
     template <int FROM = 0, int COUNT = WARPS>

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         g.produce();
         return;
     }
-    g.start_x();
+    g.begin(1);
     u64 mine[kEach] = {};
     float heat[kEach];  // 0 is greedy
     u64 key[kEach];

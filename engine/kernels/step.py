@@ -117,6 +117,7 @@ class ChainPlan:
     ahead_stages: int = 0  # how many products further on the weights are that a launch asks L2 for
     ahead_bytes: int = 16 << 20  # of them, at most
     dependent: bool = True
+    rehearse: bool = True
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
         """Of one product."""
@@ -131,7 +132,7 @@ def prepare_step(library: Kernels, weights: StepWeights, buffers: StepBuffers, p
     launches = []
     for index, (launch, _) in enumerate(staged):
         # The first lets its successor start only once the step before has ended.
-        one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
+        one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger).rehearsed(plan.rehearse)
         if plan.ahead_stages:
             later = [matrix for place, matrix in read if place > index]
             later += [matrix for _, matrix in read]  # of the next step

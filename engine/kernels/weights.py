@@ -78,17 +78,19 @@ def to_matrix(weight: Dense | Int4Groups | Int8Rows) -> Matrix:
 
 
 def pack_int4(weight: Int4Groups) -> Matrix:
-    """Each run of 128 columns becomes 4 lanes × 4 words; word j of lane t has columns 32j + 8t + (0…7), even ones in
-    its lower half and odd ones in its upper, four bits each. A scale word is the float16 scale below and the bf16 of
-    -(128 + zero) above."""
+    """Eight rows and 128 columns become 32 lanes × 4 words; word j of lane 4g + t has columns 32j + 8t + (0…7) of row
+    g, even ones in its lower half and odd ones in its upper, four bits each. A scale word is the float16 scale below and
+    the bf16 of -(128 + zero) above."""
     rows, columns = weight.shape
-    data = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.packed.device)
+    data = torch.empty(rows // 8, columns // INT4_SPAN, 32, 4, dtype=torch.int32, device=weight.packed.device)
     shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32, device=weight.packed.device)
-    for first in range(0, rows, 2048):  # bounds the copy of one byte a value
+    for first in range(0, rows, 2048):  # bounds the copy of four bytes a value
         values = unpack_nibbles(weight.packed[first : first + 2048]).to(torch.int32)
-        lanes = values.view(values.shape[0], -1, 4, 4, 8).transpose(2, 3)  # unit, word, lane, column → unit, lane, word
+        # tile, row, unit, word, lane of the row, column → tile, unit, row, lane, word
+        parts = values.view(-1, 8, columns // INT4_SPAN, 4, 4, 8).permute(0, 2, 1, 4, 3, 5)
         # Bits never meet, so the sum is their union; the top nibble wraps into the sign as it should.
-        data[first : first + 2048] = (lanes << shifts).sum(-1, dtype=torch.int32).flatten(1)
+        words = (parts << shifts).sum(-1, dtype=torch.int32)
+        data[first // 8 : first // 8 + words.shape[0]] = words.view(-1, columns // INT4_SPAN, 32, 4)
     scale, zero, group = weight.scale, weight.zero, weight.group
     if group not in GROUPS:  # one group a row
         scale, zero = (part.repeat_interleave(columns // INT4_SPAN, 1) for part in (scale, zero))
