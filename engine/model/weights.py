@@ -116,7 +116,7 @@ def dense_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearLoader, place: Place) -> Weights:
     """Reads the checkpoint tensor by tensor, in order, each into its final place."""
-    embedding = _copy(source, EMBEDDING, place)
+    embedding = place.matrix(config.vocab_size, config.hidden_size).copy_(source.tensor(EMBEDDING))
     layers = tuple(_load_layer(config, index, source, load_linear, place) for index in range(config.layers))
     norm = RmsNorm(_copy32(source, FINAL_NORM, place), config.norm_eps)
     head = DenseLinear(embedding) if config.tied_head else load_linear(source, head_projection(config), place)
@@ -142,11 +142,6 @@ def _load_layer(
         down=load_linear(source, parts.down, place),
         window=config.windows[index],
     )
-
-
-def _copy(source: TensorSource, name: str, place: Place) -> torch.Tensor:
-    found = torch.empty(source.shape(name), dtype=place.dtype, device=place.device)
-    return found.copy_(source.tensor(name))
 
 
 def _copy32(source: TensorSource, name: str, place: Place) -> torch.Tensor:

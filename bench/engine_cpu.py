@@ -1,0 +1,192 @@
+"""Decode on a CPU against transformers' generate(), in turns, greedy, in one process: a table, and one JSON line.
+
+    python -m bench.engine_cpu --model models/demo --rounds 7
+
+Both decode the same prompts; a rate counts the tokens after the first. transformers runs in float32 and bfloat16 and
+the faster is the one compared with. Needs transformers, a test dependency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.build import build
+from engine.pages import PagePool
+from engine.runner import ModelRunner
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence
+from engine.settings import EngineSettings
+
+GREEDY = SamplingParams(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    seed=0,
+)
+STREAMS = 8
+Arm = Callable[[], float]  # one turn → tokens per second
+
+
+class Clock(BaseStreamer):
+    """Notes when each token came; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """One token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+def theirs(model: Any, prompt: list[int], tokens: int) -> float:
+    """transformers, one stream."""
+    clock = Clock()
+    with torch.inference_mode():
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            pad_token_id=0,
+            streamer=clock,
+        )
+    first, last = clock.times[1], clock.times[-1]
+    return (len(clock.times) - 2) / (last - first)
+
+
+def ours(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> float:
+    """The engine's own loop without its socket: plan, run, commit; from where all streams decode."""
+    info = runner.info
+    limits = Limits(max_sequences=info.max_sequences, max_batch_tokens=512, max_context=info.max_context)
+    scheduler = Scheduler(limits, PagePool(info.total_pages))
+    for key, prompt in enumerate(prompts):
+        request = GenerationRequest(
+            request_id=str(key),
+            token_ids=tuple(prompt),
+            sampling=GREEDY,
+            stopping=Stopping(max_tokens=tokens),
+            arrived_at=0.0,
+        )
+        scheduler.admit(Sequence(request, prompt[:], key=key))
+    done, begin = 0, 0.0
+    while (plan := scheduler.plan(0.0)) is not None:
+        counted = all(row.count == 1 for row in plan.rows) and len(plan.rows) == len(prompts)
+        if counted and not begin:
+            begin = time.perf_counter()
+        scheduler.commit(plan, runner.run(plan), 0.0)
+        done += len(plan.rows) if begin else 0
+    return done / (time.perf_counter() - begin)
+
+
+def arms(arguments: argparse.Namespace) -> dict[str, Arm]:
+    """What takes turns."""
+    tokens = arguments.tokens
+    settings = EngineSettings(model=arguments.model, device="cpu", threads=arguments.threads, max_sequences=STREAMS)
+    runner = build(settings, lambda stage, done, total: None)
+    generator = torch.Generator().manual_seed(0)
+    shape = (STREAMS, arguments.prompt)
+    prompts = torch.randint(0, runner.info.vocab_size, shape, generator=generator).tolist()
+    found: dict[str, Arm] = {
+        "whippet, 1 stream": lambda: ours(runner, prompts[:1], tokens),
+        f"whippet, {STREAMS} streams": lambda: ours(runner, prompts, tokens),
+    }
+    for name in ("float32", "bfloat16"):
+        model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, name))
+        model.eval()
+        found[f"transformers {name}, 1 stream"] = lambda model=model: theirs(model, prompts[0], tokens)  # type: ignore[misc]
+    return found
+
+
+def measure(found: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
+    """One turn each to warm up, then `rounds` turns each, interleaved."""
+    rates: dict[str, list[float]] = {name: [] for name in found}
+    for turn in range(rounds + 1):
+        for name, arm in found.items():
+            rate = arm()
+            if turn:
+                rates[name].append(rate)
+    return rates
+
+
+def report(rates: dict[str, list[float]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prints the table; returns what the JSON line holds."""
+    best = {name: max(values) for name, values in rates.items()}
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"{'tokens/s':34} {'median':>9} {'best':>9}")
+    for name in rates:
+        print(f"{name:34} {middle[name]:9.1f} {best[name]:9.1f}")
+    peer = max((name for name in rates if name.startswith("transformers")), key=lambda name: middle[name])
+    ratios = {
+        f"{name} / {peer}": {
+            # Turns lie side by side, so that a busy machine slows both sides of a pair.
+            "median": statistics.median(one / two for one, two in zip(values, rates[peer], strict=True)),
+            "best": best[name] / best[peer],
+        }
+        for name, values in rates.items()
+        if name.startswith("whippet")
+    }
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio['median']:.2f}x (of the best turns {ratio['best']:.2f}x)")
+    return {
+        "bench": "engine_cpu",
+        "sha": _git_sha(),
+        "device": _cpu(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "settings": {"model": Path(arguments.model).name, "tokens": arguments.tokens, "prompt": arguments.prompt},
+        "rounds": arguments.rounds,
+        "tokens_per_second": {name: {"median": middle[name], "best": best[name]} for name in rates},
+        "ratios": ratios,
+    }
+
+
+def _git_sha() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="models/demo")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens a stream and turn")
+    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    warnings.filterwarnings("ignore")
+    line = report(measure(arms(arguments), arguments.rounds), arguments)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
