@@ -111,6 +111,9 @@ def _launch(fd: int) -> subprocess.Popen[bytes]:
     home = Path(__file__).resolve().parents[1]
     if home.name not in ("site-packages", "dist-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
+    # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
+    # front wants one (docs/perf-log.md).
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "engine.process", "--fd", str(fd)],
         stdin=subprocess.DEVNULL,
