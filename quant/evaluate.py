@@ -53,6 +53,7 @@ class Evaluation:
     comparison: Comparison | None
 
 
+@torch.inference_mode()
 def evaluate(
     model: Path, windows: torch.Tensor, against: Path | None, progress: Progress, device: torch.device
 ) -> Evaluation:
@@ -121,11 +122,8 @@ def _hidden(decoder: Decoder, windows: torch.Tensor, stage: str, progress: Progr
 
 def _greedy(decoder: Decoder, base: Decoder, windows: torch.Tensor, progress: Progress) -> tuple[float, int]:
     """The base writes greedily; the model reads that once, and would differ where its own choice is another."""
-    prompts = windows[:_PROMPTS, : min(_PROMPT_TOKENS, windows.shape[1])]
-    room = base.architecture.positions - prompts.shape[1]
-    answer = min(_ANSWER_TOKENS, room)
-    if answer < 1:
-        return 0.0, 0
+    prompts = windows[:_PROMPTS, : min(_PROMPT_TOKENS, windows.shape[1], base.architecture.positions // 2)]
+    answer = min(_ANSWER_TOKENS, base.architecture.positions // 2)
     written = 0
 
     def pick(logits: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,11 @@ class Job:
         for part in parts:
             part.unlink()
 
+    def assembled_elsewhere(self) -> None:
+        """Another package wrote the model folder."""
+        self._state["assembled"] = True
+        self._save()
+
     def close(self) -> None:
         shutil.rmtree(self._work)
 

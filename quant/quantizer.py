@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,14 +19,17 @@ from quant.errors import BadFile, CannotQuantize
 from quant.evaluate import Progress, evaluate
 from quant.folder import Folder
 from quant.job import Job, job_key
+from quant.packages import run_autoawq, run_bitsandbytes
 from quant.recipes import AwqRecipe, Int8Recipe, Recipe
 from quant.report import Report
 
+Target = Literal["awq", "int8"]
+Engine = Literal["own", "autoawq", "bitsandbytes"]
+
 _GROUPS: Final = (32, 64, 128)  # what other readers of the layout take
+_PACKAGE_FORMAT: Final[Mapping[str, Target]] = {"autoawq": "awq", "bitsandbytes": "int8"}
 _OUTSIDE: Final = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _DERIVED: Final = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_emb\.inv_freq")  # older files have it
-
-Target = Literal["awq", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class QuantizeOptions:
     """text: calibration text; None: the model writes its own. samples and held_out: windows of `length` tokens."""
 
     format: Target = "awq"
+    engine: Engine = "own"
     group: int = 128
     text: Path | None = None
     samples: int = 128
@@ -48,21 +52,39 @@ def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progres
     folder = Folder(model)
     _check(folder, options)
     decoder = Decoder.open(model, torch.device(options.device))
-    outside = _outside(folder, decoder.architecture)
     about = _about(options)
     job = Job.open(out, job_key(folder, about))
     with torch.inference_mode():
         windows = _windows(decoder, folder, options, job, progress)
-        if not job.assembled:
-            recipe = _recipe(decoder, folder, options, windows, job)
-            _run_layers(recipe, decoder.architecture.layers, job, progress)
-            rest = {name: recipe.plain(name, folder.tensor(name)) for name in outside}
-            job.assemble(rest, model, recipe.config(folder.config))
-        evaluation = evaluate(out, windows.held_out, model, progress, decoder.device)
+    if not job.assembled:
+        if options.engine == "own":
+            _run_own(decoder, folder, options, windows, job, progress)
+        else:
+            _run_package(model, out, options, windows)
+            job.assembled_elsewhere()
+    evaluation = evaluate(out, windows.held_out, model, progress, decoder.device)
     report = Report(about, folder.nbytes(), Folder(out).nbytes(), job.layers, evaluation)
     report.write(out)
     job.close()
     return report
+
+
+@torch.inference_mode()
+def _run_own(
+    decoder: Decoder, folder: Folder, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress
+) -> None:
+    outside = _outside(folder, decoder.architecture)
+    recipe = _recipe(decoder, folder, options, windows, job)
+    _run_layers(recipe, decoder.architecture.layers, job, progress)
+    rest = {name: recipe.plain(name, folder.tensor(name)) for name in outside}
+    job.assemble(rest, folder.path, recipe.config(folder.config))
+
+
+def _run_package(model: Path, out: Path, options: QuantizeOptions, windows: Windows) -> None:
+    if options.engine == "autoawq":
+        run_autoawq(model, out, options.group, windows.calibration)
+    else:
+        run_bitsandbytes(model, out)
 
 
 def _check(folder: Folder, options: QuantizeOptions) -> None:
@@ -70,6 +92,10 @@ def _check(folder: Folder, options: QuantizeOptions) -> None:
         raise CannotQuantize(f"{folder.path.name} is quantized already: start from the original")
     if options.format == "awq" and options.group not in _GROUPS:
         raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
+    if options.engine != "own" and _PACKAGE_FORMAT[options.engine] != options.format:
+        raise CannotQuantize(
+            f"{options.engine} does not write {options.format}: it writes {_PACKAGE_FORMAT[options.engine]}"
+        )
     if min(options.samples, options.held_out) < 1 or options.length < 2:
         raise CannotQuantize("calibration needs one window at least, so does judging; a window needs two tokens")
 
@@ -125,7 +151,12 @@ def _about(options: QuantizeOptions) -> dict[str, Any]:
             text = f"{options.text.name}, SHA-256 {hashlib.sha256(options.text.read_bytes()).hexdigest()[:16]}"
         except OSError as error:
             raise BadFile(options.text.name, error.strerror or "cannot be read") from error
-    about = {"format": options.format, "group": options.group if options.format == "awq" else None, "text": text}
+    about = {
+        "format": options.format,
+        "engine": options.engine,
+        "group": options.group if options.format == "awq" else None,
+        "text": text,
+    }
     sizes = {"samples": options.samples, "held_out": options.held_out, "length": options.length, "seed": options.seed}
     return {**about, **sizes}
 

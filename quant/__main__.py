@@ -1,0 +1,108 @@
+"""`python -m quant quantize MODEL OUT` and `python -m quant evaluate MODEL [--against BASE]`, with a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Never
+
+import torch
+from tqdm import tqdm
+
+from quant.calibration import text_windows
+from quant.errors import QuantError
+from quant.evaluate import evaluate
+from quant.quantizer import QuantizeOptions, quantize
+from quant.report import evaluation_lines
+
+
+class Bars:
+    """One bar a stage, with the time left. Resumed layers count as done, not as fast."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: tqdm[Never] = tqdm(disable=True)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._stage != stage:
+            self._bar.close()
+            self._stage = stage
+            self._bar = tqdm(total=total, desc=stage, initial=done, file=sys.stderr)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    bars = Bars()
+    try:
+        text = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
+    except QuantError as error:
+        bars.close()
+        sys.stderr.write(f"{error}\n")
+        return 1
+    bars.close()
+    sys.stdout.write(text)
+    return 0
+
+
+def _quantize(given: argparse.Namespace, bars: Bars) -> str:
+    options = QuantizeOptions(
+        format=given.format,
+        engine=given.engine,
+        group=given.group,
+        text=given.text,
+        samples=given.samples,
+        held_out=given.held_out,
+        length=given.length,
+        seed=given.seed,
+        device=given.device,
+    )
+    return quantize(given.model, given.out, options, bars).markdown()
+
+
+def _evaluate(given: argparse.Namespace, bars: Bars) -> str:
+    windows = text_windows(given.model, given.text, given.length, given.windows)
+    found = evaluate(given.model, windows, given.against, bars, torch.device(given.device))
+    if given.json:
+        return json.dumps(asdict(found)) + "\n"
+    return "\n".join(evaluation_lines(found)) + "\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m quant", description="Quantize a model folder, or judge one.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("quantize", help="write a 4-bit or 8-bit model folder; a stopped run goes on")
+    make.add_argument("model", type=Path)
+    make.add_argument("out", type=Path)
+    make.add_argument("--format", choices=("awq", "int8"), default="awq")
+    make.add_argument("--engine", choices=("own", "autoawq", "bitsandbytes"), default="own")
+    make.add_argument("--group", type=int, default=128, help="inputs that share a scale: 32, 64 or 128")
+    make.add_argument("--text", type=Path, help="calibration text; without it the model writes its own")
+    make.add_argument("--samples", type=int, default=128, help="calibration windows")
+    make.add_argument("--held-out", type=int, default=32, help="windows that only judge the result")
+    make.add_argument("--length", type=int, default=512, help="tokens in a window")
+    make.add_argument("--seed", type=int, default=0, help="of the model's own text")
+    judge = commands.add_parser("evaluate", help="perplexity; with a base also KL, agreement and greedy agreement")
+    judge.add_argument("model", type=Path)
+    judge.add_argument("--against", type=Path, help="the base, as a model folder with the same tokenizer")
+    judge.add_argument("--text", type=Path, required=True)
+    judge.add_argument("--windows", type=int, help="how many, spread over the text; without it all")
+    judge.add_argument("--length", type=int, default=512, help="tokens in a window")
+    judge.add_argument("--json", action="store_true", help="one line for machines")
+    for command in (make, judge):
+        command.add_argument("--device", default="cpu", help="cpu or cuda")
+        command.add_argument("--threads", type=int, help="of torch; without it all cores")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

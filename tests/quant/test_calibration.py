@@ -1,0 +1,107 @@
+"""Windows cut from text or written by the model: spread, apart, repeatable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from quant.calibration import own_windows, split, text_windows
+from quant.decoder import Decoder
+from quant.errors import BadFile, CannotQuantize
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Each of the letters is a token; the tokenizer begins every text with id 9."""
+    vocab = {letter: number for number, letter in enumerate("abcdefgh")} | {"?": 8, "<s>": 9}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 9)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write(folder, text, encoding="utf-8"):
+    path = folder / "text.txt"
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def test_windows_follow_one_another_and_begin_as_texts_do(model):
+    windows = text_windows(model, write(model, "abcdefgh" * 3), 5)
+    assert windows.shape == (6, 5)
+    assert windows[:, 0].tolist() == [9] * 6
+    assert windows[:, 1:].flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7] * 3
+
+
+def test_fewer_windows_are_spread_over_the_text(model):
+    everything = text_windows(model, write(model, "abcdefgh" * 50), 5)
+    some = text_windows(model, write(model, "abcdefgh" * 50), 5, 7)
+    assert some.shape == (7, 5)
+    assert torch.equal(some[0], everything[0])
+    assert torch.equal(some[-1], everything[-1])
+    assert len(text_windows(model, write(model, "abcdefgh" * 50), 5, 10**6)) == len(everything)
+
+
+@pytest.mark.parametrize("text", ["", "abc"])
+def test_too_little_text_is_refused(model, text):
+    with pytest.raises(CannotQuantize, match=r"text\.txt has \d+ tokens"):
+        text_windows(model, write(model, text), 5)
+
+
+def test_bytes_that_are_no_text_and_files_that_are_not_there(model):
+    with pytest.raises(BadFile, match="UTF-8"):
+        text_windows(model, write(model, "é" * 9, "latin-1"), 5)
+    with pytest.raises(BadFile, match=r"gone\.txt"):
+        text_windows(model, model / "gone.txt", 5)
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadFile, match=r"tokenizer\.json"):
+        text_windows(model, write(model, "abcdefgh"), 5)
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(10, 1), (10, 9), (7, 3), (160, 32)])
+def test_held_out_windows_are_apart_and_nothing_is_lost(count, held_out):
+    windows = torch.arange(count).unsqueeze(1)
+    parts = split(windows, held_out)
+    assert len(parts.held_out) == held_out
+    assert sorted([*parts.calibration.flatten().tolist(), *parts.held_out.flatten().tolist()]) == list(range(count))
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(3, 3), (3, 0), (0, 1)])
+def test_a_split_that_leaves_nothing_is_refused(count, held_out):
+    with pytest.raises(CannotQuantize):
+        split(torch.arange(count).unsqueeze(1), held_out)
+
+
+@torch.inference_mode()
+def test_a_model_writes_its_own_text(stored):
+    decoder = Decoder.open(stored / "awq-tiny")
+    config = json.loads((stored / "awq-tiny" / "config.json").read_text())
+    heard: list[int] = []
+    windows = own_windows(decoder, config, 24, 6, 1, heard.append)
+    assert windows.shape == (6, 24)
+    assert windows[:, 0].tolist() == [1] * 6  # the begin token
+    assert heard == [6]
+    assert len({tuple(row) for row in windows.tolist()}) == 6
+    assert torch.equal(own_windows(decoder, config, 24, 6, 1, heard.append), windows)
+    assert not torch.equal(own_windows(decoder, config, 24, 6, 2, heard.append), windows)
+    # text at temperature 1 is about as likely as the model's own entropy says: far likelier than chance
+    logits = decoder.logits(decoder.hidden(windows))
+    losses = -logits[:, :-1].log_softmax(2).gather(2, windows[:, 1:].unsqueeze(2))
+    assert float(losses.mean()) < 6 < torch.tensor(2048.0).log()
+
+
+@pytest.mark.parametrize(
+    ("config", "first"), [({"bos_token_id": None, "eos_token_id": [3, 4]}, 3), ({"eos_token_id": 2}, 2)]
+)
+def test_without_a_begin_token_the_end_token_begins(stored, config, first):
+    decoder = Decoder.open(stored / "awq-tiny")
+    assert int(own_windows(decoder, config, 2, 1, 0, lambda done: None)[0, 0]) == first
+
+
+def test_without_either_a_text_is_asked_for(stored):
+    with pytest.raises(CannotQuantize, match="calibration text"):
+        own_windows(Decoder.open(stored / "awq-tiny"), {}, 2, 1, 0, lambda done: None)

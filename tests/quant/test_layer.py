@@ -1,0 +1,82 @@
+"""One layer: better than rounding to nearest in its own output, and never on the caller's tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quant.architecture import read_architecture
+from quant.block import Block
+from quant.errors import CannotQuantize
+from quant.layer import LayerCalibration
+from quant.rope import rotation
+from quant.rounding import round_groups
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 10, "head_dim": 16}
+
+
+@pytest.fixture(params=[("llama", 4), ("qwen2", 2), ("qwen3", 2)], ids=lambda p: p[0])
+def layer(request, random):
+    family, kv_heads = request.param
+    architecture = read_architecture(
+        {"model_type": family, "num_attention_heads": 4, "num_key_value_heads": kv_heads, **SIZES}
+    )
+    weights = {}
+    for name, (inputs, outputs) in architecture.linears().items():
+        weights[f"{name}.weight"] = torch.randn(outputs, inputs, generator=random) / inputs**0.5
+        if family == "qwen2":
+            weights[f"{name}.bias"] = torch.randn(outputs, generator=random) * 0.1
+    for name, size in architecture.norms().items():
+        weights[f"{name}.weight"] = torch.rand(size, generator=random) * 2 + 0.1
+    block = Block(architecture, None, rotation(architecture.rope, 16, 32, CPU))
+    loud = torch.ones(64)
+    loud[[5, 23]] = 12.0
+    mix = torch.randn(64, 64, generator=random) / 8
+    x = torch.randn(16, 32, 64, generator=random) @ mix * loud
+    return block, weights, x
+
+
+def test_the_output_errs_less_than_rounded_to_nearest(layer):
+    block, weights, x = layer
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    calibration = LayerCalibration(block, 32, CPU)
+    expected = block.forward(weights, x[:12], None, calibration.observe)
+    result = calibration.quantize(weights)
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    assert weights.keys() == before.keys()
+    nearest = {
+        name: round_groups(tensor, 32).dequantize(torch.float32) if tensor.dim() == 2 else tensor
+        for name, tensor in weights.items()
+    }
+
+    def error(changed, inputs):
+        return float((block.forward(changed, inputs) - block.forward(weights, inputs)).norm())
+
+    assert expected.shape == x[:12].shape
+    assert error(result.weights(), x[:12]) < 0.85 * error(nearest, x[:12])
+    assert error(result.weights(), x[12:]) < 0.95 * error(nearest, x[12:])  # text it was not calibrated on
+
+
+def test_losses_name_every_linear_and_fall(layer):
+    block, weights, x = layer
+    calibration = LayerCalibration(block, 32, CPU)
+    block.forward(weights, x, None, calibration.observe)
+    result = calibration.quantize(weights)
+    assert [loss.name for loss in result.losses] == list(block.architecture.linears())
+    assert set(result.quantized) == set(block.architecture.linears())
+    assert all(0 < loss.error < loss.nearest for loss in result.losses)
+    assert any(loss.alpha > 0 for loss in result.losses)  # two inputs are loud
+    assert not any(name.endswith("proj.weight") for name in result.dense)
+    again = LayerCalibration(block, 32, CPU)
+    block.forward(weights, x, None, again.observe)
+    assert all(
+        torch.equal(weight.packed, result.quantized[name].packed)
+        for name, weight in again.quantize(weights).quantized.items()
+    )
+
+
+def test_groups_that_do_not_divide_are_refused_before_work(layer):
+    block, _, _ = layer
+    with pytest.raises(CannotQuantize, match=r"mlp\.down_proj has 96 inputs"):
+        LayerCalibration(block, 64, CPU)
