@@ -7,9 +7,9 @@ and every wait is cut by a budget.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from redis.asyncio import ConnectionPool, Redis
@@ -28,10 +28,11 @@ T = TypeVar("T")
 
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
 READ_SIZE = 1 << 20
+CONNECT = 1.0  # seconds that connecting may take, whoever waits for it
 
 
 def open_client(settings: RedisSettings, wait: float) -> Redis:
-    """A client with one connection, made when first used, that waits `wait` seconds at most on its socket."""
+    """A client with one connection that waits `wait` seconds at most on its socket."""
     options: dict[str, Any] = {
         "max_connections": 1,
         "socket_timeout": wait,
@@ -51,20 +52,23 @@ def open_client(settings: RedisSettings, wait: float) -> Redis:
 
 class Clients:
     """So many clients at most. One whose command was interrupted is thrown away, never used again: an answer that is
-    still on its way can reach nobody else, and redis-py's own pool loses a connection whose release is cancelled."""
+    still on its way can reach nobody else, and redis-py's own pool loses a connection whose release is cancelled.
+
+    Connecting may take longer than a lookup may wait (TLS, a far server): it goes on without the one who began it.
+    """
 
     def __init__(self, settings: RedisSettings, wait: float) -> None:
         self._settings = settings
-        self._wait = wait
+        self._wait = max(wait, CONNECT)
         self._free = asyncio.Semaphore(settings.connections)
         self._idle: list[Redis] = []
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # that connect or close
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Redis]:
         """A client of the caller's own."""
         async with self._free:
-            client = self._idle.pop() if self._idle else open_client(self._settings, self._wait)
+            client = self._idle.pop() if self._idle else await self._connected()
             whole = False
             try:
                 yield client
@@ -74,9 +78,9 @@ class Clients:
                 raise
             finally:
                 if whole:
-                    self._idle.append(client)
+                    self._keep(client)
                 else:
-                    self._retire(client)
+                    self._task(_close(client))
 
     async def aclose(self) -> None:
         """Drops the connections, once nobody uses them any more; no wait is longer than a client's own."""
@@ -84,15 +88,45 @@ class Clients:
             async with asyncio.timeout(self._wait):
                 for _ in range(self._settings.connections):
                     await self._free.acquire()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         while self._idle:
-            self._retire(self._idle.pop())
-        if self._closing:
-            await asyncio.wait(self._closing)
+            self._task(_close(self._idle.pop()))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-    def _retire(self, client: Redis) -> None:
-        task = asyncio.get_running_loop().create_task(_close(client), name="close redis")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    async def _connected(self) -> Redis:
+        task = self._task(self._connect())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._left_behind)
+            raise
+
+    async def _connect(self) -> Redis:
+        client = open_client(self._settings, self._wait)
+        try:
+            await cast("Awaitable[Any]", client.ping())
+        except BaseException:
+            await _close(client)
+            raise
+        return client
+
+    def _left_behind(self, task: asyncio.Task[Redis]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._keep(task.result())
+
+    def _keep(self, client: Redis) -> None:
+        if len(self._idle) < self._settings.connections:
+            self._idle.append(client)
+        else:
+            self._task(_close(client))
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name="redis connection")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _close(client: Redis) -> None:

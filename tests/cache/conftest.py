@@ -93,6 +93,7 @@ class Proxy:
         self.port = 0
         self.delay = 0.0
         self.cut_after: int | None = None
+        self.accepted = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -114,6 +115,7 @@ class Proxy:
             await asyncio.wait(self._tasks)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
         try:
             up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:

@@ -276,7 +276,7 @@ async def test_who_comes_to_another_replica_just_after_reads_the_finished_stream
 
 
 async def test_a_replica_that_dies_is_replaced_by_a_follower(make_shared: Make, redis_server: Any) -> None:
-    dying, healthy = Model(pause=0.02), Model(step=7, pause=0.001)
+    dying, healthy = Model(pause=0.3), Model(step=7, pause=0.001)
     leader_side = make_shared()
     leader = asyncio.ensure_future(fly(leader_side, dying))
     await asyncio.sleep(0.05)
@@ -289,7 +289,7 @@ async def test_a_replica_that_dies_is_replaced_by_a_follower(make_shared: Make, 
 
 
 async def test_a_leader_that_fails_lets_a_follower_take_over_at_once(make_shared: Make) -> None:
-    dying, healthy = Model(pause=0.02, dies_after=9), Model(step=7, pause=0.001)
+    dying, healthy = Model(pause=0.1, dies_after=9), Model(step=7, pause=0.001)
     slow = FlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)
     leader = asyncio.ensure_future(fly(make_shared(settings=slow), dying))
     await asyncio.sleep(0.03)
