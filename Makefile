@@ -65,6 +65,9 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
 $(VENV)/.test: $(VENV)/.runtime
 	@echo "Whippet: installing what the tests need"
 	$(PIP) install -c constraints.txt -e '.[test]'
+	@command -v redis-server >/dev/null || { echo "Whippet: the tests of the caches start a redis-server; installing it"; \
+	    apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server; } || { \
+	    echo "install redis-server (7 or newer) and call make again"; exit 1; }
 	@touch $@
 
 $(BUFCLI):
