@@ -2,8 +2,8 @@
 
     python -m bench.engine_cpu --model models/demo --rounds 7
 
-Both decode the same prompts; a rate counts the tokens after the first. transformers runs in float32 and bfloat16 and
-the faster is the one compared with. Needs transformers, a test dependency.
+Both decode the same prompts; a rate counts the tokens after the first. transformers runs in float32 and bfloat16, with
+one thread and with all cores, and the fastest is the one compared with. Needs transformers, a test dependency.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +104,34 @@ def ours(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> float:
 def arms(arguments: argparse.Namespace) -> dict[str, Arm]:
     """What takes turns."""
     tokens = arguments.tokens
+    cores = torch.get_num_threads()
     settings = EngineSettings(model=arguments.model, device="cpu", threads=arguments.threads, max_sequences=STREAMS)
     runner = build(settings, lambda stage, done, total: None)
+    own = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     shape = (STREAMS, arguments.prompt)
     prompts = torch.randint(0, runner.info.vocab_size, shape, generator=generator).tolist()
     found: dict[str, Arm] = {
-        "whippet, 1 stream": lambda: ours(runner, prompts[:1], tokens),
-        f"whippet, {STREAMS} streams": lambda: ours(runner, prompts, tokens),
+        f"whippet, {own} threads, 1 stream": with_threads(own, lambda: ours(runner, prompts[:1], tokens)),
+        f"whippet, {own} threads, {STREAMS} streams": with_threads(own, lambda: ours(runner, prompts, tokens)),
     }
     for name in ("float32", "bfloat16"):
         model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, name))
         model.eval()
-        found[f"transformers {name}, 1 stream"] = lambda model=model: theirs(model, prompts[0], tokens)  # type: ignore[misc]
+        turn = partial(theirs, model, prompts[0], tokens)
+        for threads in sorted({1, cores}):
+            found[f"transformers {name}, {threads} threads, 1 stream"] = with_threads(threads, turn)
     return found
+
+
+def with_threads(threads: int, turn: Arm) -> Arm:
+    """The turn with so many threads in torch."""
+
+    def run() -> float:
+        torch.set_num_threads(threads)
+        return turn()
+
+    return run
 
 
 def measure(found: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
@@ -134,9 +149,9 @@ def report(rates: dict[str, list[float]], arguments: argparse.Namespace) -> dict
     """Prints the table; returns what the JSON line holds."""
     best = {name: max(values) for name, values in rates.items()}
     middle = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"{'tokens/s':34} {'median':>9} {'best':>9}")
+    print(f"{'tokens/s':44} {'median':>9} {'best':>9}")
     for name in rates:
-        print(f"{name:34} {middle[name]:9.1f} {best[name]:9.1f}")
+        print(f"{name:44} {middle[name]:9.1f} {best[name]:9.1f}")
     peer = max((name for name in rates if name.startswith("transformers")), key=lambda name: middle[name])
     ratios = {
         f"{name} / {peer}": {
@@ -154,7 +169,6 @@ def report(rates: dict[str, list[float]], arguments: argparse.Namespace) -> dict
         "sha": _git_sha(),
         "device": _cpu(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "settings": {"model": Path(arguments.model).name, "tokens": arguments.tokens, "prompt": arguments.prompt},
         "rounds": arguments.rounds,
         "tokens_per_second": {name: {"median": middle[name], "best": best[name]} for name in rates},
@@ -180,9 +194,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a stream and turn")
     parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help="the engine's; its own choice by default")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
     line = report(measure(arms(arguments), arguments.rounds), arguments)
     print(json.dumps(line))

@@ -15,7 +15,7 @@ from engine.decoders import DECODERS, DecoderEntry, choose
 from engine.decoders.parts import Parts
 from engine.dummy import DummyWeights
 from engine.errors import InvalidModel, Unsupported
-from engine.hardware import pick_device, pick_dtype
+from engine.hardware import pick_device, pick_dtype, pick_threads
 from engine.linear import Place, load_dense
 from engine.model.config import ModelConfig, load_config
 from engine.model.kv import KvPool, KvShape
@@ -28,6 +28,7 @@ from engine.sampling import Sampler
 from engine.settings import PAGE_SIZE, EngineSettings
 
 _log = logging.getLogger(__name__)
+TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch says where a CPU has too little
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     config = load_config(folder)
     device = pick_device(settings.device)
     place = Place(pick_dtype(settings.dtype, config.dtype, device), device)
-    if device.type == "cpu" and settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    if device.type == "cpu":
+        torch.set_num_threads(pick_threads(settings.threads))
     try:
         with torch.inference_mode():
             loaded = _load(settings, folder, config, place, progress)
@@ -67,7 +68,7 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
     except RuntimeError as error:
-        if "allocate memory" not in str(error):
+        if not any(sign in str(error) for sign in TOO_LARGE):
             raise
         raise Unsupported(_no_room(folder, device, error)) from error
 

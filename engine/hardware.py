@@ -37,6 +37,12 @@ def pick_dtype(wanted: Dtype, stated: str | None, device: torch.device) -> torch
     return torch.bfloat16 if own != torch.float32 and cpu_has_bf16() else torch.float32
 
 
+def pick_threads(wanted: int | None) -> int:
+    """All cores but one: torch's threads wait for each other at every product, and one that shares its core with the
+    front holds up all of them."""
+    return wanted if wanted is not None else max(1, len(os.sched_getaffinity(0)) - 1)
+
+
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the CPU multiplies bfloat16 by itself."""
     try:

@@ -40,7 +40,7 @@ class EngineSettings:
     max_batch_tokens: int = 512  # prompt tokens a step may take, decode rows not counted
     max_context: int | None = None  # tokens; None: the model's own
     kv_bytes: int | None = None  # page pool; None: a share of the device's free memory
-    threads: int | None = None  # torch's, on a CPU; None: all cores
+    threads: int | None = None  # torch's, on a CPU; None: all cores but the one that the front needs
     seed: int = 0  # of dummy weights
     batching: bool = True  # optimizations.batching
     fake: FakeSettings = FakeSettings()

@@ -299,6 +299,15 @@ def test_settings_that_cannot_hold_are_refused(tmp_path: Path) -> None:
             load(tmp_path, **options)
 
 
+@pytest.mark.parametrize("hidden", [1 << 20, 1 << 30])
+def test_a_model_larger_than_memory_is_refused_in_one_line(hidden: int, tmp_path: Path) -> None:
+    huge = {**CONFIG, "vocab_size": 1 << 31, "hidden_size": hidden}
+    (tmp_path / "config.json").write_text(json.dumps(huge))
+    with pytest.raises(Unsupported, match="does not fit") as caught:
+        load(tmp_path, load_format="dummy")
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_cuda_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine.build import build, make_runner, prepare
 from engine.decoders.eager import EagerDecoder
 from engine.decoders.parts import Parts
 from engine.errors import EngineFailed, Unsupported
-from engine.hardware import cpu_has_bf16, pick_dtype
+from engine.hardware import cpu_has_bf16, pick_dtype, pick_threads
 from engine.model.kv import KvPool
 from engine.plan import Row, StepPlan
 from engine.sampling import Sampler
@@ -145,6 +146,13 @@ def test_pages_in_any_order_and_layout(
     for one, expected in zip(found, truth, strict=True):
         assert expected is not None
         torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_core_is_left_to_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (2, 1), (16, 15)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert pick_threads(None) == expected
+    assert pick_threads(7) == 7
 
 
 def test_dtype_auto_follows_the_checkpoint_where_the_machine_can(tmp_path: Path) -> None:
