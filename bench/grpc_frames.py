@@ -106,6 +106,12 @@ class FrameClient:
         """Hangs up."""
         self.socket.close()
 
+    def __enter__(self) -> FrameClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _take(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         if kind == _DATA:
             stream = self.streams[stream_id]

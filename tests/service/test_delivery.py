@@ -240,17 +240,17 @@ async def test_ids_and_logprobs_end_with_the_stop(size: int) -> None:
 
 
 async def test_a_message_is_sent_when_its_first_token_is_old_enough() -> None:
-    """Stop strings make the front gather by itself: five tokens 30 ms apart, 100 ms at most, then a long silence."""
+    """Stop strings make the front gather by itself: four tokens at once, then a silence longer than the delay."""
     delivery = pb.DeliveryOptions(max_tokens_per_message=100)
-    delivery.max_delay.FromMilliseconds(100)
+    delivery.max_delay.FromMilliseconds(200)
     started = asyncio.get_running_loop().time()
     recorder, _ = await answer(
-        script(b"12345", [1] * 5, (0.0, 0.03, 0.03, 0.03, 0.4)),
+        script(b"12345", [1] * 5, (0.0, 0.01, 0.01, 0.01, 1.5)),
         stopping=pb.StoppingOptions(stop_strings=["never"]),
         delivery=delivery,
     )
     assert [message.text for message in recorder.messages] == ["1234", "5"]
-    assert 0.09 < recorder.at[0] - started < 0.3
+    assert 0.19 < recorder.at[0] - started < 1.2
 
 
 async def test_a_slow_write_delays_the_next_message_but_loses_none() -> None:
@@ -263,7 +263,7 @@ async def test_a_slow_write_delays_the_next_message_but_loses_none() -> None:
         delivery=delivery,
     )
     assert sum(len(message.text) for message in recorder.messages) == 40
-    assert 3 <= len(recorder.messages) <= 12
+    assert 3 <= len(recorder.messages) <= 30
 
 
 async def test_a_failure_in_the_middle_comes_after_what_was_said() -> None:
