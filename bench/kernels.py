@@ -209,7 +209,6 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
     """Named variants of a plan."""
     found = {"base": base}
     if sweep in ("overlap", "all"):
-        found["no rehearsal"] = replace(base, rehearse=False)
         found["no overlap"] = replace(base, dependent=False)
         found["trigger after wait"] = replace(base, trigger=Trigger.AFTER_WAIT)
         found["trigger at end"] = replace(base, trigger=Trigger.AT_END)
@@ -223,20 +222,20 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
             "gate_up": layer.gate_up.matrix,
             "down": layer.down.matrix,
         }
-        for warps in (8, 16):
-            for min_blocks in (1, 2):
-                how = {name: tiled(base, name, matrix, warps, min_blocks) for name, matrix in matrices.items()}
-                found[f"{warps} warps, {min_blocks} resident"] = replace(base, tilings={**base.tilings, **how})
-        for warps in (8, 16):
-            how = {"head": tiled(base, "head", weights.head, warps, 2 if warps == 8 else 1)}
-            found[f"head: {warps} warps"] = replace(base, tilings={**base.tilings, **how})
+        for warps in (4, 8):
+            for window in (1, 2, 3, 31):
+                for resident in (1, 3):
+                    how = {
+                        name: replace(tiled(base, name, matrix, warps), window=window, min_blocks=resident)
+                        for name, matrix in matrices.items()
+                    }
+                    found[f"{warps} warps, window {window}, {resident} resident"] = replace(base, tilings=how)
     return found
 
 
-def tiled(plan: ChainPlan, name: str, matrix: Matrix, warps: int, min_blocks: int) -> Tiling:
+def tiled(plan: ChainPlan, name: str, matrix: Matrix, warps: int) -> Tiling:
     """A tiling with so many warps."""
-    how = choose(matrix, plan.multiprocessors, pairs=name == "gate_up", warps=warps)
-    return replace(how, min_blocks=min_blocks)
+    return choose(matrix, plan.multiprocessors, pairs=name == "gate_up", warps=warps)
 
 
 def revision() -> str:
@@ -269,9 +268,9 @@ def main() -> int:
     pages = -(-most // 16) * max(given.batch)
     weights = random_weights(SPECS[given.model], FORMATS[given.format], pages, most)
     bench = Bench(library, launcher, weights, pages)
-    base = ChainPlan(bench.multiprocessors)
     rows = []
     for context in given.context:
+        base = ChainPlan(bench.multiprocessors, longest=context + STEPS)
         for batch in given.batch:
             for name, plan in plans(base, weights, given.sweep).items():
                 try:

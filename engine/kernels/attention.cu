@@ -43,6 +43,15 @@ __device__ __forceinline__ void load_v(VTile& v, const u16* p) {
     }
 }
 
+// Read anew for every page: kept in registers it would push others out.
+__device__ __forceinline__ Quad read_query(const u16* p) {
+    Quad q;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(q.r[0]), "=r"(q.r[1]), "=r"(q.r[2]), "=r"(q.r[3])
+                 : "r"(shared_address(p)));
+    return q;
+}
+
 // One head's vector of the row, normed and rotated, as two halves: lane + 32·i and the same plus OP_HEAD_DIM / 2.
 struct HeadVector {
     float low[kRotated], high[kRotated];
@@ -131,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     attention(const float* qkv, const float* query_gain, const float* key_gain, const float* angles,
               const int* position, const int* page_table, int table_stride, u16* key_pool, u16* value_pool,
               float* split_out, Float2* split_sums, int* arrivals, u16* out, float scale, float eps, int window,
-              int trigger, int first_pass, const u8* ahead, u32 ahead_bytes,
+              int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
     __shared__ Shared sh;
     if (trigger == 0) let_next_start();
@@ -145,8 +154,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     const int oldest = window > 0 && pos + 1 > window ? pos + 1 - window : 0;
     const int page0 = oldest / kPage, pages = (pos + kPage - 1) / kPage - page0;
     const int even = ceil_div(pages, OP_SPLITS);
-    const int per_split = even > OP_MIN_PAGES ? ceil_div(even, OP_WARPS) * OP_WARPS : OP_MIN_PAGES;
-    const int splits = pages > 0 ? ceil_div(pages, per_split) : 1;
+    const int per_split = pages <= OP_SINGLE_PAGES ? OP_SINGLE_PAGES
+                          : even > OP_MIN_PAGES ? ceil_div(even, OP_WARPS) * OP_WARPS
+                                                : OP_MIN_PAGES;
+    const int splits = pages > OP_SINGLE_PAGES ? ceil_div(pages, per_split) : 1;
     if (pos < 0 || split >= splits) {
         if (split == 0) wait_for_previous();  // the others need not: the launch ends with its last block
         return;
@@ -172,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) load_v(v[b], p + b * kBlock);
     };
-    if (first + warp < end) load_keys(first + warp), load_values(first + warp);
+    int page = first + warp;
+    if (page < end) load_keys(page), load_values(page);
     const int own_page = newest ? load_shared_state(table + pos / kPage) : 0;
     Float2 turn[kRotated];  // (cos, sin)
 #pragma unroll
@@ -186,119 +198,105 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     };
     load_gain(warp);
 
-    // As in `gemv.cuh`: a rehearsal before the wait brings the code into the caches, the real pass comes after.
-#pragma unroll 1
-    for (int pass = first_pass; pass < 2; ++pass) {
-        const bool real = pass == 1;
-        if (real) {
-            wait_for_previous();
-            if (trigger == 1) let_next_start();
-        }
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
 
-        // The row's queries, and in the block of the newest tokens its key and value.
-        const float* row = qkv + u64(m) * kRows;
-        for (int task = warp; task < heads + (newest ? 2 : 0); task += OP_WARPS) {
-            if (task != warp) load_gain(task);
-            HeadVector x = {};
-            const bool is_query = task < heads, is_key = task == heads;
-            if (real) x.load(row + (is_query ? head0 + task : OP_Q_HEADS + (is_key ? 0 : OP_KV_HEADS) + kv) * OP_HEAD_DIM, lane);
-            if (is_query || is_key) {
-                if constexpr (OP_QK_NORM) x.norm(gain, eps);
-                x.rotate(turn);
-            }
-            x.store(is_query ? sh.query[task] : is_key ? sh.key : sh.value, lane);
-            if (real && !is_query && sub == 0) {
-                u16* pool = is_key ? key_pool : value_pool;
-                x.store(pool + ((u64(own_page) * OP_KV_HEADS + kv) * kPage + pos % kPage) * OP_HEAD_DIM,
-                        lane);
-            }
+    // The row's queries, and in the block of the newest tokens its key and value.
+    const float* row = qkv + u64(m) * kRows;
+    for (int task = warp; task < heads + (newest ? 2 : 0); task += OP_WARPS) {
+        if (task != warp) load_gain(task);
+        HeadVector x;
+        const bool is_query = task < heads, is_key = task == heads;
+        x.load(row + (is_query ? head0 + task : OP_Q_HEADS + (is_key ? 0 : OP_KV_HEADS) + kv) * OP_HEAD_DIM, lane);
+        if (is_query || is_key) {
+            if constexpr (OP_QK_NORM) x.norm(gain, eps);
+            x.rotate(turn);
         }
-        __syncthreads();
+        x.store(is_query ? sh.query[task] : is_key ? sh.key : sh.value, lane);
+        if (!is_query && sub == 0) {
+            u16* pool = is_key ? key_pool : value_pool;
+            x.store(pool + ((u64(own_page) * OP_KV_HEADS + kv) * kPage + pos % kPage) * OP_HEAD_DIM,
+                    lane);
+        }
+    }
+    __syncthreads();
 
-        Quad q[kSpans];
+    Partial part;
+    for (; page < end; page += OP_WARPS) {
+        float s[4] = {}, s1[4] = {};
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
-            q[j] = Quad{{0u, 0u, 0u, 0u}};
-            if (g < heads) q[j] = *reinterpret_cast<const Quad*>(&sh.query[g < kHeads ? g : 0][32 * j + 8 * t]);
+            const Quad q = read_query(&sh.query[g < kHeads ? g : 0][32 * j + 8 * t]);
+            const u32 a0[4] = {k[j][0].r[0], k[j][1].r[0], k[j][0].r[1], k[j][1].r[1]};
+            const u32 a1[4] = {k[j][0].r[2], k[j][1].r[2], k[j][0].r[3], k[j][1].r[3]};
+            mma(s, a0, q.r[0], q.r[1]);
+            mma(s1, a1, q.r[2], q.r[3]);
         }
-        Partial part;
-        for (int page = first + warp; page < end; page += OP_WARPS) {
-            float s[4] = {}, s1[4] = {};
+        const bool more = page + OP_WARPS < end;
+        if (more) load_keys(page + OP_WARPS);
+        const int token = page * kPage + g;
 #pragma unroll
-            for (int j = 0; j < kSpans; ++j) {
-                const u32 a0[4] = {k[j][0].r[0], k[j][1].r[0], k[j][0].r[1], k[j][1].r[1]};
-                const u32 a1[4] = {k[j][0].r[2], k[j][1].r[2], k[j][0].r[3], k[j][1].r[3]};
-                mma(s, a0, q[j].r[0], q[j].r[1]);
-                mma(s1, a1, q[j].r[2], q[j].r[3]);
-            }
-            const bool more = real && page + OP_WARPS < end;
-            if (more) load_keys(page + OP_WARPS);
-            const int token = page * kPage + g;
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int at = token + (c >= 2 ? 8 : 0);
-                s[c] = at >= oldest && at < pos ? (s[c] + s1[c]) * scale : minus_infinity();
-            }
-            if (page * kPage + kPage > pos) {  // slots past the context may hold anything, even NaN
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (page * kPage + 2 * t + (i & 1) + (i >= 2 ? 8 : 0) >= pos)
-#pragma unroll
-                        for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-                            for (int p = 0; p < kPairs; ++p) v[b].w[i][p] = 0u;
-            }
-            part.add(s, v);
-            if (!more) break;
-            load_values(page + OP_WARPS);
+        for (int c = 0; c < 4; ++c) {
+            const int at = token + (c >= 2 ? 8 : 0);
+            s[c] = at >= oldest && at < pos ? (s[c] + s1[c]) * scale : minus_infinity();
         }
+        if (page * kPage + kPage > pos) {  // slots past the context may hold anything, even NaN
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (page * kPage + 2 * t + (i & 1) + (i >= 2 ? 8 : 0) >= pos)
+#pragma unroll
+                    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+                        for (int p = 0; p < kPairs; ++p) v[b].w[i][p] = 0u;
+        }
+        part.add(s, v);
+        if (more) load_values(page + OP_WARPS);
+    }
 
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < 2; ++c) {
 #pragma unroll
-            for (int d = 4; d < 32; d <<= 1) part.sum[c] += __shfl_xor_sync(0xFFFFFFFFu, part.sum[c], d);
-            const int h = 2 * t + c;
-            if (h < heads) {
-                if (g == 0) sh.top[warp][h] = part.top[c], sh.sum[warp][h] = part.sum[c];
+        for (int d = 4; d < 32; d <<= 1) part.sum[c] += __shfl_xor_sync(0xFFFFFFFFu, part.sum[c], d);
+        const int h = 2 * t + c;
+        if (h < heads) {
+            if (g == 0) sh.top[warp][h] = part.top[c], sh.sum[warp][h] = part.sum[c];
 #pragma unroll
-                for (int b = 0; b < kBlocks; ++b)
+            for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-                    for (int p = 0; p < kPairs; ++p)
-                        *reinterpret_cast<Float2*>(&sh.out[warp][h][b * kBlock + g * (kBlock / 8) + 2 * p]) =
-                            Float2{part.out[b][p][c], part.out[b][p][c + 2]};
-            }
+                for (int p = 0; p < kPairs; ++p)
+                    *reinterpret_cast<Float2*>(&sh.out[warp][h][b * kBlock + g * (kBlock / 8) + 2 * p]) =
+                        Float2{part.out[b][p][c], part.out[b][p][c + 2]};
         }
-        for (int h = warp; h < heads; h += OP_WARPS) {
-            float s = minus_infinity();
-            if (newest) {
-                float dot = 0.f;
-                for (int d = lane; d < OP_HEAD_DIM; d += 32) dot += bf16_to_float(sh.query[h][d]) * bf16_to_float(sh.key[d]);
-                s = warp_sum(dot) * scale;
-            }
-            if (lane == 0) sh.top[OP_WARPS][h] = s;
+    }
+    for (int h = warp; h < heads; h += OP_WARPS) {
+        float s = minus_infinity();
+        if (newest) {
+            float dot = 0.f;
+            for (int d = lane; d < OP_HEAD_DIM; d += 32) dot += bf16_to_float(sh.query[h][d]) * bf16_to_float(sh.key[d]);
+            s = warp_sum(dot) * scale;
         }
-        __syncthreads();
+        if (lane == 0) sh.top[OP_WARPS][h] = s;
+    }
+    __syncthreads();
 
-        const u64 cell = (u64(m) * OP_SPLITS + split) * OP_Q_HEADS;
-        for (int o = threadIdx.x; o < heads * kHalf; o += kThreads) {
-            const int h = o / kHalf, d = 2 * (o % kHalf);
-            float best = sh.top[OP_WARPS][h];
+    const u64 cell = (u64(m) * OP_SPLITS + split) * OP_Q_HEADS;
+    for (int o = threadIdx.x; o < heads * kHalf; o += kThreads) {
+        const int h = o / kHalf, d = 2 * (o % kHalf);
+        float best = sh.top[OP_WARPS][h];
 #pragma unroll
-            for (int w = 0; w < OP_WARPS; ++w) best = fmaxf(best, sh.top[w][h]);
-            float sum = merge_weight(sh.top[OP_WARPS][h], best);
-            float x = newest ? sum * bf16_to_float(sh.value[d]) : 0.f, y = newest ? sum * bf16_to_float(sh.value[d + 1]) : 0.f;
+        for (int w = 0; w < OP_WARPS; ++w) best = fmaxf(best, sh.top[w][h]);
+        float sum = merge_weight(sh.top[OP_WARPS][h], best);
+        float x = newest ? sum * bf16_to_float(sh.value[d]) : 0.f, y = newest ? sum * bf16_to_float(sh.value[d + 1]) : 0.f;
 #pragma unroll
-            for (int w = 0; w < OP_WARPS; ++w) {
-                const float f = merge_weight(sh.top[w][h], best);
-                sum += f * sh.sum[w][h], x += f * sh.out[w][h][d], y += f * sh.out[w][h][d + 1];
-            }
-            if (!real) continue;
-            if (splits == 1) {
-                *reinterpret_cast<u32*>(out + (u64(m) * OP_Q_HEADS + head0 + h) * OP_HEAD_DIM + d) = pack_bf16(x / sum, y / sum);
-            } else {
-                *reinterpret_cast<Float2*>(split_out + (cell + head0 + h) * OP_HEAD_DIM + d) = Float2{x, y};
-                if (d == 0) split_sums[cell + head0 + h] = Float2{best, sum};
-            }
+        for (int w = 0; w < OP_WARPS; ++w) {
+            const float f = merge_weight(sh.top[w][h], best);
+            sum += f * sh.sum[w][h], x += f * sh.out[w][h][d], y += f * sh.out[w][h][d + 1];
+        }
+        if (splits == 1) {
+            *reinterpret_cast<u32*>(out + (u64(m) * OP_Q_HEADS + head0 + h) * OP_HEAD_DIM + d) = pack_bf16(x / sum, y / sum);
+        } else {
+            *reinterpret_cast<Float2*>(split_out + (cell + head0 + h) * OP_HEAD_DIM + d) = Float2{x, y};
+            if (d == 0) split_sums[cell + head0 + h] = Float2{best, sum};
         }
     }
     if (splits == 1) return;

@@ -8,11 +8,13 @@ import torch
 
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Shape, prepare
-from engine.kernels.linear import CHAIN, REHEARSED
+from engine.kernels.linear import CHAIN
 
 PAGE = 16
 MAX_SHARED = 8  # query heads a block serves of one key-value head
-SPLITS = 16
+SPLITS = 16  # of a context, at most
+SINGLE_PAGES = 24  # a context of so many pages is not split
+MIN_PAGES = 16  # of a split, of the longer ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,15 @@ def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
     )
 
 
+def splits(tokens: int, warps: int) -> int:
+    """Into how many parts the kernel splits a context: a function of its length alone."""
+    pages = -(-tokens // PAGE)
+    if pages <= SINGLE_PAGES:
+        return 1
+    even = -(-pages // SPLITS)
+    return -(-pages // max(MIN_PAGES, -(-even // warps) * warps))
+
+
 def attention_defines(heads: Heads) -> dict[str, int]:
     """What the kernel is compiled with."""
     served = -(-(heads.queries // heads.keys) // heads.subgroups)
@@ -98,8 +109,9 @@ def attention_defines(heads: Heads) -> dict[str, int]:
         "OP_QK_NORM": int(heads.norm),
         "OP_WARPS": warps,
         "OP_SPLITS": SPLITS,
-        "OP_MIN_PAGES": 8,
-        "OP_MIN_BLOCKS": 1,
+        "OP_SINGLE_PAGES": SINGLE_PAGES,
+        "OP_MIN_PAGES": MIN_PAGES,
+        "OP_MIN_BLOCKS": 2,
     }
 
 
@@ -112,6 +124,7 @@ class AttentionOp:
     places: Places
     embedding: Embedding
     scratch: SplitScratch
+    longest: int | None = None  # no row will hold more tokens
 
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
         """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; the new key and value go to their page."""
@@ -135,6 +148,7 @@ class AttentionOp:
             "eps": self.embedding.eps,
             "window": layer.window or 0,
         }
-        grid = (SPLITS, heads.keys * heads.subgroups, batch)
+        parts = SPLITS if self.longest is None else splits(self.longest, defines["OP_WARPS"])
+        grid = (parts, heads.keys * heads.subgroups, batch)
         kernel = self.library.kernel("attention", "attention", defines)
-        return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32), {**values, **CHAIN, **REHEARSED})
+        return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32), {**values, **CHAIN})

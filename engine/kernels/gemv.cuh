@@ -5,7 +5,8 @@
 // by itself, the producer, has stages copied; the others, the consumers, split the columns of each stage. The first
 // stages are requested before the kernel waits for its predecessor: few registers and a wave of one block a
 // multiprocessor leave room for several kernels of the chain at once, and the weights of the stages to come travel while
-// those before still compute.
+// those before still compute. No more than WINDOW stages of a block are under way at a time: whatever is asked of memory
+// queues, and a stage's few activations would stand behind the weights of the stages to come.
 #pragma once
 #include "formats.cuh"
 
@@ -23,8 +24,8 @@ struct GateAndUp {  // eight rows of the gate, then the eight rows of the up pro
     __device__ static constexpr int row(int first, int i) { return first * 4 + (i / 2) * 8 + (i % 2) * HALF; }
 };
 
-template <int FORMAT, int GROUP, int COLUMNS, int WARPS, int DEPTH, int TILES, int BLOCK_TILES, int RING, int BATCH,
-          class Map>
+template <int FORMAT, int GROUP, int COLUMNS, int WARPS, int DEPTH, int TILES, int BLOCK_TILES, int RING, int WINDOW,
+          int BATCH, class Map>
 struct Gemv {
     using C = Chunk<FORMAT, GROUP>;
     static constexpr int kThreads = WARPS * 32 + 32;
@@ -36,8 +37,12 @@ struct Gemv {
     static constexpr int kGroups = ceil_div(BLOCK_TILES, TILES);
     static constexpr int kStagesOfGroup = kSegments * TILES;
     static constexpr int kRing = RING < kGroups * kStagesOfGroup ? RING : kGroups * kStagesOfGroup;
+    static constexpr int kWindow = WINDOW < kRing ? WINDOW : kRing;       // stages that may be under way
     static constexpr bool kWhole = kRing == kGroups * kStagesOfGroup;     // every stage has a place of its own
     static constexpr bool kFull = Map::kTiles % BLOCK_TILES == 0 && BLOCK_TILES % TILES == 0;  // no group is cut short
+    // Where a warp's activations fit its registers they stay there; else those of one segment, and the next is loaded ahead.
+    static constexpr bool kHoldsX = kSegments * DEPTH * C::kWords * kSets <= 24;
+    static constexpr int kHeldSegments = kHoldsX ? kSegments : 1;
     static constexpr int kChains = TILES >= 4 ? 1 : TILES >= 2 ? 2 : 4;   // sums a tile is kept in, to hide latency
     static constexpr long long kStride = (long long)kUnits * 64;          // bytes of a row
     // Rows lie 64 bytes off a multiple of 128, so that the eight lanes of a phase meet all banks.
@@ -65,8 +70,7 @@ struct Gemv {
     int warp, lane;
     int slot = 0, buffer = 0;
     u32 parity = 0;
-    bool real = false;  // not the rehearsal
-    Word x[DEPTH];
+    Word x[kHeldSegments][DEPTH];
 
     __device__ __forceinline__ Gemv(const u8* w, const u32* s, const u16* a, Shared& shared, u8* dynamic)
         : sh(shared), ring(dynamic), weights(w), scales(s) {
@@ -128,7 +132,10 @@ struct Gemv {
         if (produces()) {
             const int stages = groups * kStagesOfGroup;
 #pragma unroll 1
-            for (int n = 0; n < kRing && (kFull || n < stages); ++n) copy_stage(n, n);
+            for (int n = 0; n < kRing && (kFull || n < stages); ++n) {
+                if (n >= kWindow) wait_barrier(sh.full[n - kWindow], 0);
+                copy_stage(n, n);
+            }
         }
     }
 
@@ -138,10 +145,14 @@ struct Gemv {
             const int stages = groups * kStagesOfGroup;
             int place = 0;
             u32 phase = 0;
+            int last = kRing - kWindow;  // place of the stage that must have come
+            u32 last_phase = 0;
             for (int n = kRing; n < stages; ++n) {
                 wait_barrier(sh.empty[place], phase);
+                wait_barrier(sh.full[last], last_phase);
                 copy_stage(n, place);
                 if (++place == kRing) place = 0, phase ^= 1;
+                if (++last == kRing) last = 0, last_phase ^= 1;
             }
         }
     }
@@ -159,7 +170,7 @@ struct Gemv {
                 for (int s = 0; s < kSets; ++s) {
                     Pair& q = to[d][i][s];
                     q = Pair{0u, 0u};
-                    if (real && (lane >> 3) + 4 * s < BATCH && has(d)) {
+                    if ((lane >> 3) + 4 * s < BATCH && has(d)) {
                         const u16* p = activations + u64(4 * s) * COLUMNS + (segment * kSpan + d) * C::kSpan;
                         const u32* words = reinterpret_cast<const u32*>(p + C::x_offset(0, i));
                         q.x = load_shared_state(words);
@@ -168,22 +179,18 @@ struct Gemv {
                 }
     }
 
-    // Begins a pass of the consumers: the rehearsal (0), which runs the code before the wait on whatever is in shared
-    // memory and leaves nothing behind but its instructions in the caches, or the real one (1). A stage's code is
-    // straight and runs once a launch, and between two launches the stages in between have displaced it.
-    __device__ __forceinline__ void begin(int pass) {
-        real = pass > 0;
-        slot = buffer = 0;
-        parity = 0;
-        load_x(x, 0);
+    // After the wait.
+    __device__ __forceinline__ void start_x() {
+#pragma unroll
+        for (int segment = 0; segment < kHeldSegments; ++segment) load_x(x[segment], segment);
     }
 
     using Products = float[TILES][kChains][kSets][4];
 
     // Tiles whose stages are awaited together, so that their products overlap.
-    static constexpr int kJoint = kWhole ? TILES : TILES % 2 == 0 ? 2 : 1;
+    static constexpr int kJoint = TILES % 3 == 0 ? 3 : TILES % 2 == 0 ? 2 : 1;
 
-    __device__ __forceinline__ void multiply_segment(Products& products) {
+    __device__ __forceinline__ void multiply_segment(Products& products, const Word (&x)[DEPTH]) {
         const int g = lane >> 2, t = lane & 3;
         constexpr int kUnitBytes = C::kPacked ? 512 : 64;
         const u8* rows = ring + (C::kPacked ? lane * 16 : g * kRowStride + t * 16) + warp * DEPTH * kUnitBytes;
@@ -195,7 +202,7 @@ struct Gemv {
 #pragma unroll
             for (int j = 0; j < kJoint; ++j) {
                 place[j] = slot;
-                if (real) wait_barrier(sh.full[slot], parity);
+                wait_barrier(sh.full[slot], parity);
                 if (++slot == kRing) slot = 0, parity ^= 1;
             }
 #pragma unroll
@@ -213,7 +220,7 @@ struct Gemv {
                 __syncwarp();
 #pragma unroll
                 for (int j = 0; j < kJoint; ++j)
-                    if (real && lane == 0) arrive_after(sh.empty[place[j]], last[j]);
+                    if (lane == 0) arrive_after(sh.empty[place[j]], last[j]);
             }
         }
     }
@@ -221,20 +228,21 @@ struct Gemv {
     // The sums of the next group of TILES tiles, to be read by `total`. By the consumers.
     __device__ __forceinline__ void group() {
         Products d = {};
-        if constexpr (kSegments == 1) {
-            multiply_segment(d);
+        if constexpr (kHoldsX) {
+#pragma unroll
+            for (int segment = 0; segment < kSegments; ++segment) multiply_segment(d, x[segment]);
         } else {
             Word next[DEPTH];
 #pragma unroll 1
-            for (int segment = 0; segment < (real ? kSegments : 1); ++segment) {
+            for (int segment = 0; segment < kSegments; ++segment) {
                 load_x(next, segment + 1 < kSegments ? segment + 1 : 0);
-                multiply_segment(d);
+                multiply_segment(d, x[0]);
 #pragma unroll
                 for (int i = 0; i < DEPTH; ++i)
 #pragma unroll
                     for (int w = 0; w < C::kWords; ++w)
 #pragma unroll
-                        for (int s = 0; s < kSets; ++s) x[i][w][s] = next[i][w][s];
+                        for (int s = 0; s < kSets; ++s) x[0][i][w][s] = next[i][w][s];
             }
         }
         const int g = lane >> 2, t = lane & 3;
@@ -260,9 +268,7 @@ struct Gemv {
         __syncwarp();
         if (lane == 0) arrive(sh.ready);
     }
-    __device__ __forceinline__ void await() {
-        if (real) wait_barrier(sh.ready, 0);
-    }
+    __device__ __forceinline__ void await() { wait_barrier(sh.ready, 0); }
 
     // A tree over the warps: the same for every batch.
     template <int FROM = 0, int COUNT = WARPS>

@@ -3,7 +3,7 @@
 #include "gemv.cuh"
 
 using Map = RowsInOrder<OP_ROWS>;
-using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
+using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_WINDOW, OP_BATCH, Map>;
 constexpr int kConsumers = OP_WARPS * 32;
 constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a thread has in a group
 
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         g.produce();
         return;
     }
-    g.begin(1);
+    g.start_x();
     u64 mine[kEach] = {};
     float heat[kEach];  // 0 is greedy
     u64 key[kEach];

@@ -70,12 +70,6 @@ class Launch:
         """The same launch, letting its successor start at another point."""
         return replace(self, values={**self.values, "trigger": int(trigger)})
 
-    def rehearsed(self, rehearsed: bool) -> Launch:
-        """The same launch, with or without a run of its code before the wait; no change where the kernel has none."""
-        if "first_pass" not in self.values:
-            return self
-        return replace(self, values={**self.values, "first_pass": 0 if rehearsed else 1})
-
     def with_ahead(self, ahead: Ahead) -> Launch:
         """The same launch, asking L2 for other weights."""
         holds = self.holds if ahead.tensor is None else (*self.holds, ahead.tensor)

@@ -3,13 +3,13 @@
 #include "gemv.cuh"
 
 using Map = RowsInOrder<OP_ROWS>;
-using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
+using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_WINDOW, OP_BATCH, Map>;
 constexpr int kConsumers = OP_WARPS * 32;
 constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a thread has in a group
 
 extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     linear(const u16* x, const float* squares, const u8* weights, const u32* scales, const float* row_scale,
-           const float* bias, float* out, float eps, int trigger, int first_pass, const u8* ahead, u32 ahead_bytes,
+           const float* bias, float* out, float eps, int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ G::Shared shared;
@@ -28,32 +28,27 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     };
     constants(g.first_tile);
     if (g.produces() && g.lane == 0) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
     if (g.produces()) {
-        wait_for_previous();
-        if (trigger == 1) let_next_start();
         for (int m = 0; m < OP_BATCH; ++m)
             factor[m] = inverse_rms<OP_SQUARES>(squares + m * OP_SQUARES, OP_COLUMNS, eps, g.lane);
         g.tell();
         g.produce();
         return;
     }
-#pragma unroll 1
-    for (int pass = first_pass; pass < 2; ++pass) {
-        if (pass == 1) wait_for_previous();
-        g.begin(pass);
-        for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
-            g.group();
-            if (first == g.first_tile) g.await();
+    g.start_x();
+    for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
+        g.group();
+        if (first == g.first_tile) g.await();
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                const int o = threadIdx.x + i * kConsumers;
-                const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
-                if (g.real && m < OP_BATCH && row < OP_ROWS && first + n / 8 < g.last_tile)
-                    out[u64(m) * OP_ROWS + row] = g.total(m, n) * factor[m] * scale[i] + offset[i];
-            }
-            if (!g.real) break;
-            if constexpr (G::kGroups > 1) constants(first + OP_TILES);
-            g.next_group();
+        for (int i = 0; i < kEach; ++i) {
+            const int o = threadIdx.x + i * kConsumers;
+            const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
+            if (m < OP_BATCH && row < OP_ROWS && first + n / 8 < g.last_tile)
+                out[u64(m) * OP_ROWS + row] = g.total(m, n) * factor[m] * scale[i] + offset[i];
         }
+        if constexpr (G::kGroups > 1) constants(first + OP_TILES);
+        g.next_group();
     }
 }

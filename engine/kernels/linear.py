@@ -14,7 +14,6 @@ from engine.kernels.tiling import Tiling
 from engine.kernels.weights import Matrix
 
 CHAIN: dict[str, int] = {"trigger": int(Trigger.AT_ENTRY), **Ahead().arguments(1)}
-REHEARSED = {"first_pass": 0}  # kernels that run their code once before the wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ def matrix_launch(
     """The launch of a matrix kernel."""
     shape = Shape((tiling.blocks(matrix, how), 1, 1), how.threads, tiling.shared_bytes(matrix, how))
     kernel = library.kernel(name, name, defines, shape.shared)
-    passes = {} if name == "head" else REHEARSED  # which runs long enough
-    return prepare(kernel, shape, {**values, **weight_values(matrix), **CHAIN, **passes})
+    return prepare(kernel, shape, {**values, **weight_values(matrix), **CHAIN})
 
 
 def weight_values(matrix: Matrix) -> dict[str, Argument]:

@@ -4,13 +4,13 @@
 
 static_assert(OP_ROWS % 8 == 0, "rows");
 using Map = RowsInOrder<OP_ROWS>;
-using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_BATCH, Map>;
+using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_WINDOW, OP_BATCH, Map>;
 constexpr int kConsumers = OP_WARPS * 32;
 constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a thread has in a group
 
 extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     linear_residual(const u16* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias,
-                    const float* gain, float* residual, u16* normed, float* squares, int trigger, int first_pass, const u8* ahead, u32 ahead_bytes,
+                    const float* gain, float* residual, u16* normed, float* squares, int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ G::Shared shared;
@@ -35,45 +35,40 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int m = (threadIdx.x + i * kConsumers) / G::kRows;
-            before[i] = g.real && m < OP_BATCH ? load_shared_state(residual + u64(m) * OP_ROWS + row_of(first, i)) : 0.f;
+            before[i] = m < OP_BATCH ? load_shared_state(residual + u64(m) * OP_ROWS + row_of(first, i)) : 0.f;
         }
     };
     constants(g.first_tile);
     if (g.produces() && g.lane == 0) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
     if (g.produces()) {
-        wait_for_previous();
-        if (trigger == 1) let_next_start();
         g.produce();
         return;
     }
-#pragma unroll 1
-    for (int pass = first_pass; pass < 2; ++pass) {
-        if (pass == 1) wait_for_previous();
-        g.begin(pass);
-        residuals(g.first_tile);
-        for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
-            g.group();
+    g.start_x();
+    residuals(g.first_tile);
+    for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
+        g.group();
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                const int o = threadIdx.x + i * kConsumers;
-                const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
-                const bool mine = g.real && m < OP_BATCH && first + n / 8 < g.last_tile;
-                float v = 0.f;
-                if (mine) {
-                    v = g.total(m, n) * scale[i] + offset[i] + before[i];
-                    residual[u64(m) * OP_ROWS + row] = v;
-                    normed[u64(m) * OP_ROWS + row] = to_bf16(v * next_gain[i]);
-                }
-                float square = v * v;  // eight lanes in a row hold one tile of one batch row
+        for (int i = 0; i < kEach; ++i) {
+            const int o = threadIdx.x + i * kConsumers;
+            const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
+            const bool mine = m < OP_BATCH && first + n / 8 < g.last_tile;
+            float v = 0.f;
+            if (mine) {
+                v = g.total(m, n) * scale[i] + offset[i] + before[i];
+                residual[u64(m) * OP_ROWS + row] = v;
+                normed[u64(m) * OP_ROWS + row] = to_bf16(v * next_gain[i]);
+            }
+            float square = v * v;  // eight lanes in a row hold one tile of one batch row
 #pragma unroll
-                for (int d = 4; d > 0; d >>= 1) square += __shfl_xor_sync(0xFFFFFFFFu, square, d);
-                if (mine && n % 8 == 0) squares[m * Map::kTiles + row / 8] = square;
-            }
-            if (!g.real) break;
-            if constexpr (G::kGroups > 1) {
-                if (first + OP_TILES < g.last_tile) constants(first + OP_TILES), residuals(first + OP_TILES);
-            }
-            g.next_group();
+            for (int d = 4; d > 0; d >>= 1) square += __shfl_xor_sync(0xFFFFFFFFu, square, d);
+            if (mine && n % 8 == 0) squares[m * Map::kTiles + row / 8] = square;
         }
+        if constexpr (G::kGroups > 1) {
+            if (first + OP_TILES < g.last_tile) constants(first + OP_TILES), residuals(first + OP_TILES);
+        }
+        g.next_group();
     }
 }

@@ -117,7 +117,7 @@ class ChainPlan:
     ahead_stages: int = 0  # how many products further on the weights are that a launch asks L2 for
     ahead_bytes: int = 16 << 20  # of them, at most
     dependent: bool = True
-    rehearse: bool = True
+    longest: int | None = None  # no row will hold more tokens; None: no limit but the pages
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
         """Of one product."""
@@ -132,7 +132,7 @@ def prepare_step(library: Kernels, weights: StepWeights, buffers: StepBuffers, p
     launches = []
     for index, (launch, _) in enumerate(staged):
         # The first lets its successor start only once the step before has ended.
-        one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger).rehearsed(plan.rehearse)
+        one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
         if plan.ahead_stages:
             later = [matrix for place, matrix in read if place > index]
             later += [matrix for _, matrix in read]  # of the next step
@@ -159,7 +159,7 @@ def _stages(
     """Launches in order, each with the matrix that it reads."""
     stream = buffers.stream
     embedding = Embedding(weights.angles, weights.eps)
-    attend = AttentionOp(library, weights.heads, buffers.places, embedding, buffers.scratch)
+    attend = AttentionOp(library, weights.heads, buffers.places, embedding, buffers.scratch, plan.longest)
     gains = [layer.input_gain for layer in weights.layers[1:]] + [weights.final_gain]
     for layer, next_gain in zip(weights.layers, gains, strict=True):
         qkv, output, wide, down = layer.qkv, layer.output, layer.gate_up, layer.down

@@ -28,6 +28,7 @@ class Tiling:
     block_tiles: int
     tiles: int  # summed at once
     ring: int  # stages
+    window: int = 2  # stages under way at a time
     min_blocks: int = 1  # resident on a multiprocessor, what the compiler must leave registers for
 
     @property
@@ -43,6 +44,7 @@ class Tiling:
             "OP_BLOCK_TILES": self.block_tiles,
             "OP_TILES": self.tiles,
             "OP_RING": self.ring,
+            "OP_WINDOW": self.window,
             "OP_MIN_BLOCKS": self.min_blocks,
         }
 
@@ -72,23 +74,21 @@ def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: 
     if block_tiles > _MOST_TILES:
         block_tiles = 4 * _ceil(block_tiles, 4)
     tiles = max(n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0)
-    warps, depth = divide(matrix, block_tiles, warps)
+    warps, depth = divide(matrix, warps)
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
     whole = stages * size <= _WHOLE_BYTES and stages <= _MOST_STAGES
     ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, _MOST_STAGES)
     return Tiling(warps, depth, block_tiles, tiles, ring)
 
 
-def divide(matrix: Matrix, block_tiles: int, warps: int) -> tuple[int, int]:
-    """Warps and the depth of a segment: a whole row where it is short, else an equal part of it."""
+def divide(matrix: Matrix, warps: int) -> tuple[int, int]:
+    """Warps and the depth of a segment, so that segments are equal and stages not too large."""
     count, words = units(matrix), _WORDS[matrix.format]
-    row = _ceil(count, warps)
-    short = row * words <= 16
-    if short and (row <= _STAGE_DEPTH or block_tiles * stage_bytes(matrix, warps, row) <= _WHOLE_BYTES):
-        return warps, row
+    if count <= warps * _STAGE_DEPTH and _ceil(count, warps) * words <= 16:
+        return warps, _ceil(count, warps)
     for fewer in (warps, warps // 2, warps // 4, 1):
         for depth in range(min(_STAGE_DEPTH, 8 // words), 0, -1):
-            if count % (fewer * depth) == 0:
+            if fewer and count % (fewer * depth) == 0:
                 return fewer, depth
     raise AssertionError("a single warp takes any number of units")
 

@@ -79,7 +79,7 @@ def to_matrix(weight: Dense | Int4Groups | Int8Rows) -> Matrix:
 
 def pack_int4(weight: Int4Groups) -> Matrix:
     """Eight rows and 128 columns become 32 lanes × 4 words; word j of lane 4g + t has columns 32j + 8t + (0…7) of row
-    g, even ones in its lower half and odd ones in its upper, four bits each. A scale word is the float16 scale below and
+    g, even ones in its lower half, odd ones in its upper, four bits each. A scale word is the float16 scale below and
     the bf16 of -(128 + zero) above."""
     rows, columns = weight.shape
     data = torch.empty(rows // 8, columns // INT4_SPAN, 32, 4, dtype=torch.int32, device=weight.packed.device)
