@@ -111,7 +111,7 @@ def attention_defines(heads: Heads) -> dict[str, int]:
         "OP_SPLITS": SPLITS,
         "OP_SINGLE_PAGES": SINGLE_PAGES,
         "OP_MIN_PAGES": MIN_PAGES,
-        "OP_MIN_BLOCKS": 2,
+        "OP_MIN_BLOCKS": 1,
     }
 
 
