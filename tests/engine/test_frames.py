@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import EngineLoad, Finish, FinishReason, GenerationRequest, ModelInfo, Priority, TokenLogprob
+from engine.api import EngineLoad, Finish, FinishReason, GenerationRequest, ModelInfo, Priority, Start, TokenLogprob
 from engine.events import Event, Failure
 from engine.fake import FakeRunner, plain_request
 from engine.frames import (
@@ -55,6 +55,7 @@ events = st.builds(
     st.lists(logprobs, max_size=3).map(tuple),
     st.none() | finishes,
     st.none() | st.sampled_from(Failure),
+    st.none() | st.builds(Start, cached_tokens=keys, queue=floats, prefill=floats),
 )
 requests = st.builds(
     plain_request,

@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.allocate(self.pool.total) == list(range(self.pool.total)), "free runs were not joined"
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

@@ -121,6 +121,10 @@ def test_the_account_adds_up() -> None:
     assert finish.prefill == pytest.approx(0.0)
     assert finish.decode == pytest.approx(0.04)
     assert finish.cached_tokens == 0
+    start = bench.events[key][0].start
+    assert start is not None
+    assert (start.queue, start.prefill, start.cached_tokens) == (finish.queue, finish.prefill, 0)
+    assert all(event.start is None for event in bench.events[key][1:])
 
 
 def test_a_long_prompt_is_chunked_and_nobody_waits_for_it() -> None:

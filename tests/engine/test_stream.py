@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from engine.api import Finish, FinishReason, TokenEvents, TokenLogprob
+from engine.api import Finish, FinishReason, Start, TokenEvents, TokenLogprob
 from engine.errors import Aborted, DeadlineExceeded, EngineFailed, EngineUnavailable
 from engine.events import Event, Failure
 from engine.fake import plain_request
@@ -35,8 +35,9 @@ class Desk:
 async def test_events_come_in_order_and_end_with_the_finish() -> None:
     desk = Desk()
     stream = desk.streams.open(plain_request((1,)))
-    desk.streams.deliver([Event(1, (5,))])
-    assert await anext(stream) == TokenEvents((5,))
+    start = Start(cached_tokens=0, queue=0.5, prefill=0.25)
+    desk.streams.deliver([Event(1, (4,), start=start), Event(1, (5,))])
+    assert await anext(stream) == TokenEvents((4, 5), start=start)
     reader = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     desk.streams.deliver([Event(1, (6,)), Event(2, (99,))])
