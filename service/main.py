@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -114,6 +115,8 @@ async def _serve(settings: Settings) -> int:
             stack.callback(task.cancel)
         if not await stop.before(house.engine.start()):
             return STOPPED
+        gc.collect()
+        gc.freeze()  # a full collection would otherwise look at every imported module, with all streams waiting
         house.health.refresh()
         _announce(settings, house)
         await stop.before(_first_to_end(background))
