@@ -185,6 +185,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     };
     int page = first + warp;
     if (page < end) load_keys(page), load_values(page);
+    // The warp's next pages on their way into L2, one a lane.
+    if (const int later = page + lane * OP_WARPS; lane > 0 && lane <= OP_PAGES_AHEAD && later < end) {
+        const u64 at = (u64(load_shared_state(table + later)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM;
+        prefetch_run(key_pool + at, kPage * OP_HEAD_DIM * 2);
+        prefetch_run(value_pool + at, kPage * OP_HEAD_DIM * 2);
+    }
     const int own_page = newest ? load_shared_state(table + pos / kPage) : 0;
     Float2 turn[kRotated];  // (cos, sin)
 #pragma unroll

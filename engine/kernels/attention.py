@@ -14,7 +14,8 @@ PAGE = 16
 MAX_SHARED = 8  # query heads a block serves of one key-value head
 SPLITS = 16  # of a context, at most
 SINGLE_PAGES = 24  # a context of so many pages is not split
-MIN_PAGES = 16  # of a split, of the longer ones
+MIN_PAGES = 8  # of a split, of the longer ones
+PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ def attention_defines(heads: Heads) -> dict[str, int]:
         "OP_SPLITS": SPLITS,
         "OP_SINGLE_PAGES": SINGLE_PAGES,
         "OP_MIN_PAGES": MIN_PAGES,
+        "OP_PAGES_AHEAD": PAGES_AHEAD,
         "OP_MIN_BLOCKS": 1,
     }
 

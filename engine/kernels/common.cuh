@@ -100,15 +100,17 @@ struct Ahead {
     u32 bytes, share;
 };
 
-__device__ __forceinline__ void prefetch(const Ahead& ahead, u32 block) {
+// Asks L2 for a run of bytes, a multiple of 16.
+__device__ __forceinline__ void prefetch_run(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void prefetch(const Ahead& ahead, u32 block) {
     const u32 start = block * ahead.share;
     if (start >= ahead.bytes) return;
     const u32 left = ahead.bytes - start;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead.from + start),
-                 "r"(left < ahead.share ? left & ~15u : ahead.share)
-                 : "memory");
-#endif
+    prefetch_run(ahead.from + start, left < ahead.share ? left & ~15u : ahead.share);
 }
 
 // ---- copies into shared memory -------------------------------------------------------------------------------------
