@@ -105,7 +105,6 @@ def _architecture(fields: Fields) -> tuple[str, Family]:
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:
         fields.refuse("architectures", f"{name!r} is not served", f"use one of {', '.join(FAMILIES)}")
-    assert isinstance(name, str)
     return name, FAMILIES[name]
 
 
@@ -131,8 +130,6 @@ def _refuse_unknown_computation(fields: Fields) -> None:
     act = fields.raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         fields.refuse("hidden_act", f"{act!r} is not served", "use a model with silu")
-    if fields.raw.get("auto_map") is not None and "architectures" not in fields.raw:
-        fields.refuse("auto_map", "code from the model folder is never run", "use a model of a served architecture")
     for key in ("num_local_experts", "num_experts", "attn_logit_softcapping", "final_logit_softcapping"):
         if fields.raw.get(key):
             fields.refuse(key, "is not served", "use a dense model without it")
@@ -165,7 +162,6 @@ def _windows_of_kinds(fields: Fields, kinds: object, window: int | None, layers:
     known = {"full_attention", "sliding_attention"}
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
         fields.refuse("layer_types", f"must name one of {sorted(known)} for each of {layers} layers", "mend the config")
-    assert isinstance(kinds, list)
     if "sliding_attention" in kinds and window is None:
         fields.refuse("layer_types", "names sliding layers but no sliding_window is in use", "set use_sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
