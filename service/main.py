@@ -7,7 +7,6 @@ import gc
 import logging
 import signal
 import sys
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from service.generate import Generator
 from service.health import SERVICE as HEALTH
 from service.health import Health
 from service.model import ServedModel
+from service.progress import Progress
 from service.rpc import Endpoints, Guard
 from service.server import (
     ADMIN_NAMES,
@@ -131,7 +131,7 @@ def _build(settings: Settings) -> _House:
     tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model)
     vocab_size = None if settings.model is None else tokenizer.vocab_size
     engine = EngineClient(
-        settings.engine_settings(vocab_size), stream_buffer=settings.stream.buffer_bytes, on_progress=_Progress()
+        settings.engine_settings(vocab_size), stream_buffer=settings.stream.buffer_bytes, on_progress=Progress()
     )
 
     def capacity() -> int:
@@ -169,7 +169,7 @@ def _announce(settings: Settings, house: _House) -> None:
     tls = "-plaintext" if settings.tls.cert is None else "-cacert CA.pem"
     token = "" if settings.auth.tokens_file is None else ' -H "authorization: Bearer $TOKEN"'
     sys.stdout.write(
-        f'call it: grpcurl {tls}{token} -d \'{{"text": "Once upon a time", "stopping": {{"max_tokens": 64}}}}\' '
+        f'call it: grpcurl {tls}{token} -d \'{{"text": "def read_json(path):", "stopping": {{"max_tokens": 64}}}}\' '
         f"{house.data.address} {GENERATION}/GenerateStream\n"
         f"ready: data {house.data.address} admin {house.admin.address} health {house.probes.address}\n"
     )
@@ -221,16 +221,3 @@ class _Signals:
             for other in (task, signalled):
                 other.cancel()
             await asyncio.gather(task, signalled, return_exceptions=True)
-
-
-class _Progress:
-    """Tells on stderr how far loading is: at most once a second, and whenever a stage is done."""
-
-    def __init__(self) -> None:
-        self._told = 0.0
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done >= total or now - self._told >= 1.0:
-            self._told = now
-            _log.info("%s: %d of %d", stage, done, total)

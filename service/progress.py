@@ -1,0 +1,64 @@
+"""How far loading is, on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import NoReturn
+
+from tqdm import tqdm
+
+_LINE_INTERVAL = 1.0  # seconds
+_IN_BYTES = {"weights"}  # stages that count bytes
+_log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Told of stages one after another; the last report of each has done == total."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[NoReturn] | None = None
+        self._stage = ""
+        self._told_at = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` bytes or pieces of a stage."""
+        if sys.stderr.isatty():
+            self._draw(stage, done, total)
+            return
+        now = time.monotonic()
+        if done >= total or now - self._told_at >= _LINE_INTERVAL:
+            self._told_at = now
+            _log.info("%s: %s of %s", stage, _amount(stage, done), _amount(stage, total))
+
+    def _draw(self, stage: str, done: int, total: int) -> None:
+        bar = self._bar
+        if bar is None or self._stage != stage:
+            bar = self._open(stage, total)
+        bar.update(done - bar.n)
+        if done >= total:
+            self._close()
+
+    def _open(self, stage: str, total: int) -> tqdm[NoReturn]:
+        self._close()
+        in_bytes = stage in _IN_BYTES
+        self._stage = stage
+        self._bar = tqdm(
+            desc=stage,
+            total=total,
+            file=sys.stderr,
+            unit="B" if in_bytes else " pieces",
+            unit_scale=in_bytes,
+            unit_divisor=1024,
+        )
+        return self._bar
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _amount(stage: str, count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if stage in _IN_BYTES else str(count)
