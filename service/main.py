@@ -163,7 +163,7 @@ def _announce(settings: Settings, house: _House) -> None:
     info = house.engine.info
     if info is not None:
         sys.stdout.write(
-            f"serving {settings.served_name}: {info.architecture}, {info.weight_format} on {info.device}, "
+            f"serving {settings.served_name}: {info.architecture}, {info.weight_format} {info.dtype} on {info.device}, "
             f"decoder {info.decoder}, {info.max_sequences} sequences of up to {info.max_context} tokens\n"
         )
     tls = "-plaintext" if settings.tls.cert is None else "-cacert CA.pem"
