@@ -34,7 +34,7 @@ class SchedulerOptions(Group):
         default=None, ge=16, description="prompt and answer, in tokens; unset: the model's own"
     )
     kv_bytes: int | None = Field(default=None, ge=1 << 16, description="key-value pages; unset: a share of free memory")
-    threads: int | None = Field(default=None, ge=1, le=1024, description="of a CPU; unset: one a core")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="of a CPU; unset: all cores but one")
 
 
 class LimitOptions(Group):
