@@ -222,13 +222,13 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
             "gate_up": layer.gate_up.matrix,
             "down": layer.down.matrix,
         }
-        for warps, window, resident in ((4, 1, 1), (4, 2, 1), (4, 4, 1), (8, 1, 1), (8, 4, 1), (8, 2, 2)):
+        for warps, window, resident in ((8, 1, 1), (8, 3, 1), (8, 4, 1), (8, 31, 1)):
             how = {
                 name: replace(tiled(base, name, matrix, warps), window=window, min_blocks=resident)
                 for name, matrix in matrices.items()
             }
             found[f"{warps} warps, {window} under way, {resident} resident"] = replace(base, tilings=how)
-        for warps, window in ((4, 3), (8, 3), (8, 31), (16, 2)):
+        for warps, window in ((8, 3), (8, 31), (16, 2)):
             how = {"head": replace(tiled(base, "head", weights.head, warps), window=window)}
             found[f"head {warps} warps, {window} under way"] = replace(base, tilings=how)
     return found

@@ -1,6 +1,6 @@
 // Decode attention over paged keys and values, for every batch row one new token.
 // Norms of queries and keys (optional), rotary embedding, append of the new key and value to their page, attention with
-// the context split over blocks, and the merge of the splits by whichever block comes last.
+// the context split over blocks, and the merge of the splits by the block of the newest tokens.
 //
 // A warp takes a page of 16 tokens at a time: scores = K·qᵀ with the tokens as rows of the tensor-core product and up to
 // eight query heads as its columns, then out = Vᵀ·p with the dimensions as rows. Pages of earlier steps are requested
@@ -133,13 +133,51 @@ struct Shared {
     int last;
 };
 
-// Merges `count` partial results of one head: weights exp2(top - max), the last a token by itself where it has one.
 __device__ __forceinline__ float merge_weight(float top, float best) { return top == minus_infinity() ? 0.f : exp2f(top - best); }
+
+// Part of the context's result for two dimensions of a head: sum of exp2(score - best), and of that times the values.
+struct Merged {
+    float best = minus_infinity(), sum = 0.f, x = 0.f, y = 0.f;
+    u64 words[4];
+
+    __device__ __forceinline__ void add(const Merged& other) {
+        const float next = fmaxf(best, other.best);
+        const float a = merge_weight(best, next), b = merge_weight(other.best, next);
+        best = next;
+        sum = a * sum + b * other.sum, x = a * x + b * other.x, y = a * y + b * other.y;
+    }
+    __device__ __forceinline__ u32 packed() const { return pack_bf16(x / sum, y / sum); }
+
+    __device__ static __forceinline__ void put(u64* to, float v, u32 number) {
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64(number) << 32) | __float_as_uint(v)) : "memory");
+    }
+    __device__ static __forceinline__ u64 get(const u64* from) {
+        u64 v;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+        return v;
+    }
+    __device__ __forceinline__ void leave(u64* outs, u64* sums, u64 head, int d, u32 number) const {
+        put(outs + head * OP_HEAD_DIM + d, x, number), put(outs + head * OP_HEAD_DIM + d + 1, y, number);
+        if (d == 0) put(sums + head * 2, best, number), put(sums + head * 2 + 1, sum, number);
+    }
+    __device__ __forceinline__ void ask(const u64* outs, const u64* sums, u64 head, int d) {
+        words[0] = get(sums + head * 2), words[1] = get(sums + head * 2 + 1);
+        words[2] = get(outs + head * OP_HEAD_DIM + d), words[3] = get(outs + head * OP_HEAD_DIM + d + 1);
+    }
+    __device__ __forceinline__ bool came(u32 number) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) all = all && u32(words[i] >> 32) == number;
+        best = __uint_as_float(u32(words[0])), sum = __uint_as_float(u32(words[1]));
+        x = __uint_as_float(u32(words[2])), y = __uint_as_float(u32(words[3]));
+        return all;
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     attention(const float* qkv, const float* query_gain, const float* key_gain, const float* angles,
               const int* position, const int* page_table, int table_stride, u16* key_pool, u16* value_pool,
-              float* split_out, Float2* split_sums, int* arrivals, u16* out, float scale, float eps, int window,
+              u64* split_out, u64* split_sums, int* arrivals, u32* launches, u16* out, float scale, float eps, int window,
               int trigger, const u8* ahead, u32 ahead_bytes,
            u32 ahead_share) {
     __shared__ Shared sh;
@@ -158,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
                           : even > OP_MIN_PAGES ? ceil_div(even, OP_WARPS) * OP_WARPS
                                                 : OP_MIN_PAGES;
     const int splits = pages > OP_SINGLE_PAGES ? ceil_div(pages, per_split) : 1;
+    if (splits > int(gridDim.x)) __trap();  // a row longer than the launch was prepared for
     if (pos < 0 || split >= splits) {
         if (split == 0) wait_for_previous();  // the others need not: the launch ends with its last block
         return;
@@ -207,6 +246,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     wait_for_previous();
     if (trigger == 1) let_next_start();
 
+    const u32 number =
+        splits == 1 ? 0u : load_shared_state(launches + m * OP_KV_HEADS * OP_SUBGROUPS + blockIdx.y) + 1;
     // The row's queries, and in the block of the newest tokens its key and value.
     const float* row = qkv + u64(m) * kRows;
     for (int task = warp; task < heads + (newest ? 2 : 0); task += OP_WARPS) {
@@ -285,59 +326,74 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     }
     __syncthreads();
 
-    const u64 cell = (u64(m) * OP_SPLITS + split) * OP_Q_HEADS;
+    // What the blocks of a row and head leave for the one that merges them: words of a value and the launch's number, so
+    // that a reader knows by the word itself whether it has come.
+    const u64 row_words = u64(m) * OP_SPLITS * OP_Q_HEADS;
     for (int o = threadIdx.x; o < heads * kHalf; o += kThreads) {
         const int h = o / kHalf, d = 2 * (o % kHalf);
-        float best = sh.top[OP_WARPS][h];
+        Merged own = {};
+        own.best = sh.top[OP_WARPS][h];
 #pragma unroll
-        for (int w = 0; w < OP_WARPS; ++w) best = fmaxf(best, sh.top[w][h]);
-        float sum = merge_weight(sh.top[OP_WARPS][h], best);
-        float x = newest ? sum * bf16_to_float(sh.value[d]) : 0.f, y = newest ? sum * bf16_to_float(sh.value[d + 1]) : 0.f;
+        for (int w = 0; w < OP_WARPS; ++w) own.best = fmaxf(own.best, sh.top[w][h]);
+        own.sum = merge_weight(sh.top[OP_WARPS][h], own.best);
+        own.x = newest ? own.sum * bf16_to_float(sh.value[d]) : 0.f;
+        own.y = newest ? own.sum * bf16_to_float(sh.value[d + 1]) : 0.f;
 #pragma unroll
         for (int w = 0; w < OP_WARPS; ++w) {
-            const float f = merge_weight(sh.top[w][h], best);
-            sum += f * sh.sum[w][h], x += f * sh.out[w][h][d], y += f * sh.out[w][h][d + 1];
+            const float f = merge_weight(sh.top[w][h], own.best);
+            own.sum += f * sh.sum[w][h], own.x += f * sh.out[w][h][d], own.y += f * sh.out[w][h][d + 1];
         }
+        u32* to = reinterpret_cast<u32*>(out + (u64(m) * OP_Q_HEADS + head0 + h) * OP_HEAD_DIM + d);
+        const u64 at = row_words + head0 + h;
         if (splits == 1) {
-            *reinterpret_cast<u32*>(out + (u64(m) * OP_Q_HEADS + head0 + h) * OP_HEAD_DIM + d) = pack_bf16(x / sum, y / sum);
+            *to = own.packed();
+        } else if (OP_POLL && newest) {
+            Merged all = {};
+            for (int i = 0; i < splits - 1; i += 4) {
+                Merged part[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (i + j < splits - 1) part[j].ask(split_out, split_sums, at + u64(i + j) * OP_Q_HEADS, d);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (i + j < splits - 1) {
+                        while (!part[j].came(number)) part[j].ask(split_out, split_sums, at + u64(i + j) * OP_Q_HEADS, d);
+                        all.add(part[j]);
+                    }
+            }
+            all.add(own);
+            *to = all.packed();
         } else {
-            *reinterpret_cast<Float2*>(split_out + (cell + head0 + h) * OP_HEAD_DIM + d) = Float2{x, y};
-            if (d == 0) split_sums[cell + head0 + h] = Float2{best, sum};
+            own.leave(split_out, split_sums, at + u64(split) * OP_Q_HEADS, d, number);
         }
     }
     if (splits == 1) return;
+    u32* launches_here = launches + m * OP_KV_HEADS * OP_SUBGROUPS + blockIdx.y;
+    if constexpr (OP_POLL) {
+        if (newest && threadIdx.x == 0) *launches_here = number;
+        return;
+    }
 
+    // Too many blocks to be sure that all run at once: whichever comes last merges.
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
         int* counter = arrivals + m * OP_KV_HEADS * OP_SUBGROUPS + blockIdx.y;
-        const int before = atomicAdd(counter, 1);
-        if (before == splits - 1) *counter = 0;  // ready for the next step
-        sh.last = before == splits - 1;
+        sh.last = atomicAdd(counter, 1) == splits - 1;
+        if (sh.last) *counter = 0, *launches_here = number;  // ready for the next launch
     }
     __syncthreads();
     if (!sh.last) return;
     __threadfence();
     for (int o = threadIdx.x; o < heads * kHalf; o += kThreads) {
         const int h = head0 + o / kHalf, d = 2 * (o % kHalf);
-        const u64 row0 = u64(m) * OP_SPLITS * OP_Q_HEADS + h;
-        Float2 sums[OP_SPLITS], outs[OP_SPLITS];
-        float best = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < OP_SPLITS; ++i) {
-            const bool there = i < splits;
-            sums[i] = there ? load_shared_state(split_sums + row0 + u64(i) * OP_Q_HEADS) : Float2{minus_infinity(), 0.f};
-            outs[i] = there ? load_shared_state(reinterpret_cast<const Float2*>(split_out + (row0 + u64(i) * OP_Q_HEADS) * OP_HEAD_DIM + d))
-                            : Float2{0.f, 0.f};
+        Merged all = {};
+        for (int i = 0; i < splits; ++i) {
+            Merged part;
+            part.ask(split_out, split_sums, row_words + h + u64(i) * OP_Q_HEADS, d);
+            part.came(number);
+            all.add(part);
         }
-#pragma unroll
-        for (int i = 0; i < OP_SPLITS; ++i) best = fmaxf(best, sums[i].x);
-        float sum = 0.f, x = 0.f, y = 0.f;
-#pragma unroll
-        for (int i = 0; i < OP_SPLITS; ++i) {
-            const float f = merge_weight(sums[i].x, best);
-            sum += f * sums[i].y, x += f * outs[i].x, y += f * outs[i].y;
-        }
-        *reinterpret_cast<u32*>(out + (u64(m) * OP_Q_HEADS + h) * OP_HEAD_DIM + d) = pack_bf16(x / sum, y / sum);
+        *reinterpret_cast<u32*>(out + (u64(m) * OP_Q_HEADS + h) * OP_HEAD_DIM + d) = all.packed();
     }
 }

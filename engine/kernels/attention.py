@@ -13,7 +13,7 @@ from engine.kernels.linear import CHAIN
 PAGE = 16
 MAX_SHARED = 8  # query heads a block serves of one key-value head
 SPLITS = 16  # of a context, at most
-SINGLE_PAGES = 24  # a context of so many pages is not split
+SINGLE_PAGES = 8  # a context of so many pages is not split
 MIN_PAGES = 8  # of a split, of the longer ones
 PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read
 
@@ -48,9 +48,10 @@ class Heads:
 class SplitScratch:
     """What the blocks of one row and head leave for the one that comes last; shared by all layers."""
 
-    out: torch.Tensor  # float32 [batch, splits, heads, dim]
-    sums: torch.Tensor  # float32 [batch, splits, heads, 2]: maximum and sum
+    out: torch.Tensor  # int64 [batch, splits, heads, dim]: a launch's number and a float32
+    sums: torch.Tensor  # int64 [batch, splits, heads, 2]: the same of maximum and sum
     arrivals: torch.Tensor  # int32, zero between launches
+    launches: torch.Tensor  # int32: how many launches merged splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +83,19 @@ class Embedding:
 
 def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
     """Scratch for a batch."""
+    counters = batch * heads.keys * heads.subgroups
     return SplitScratch(
-        out=torch.empty(batch, SPLITS, heads.queries, heads.dim, device=device),
-        sums=torch.empty(batch, SPLITS, heads.queries, 2, device=device),
-        arrivals=torch.zeros(batch * heads.keys * heads.subgroups, dtype=torch.int32, device=device),
+        out=torch.zeros(batch, SPLITS, heads.queries, heads.dim, dtype=torch.int64, device=device),
+        sums=torch.zeros(batch, SPLITS, heads.queries, 2, dtype=torch.int64, device=device),
+        arrivals=torch.zeros(counters, dtype=torch.int32, device=device),
+        launches=torch.zeros(counters, dtype=torch.int32, device=device),
     )
 
 
-def splits(tokens: int, warps: int) -> int:
-    """Into how many parts the kernel splits a context: a function of its length alone."""
+def most_splits(tokens: int) -> int:
+    """Into how many parts the kernel splits a context of so many tokens or fewer, at most."""
     pages = -(-tokens // PAGE)
-    if pages <= SINGLE_PAGES:
-        return 1
-    even = -(-pages // SPLITS)
-    return -(-pages // max(MIN_PAGES, -(-even // warps) * warps))
+    return 1 if pages <= SINGLE_PAGES else min(SPLITS, -(-pages // MIN_PAGES))
 
 
 def attention_defines(heads: Heads) -> dict[str, int]:
@@ -126,6 +126,7 @@ class AttentionOp:
     places: Places
     embedding: Embedding
     scratch: SplitScratch
+    multiprocessors: int
     longest: int | None = None  # no row will hold more tokens
 
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -145,12 +146,15 @@ class AttentionOp:
             "split_out": self.scratch.out,
             "split_sums": self.scratch.sums,
             "arrivals": self.scratch.arrivals,
+            "launches": self.scratch.launches,
             "out": out,
             "scale": heads.dim**-0.5 * 1.4426950408889634,  # exponents are of two
             "eps": self.embedding.eps,
             "window": layer.window or 0,
         }
-        parts = SPLITS if self.longest is None else splits(self.longest, defines["OP_WARPS"])
+        parts = SPLITS if self.longest is None else most_splits(self.longest)
         grid = (parts, heads.keys * heads.subgroups, batch)
+        # A block may wait for the others of its row and head only where all blocks run at once.
+        defines["OP_POLL"] = int(grid[0] * grid[1] * grid[2] <= self.multiprocessors)
         kernel = self.library.kernel("attention", "attention", defines)
         return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32), {**values, **CHAIN})

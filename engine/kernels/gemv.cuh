@@ -188,7 +188,7 @@ struct Gemv {
     using Products = float[TILES][kChains][kSets][4];
 
     // Tiles whose stages are awaited together, so that their products overlap.
-    static constexpr int kJoint = TILES % 3 == 0 ? 3 : TILES % 2 == 0 ? 2 : 1;
+    static constexpr int kJoint = kWhole && DEPTH == 1 ? TILES : TILES % 3 == 0 ? 3 : TILES % 2 == 0 ? 2 : 1;
 
     __device__ __forceinline__ void multiply_segment(Products& products, const Word (&x)[DEPTH]) {
         const int g = lane >> 2, t = lane & 3;

@@ -159,7 +159,9 @@ def _stages(
     """Launches in order, each with the matrix that it reads."""
     stream = buffers.stream
     embedding = Embedding(weights.angles, weights.eps)
-    attend = AttentionOp(library, weights.heads, buffers.places, embedding, buffers.scratch, plan.longest)
+    attend = AttentionOp(
+        library, weights.heads, buffers.places, embedding, buffers.scratch, plan.multiprocessors, plan.longest
+    )
     gains = [layer.input_gain for layer in weights.layers[1:]] + [weights.final_gain]
     for layer, next_gain in zip(weights.layers, gains, strict=True):
         qkv, output, wide, down = layer.qkv, layer.output, layer.gate_up, layer.down

@@ -56,14 +56,24 @@ class Case:
         cos, sin = angles.cos(), angles.sin()
         self.angles = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).contiguous()
 
-    def run(self, library: KernelLibrary, launcher: Launcher, window: int | None, times: int = 1) -> torch.Tensor:
+    def run(
+        self,
+        library: KernelLibrary,
+        launcher: Launcher,
+        window: int | None,
+        *,
+        times: int = 1,
+        blocks_at_once: int = 0,
+    ) -> torch.Tensor:
         heads, batch = self.heads, len(self.positions)
         held = scratch(heads, batch, torch.device("cuda"))
-        held.out.fill_(float("nan"))
-        held.sums.fill_(float("nan"))
+        held.out.fill_(0x7FC00000)  # NaN, of no launch
+        held.sums.fill_(0x7FC00000)
         query_gain, key_gain = self.gains or (None, None)
         layer = LayerAttention(self.pool[0], self.pool[1], query_gain, key_gain, window)
-        op = AttentionOp(library, heads, self.places, Embedding(self.angles, EPS), held)
+        longest = max(self.positions)
+        embedding = Embedding(self.angles, EPS)
+        op = AttentionOp(library, heads, self.places, embedding, held, blocks_at_once, longest)
         out = torch.full((batch, heads.queries * heads.dim), float("nan"), device="cuda", dtype=torch.bfloat16)
         launcher.enqueue([op.prepare(layer, self.qkv, out)] * times)
         assert not held.arrivals.any()
@@ -133,9 +143,13 @@ def test_a_row_does_not_depend_on_the_batch(library: KernelLibrary, launcher: La
         assert torch.equal(alone.run(library, launcher, None)[0], together[row])
 
 
-def test_repeated_launches_agree(library: KernelLibrary, launcher: Launcher) -> None:
-    """The merge of the splits does not depend on who comes last, and leaves its counters ready."""
-    case = Case(HEADS[0], POSITIONS[3])
+@pytest.mark.parametrize("positions", [[8193], [700, 130], [0, 3000]], ids=str)
+def test_both_merges_agree(library: KernelLibrary, launcher: Launcher, positions: list[int]) -> None:
+    """Waiting for the other splits, or merging in whichever block comes last: the same bits, launch after launch."""
+    case = Case(HEADS[0], positions)
     first = case.run(library, launcher, None)
+    for row in range(len(positions)):
+        assert close(first[row], case.expected(row, None)[2], 6e-3)
     for _ in range(20):
         assert torch.equal(case.run(library, launcher, None, times=3), first)
+        assert torch.equal(case.run(library, launcher, None, times=3, blocks_at_once=1 << 20), first)
