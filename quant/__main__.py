@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--format", choices=("awq", "int8"), default="awq")
     make.add_argument("--engine", choices=("own", "autoawq", "bitsandbytes"), default="own")
     make.add_argument("--group", type=int, default=128, help="inputs that share a scale: 32, 64 or 128")
-    make.add_argument("--text", type=Path, help="calibration text; without it the model writes its own")
+    make.add_argument("--text", type=Path, help="calibration text; without it the model writes its own, slowly")
     make.add_argument("--samples", type=int, default=128, help="calibration windows")
     make.add_argument("--held-out", type=int, default=32, help="windows that only judge the result")
     make.add_argument("--length", type=int, default=512, help="tokens in a window")

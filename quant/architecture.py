@@ -46,6 +46,11 @@ class Architecture:
     def layers(self) -> int:
         return len(self.windows)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Keys and values of one position, in float32."""
+        return 4 * 2 * self.layers * self.kv_heads * self.head_dim
+
     def linears(self) -> Mapping[str, tuple[int, int]]:
         """Every linear of a layer, in the order of the forward pass: name -> (inputs, outputs)."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -13,7 +13,7 @@ import torch
 
 from quant.errors import BadTensor
 from quant.nibbles import bytes_of, in_groups, pack_nibbles, unpack_nibbles, words_of
-from quant.source import TensorSource, fetch, fetch_floats
+from quant.source import TensorSource, check, fetch, fetch_floats
 from quant.spec import WHOLE_ROW, AwqSpec
 from quant.weights import Int4Groups
 
@@ -50,29 +50,26 @@ def _read_gemm(source: TensorSource, layer: str, group: int, inputs: int, output
     if outputs % 8:
         raise BadTensor(f"{layer}.qweight", "outputs in multiples of 8", f"{outputs} outputs")
     groups = inputs // group
+    check(source, f"{layer}.qweight", (inputs, outputs // 8), (torch.int32,))
+    scales = fetch_floats(source, f"{layer}.scales", (groups, outputs)).T.clone(memory_format=torch.contiguous_format)
+    zeros = _deinterleave(fetch(source, f"{layer}.qzeros", (groups, outputs // 8), (torch.int32,)))
     words = fetch(source, f"{layer}.qweight", (inputs, outputs // 8), (torch.int32,))
-    zeros = fetch(source, f"{layer}.qzeros", (groups, outputs // 8), (torch.int32,))
-    scales = fetch_floats(source, f"{layer}.scales", (groups, outputs))
     packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=words.device)
     for first in range(0, outputs, _COLUMNS_AT_ONCE):
         columns = _deinterleave(words[:, first // 8 : (first + _COLUMNS_AT_ONCE) // 8])
         packed[first : first + _COLUMNS_AT_ONCE] = pack_nibbles(columns.T)
-    return Int4Groups(packed, scales.T.contiguous(), _deinterleave(zeros).T.contiguous(), group)
+    return Int4Groups(packed, scales, zeros.T.contiguous(), group)
 
 
 def _read_gemv(source: TensorSource, layer: str, group: int, inputs: int, outputs: int) -> Int4Groups:
     groups = inputs // group
     width = _zeros_width(f"{layer}.qzeros", groups, group)
+    check(source, f"{layer}.qweight", (outputs, inputs // 8), (torch.int32,))
+    scales = fetch_floats(source, f"{layer}.scales", (outputs, width * 8))[:, :groups].clone()
+    zeros = unpack_nibbles(bytes_of(fetch(source, f"{layer}.qzeros", (outputs, width), (torch.int32,))))
     words = fetch(source, f"{layer}.qweight", (outputs, inputs // 8), (torch.int32,))
-    zeros = fetch(source, f"{layer}.qzeros", (outputs, width), (torch.int32,))
-    scales = fetch_floats(source, f"{layer}.scales", (outputs, width * 8))
     # eight inputs in order, low bits first, is the packed form itself
-    return Int4Groups(
-        bytes_of(words).clone(),
-        scales[:, :groups].clone(),
-        unpack_nibbles(bytes_of(zeros))[:, :groups].clone(),
-        group,
-    )
+    return Int4Groups(bytes_of(words).clone(), scales, zeros[:, :groups].contiguous(), group)
 
 
 def _zeros_width(tensor: str, groups: int, group: int) -> int:

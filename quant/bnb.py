@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from quant.errors import BadTensor
-from quant.source import TensorSource, fetch, fetch_floats
+from quant.source import TensorSource, check, fetch, fetch_floats
 from quant.weights import Int8Rows
 
 _STEPS = 127.0  # int8 steps from zero to a row's largest magnitude
@@ -17,9 +17,9 @@ def read_int8(source: TensorSource, layer: str, in_features: int, out_features: 
     layout = f"{layer}.weight_format"
     if layout in source.names() and int(fetch(source, layout, (), (torch.uint8,))) != 0:
         raise BadTensor(layout, "0 (row-major)", "a GPU tile layout")
-    q = fetch(source, f"{layer}.weight", (out_features, in_features), (torch.int8,))
-    largest = fetch_floats(source, f"{layer}.SCB", (out_features,))
-    return Int8Rows(q, largest.float() / _STEPS)
+    check(source, f"{layer}.weight", (out_features, in_features), (torch.int8,))
+    scale = fetch_floats(source, f"{layer}.SCB", (out_features,)).float() / _STEPS
+    return Int8Rows(fetch(source, f"{layer}.weight", (out_features, in_features), (torch.int8,)).clone(), scale)
 
 
 def write_int8(weight: Int8Rows) -> Mapping[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from quant.decoder import Decoder
 from quant.errors import BadFile, CannotQuantize
 
 _TEXT_LIMIT: Final = 64 << 20  # bytes
-_SAMPLES_AT_ONCE: Final = 64
+_KEPT_BYTES: Final = 512 << 20  # keys and values of the sequences that are written together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +50,10 @@ def own_windows(
         return torch.multinomial(chances, 1, generator=random).squeeze(1).to(logits.device)
 
     first = _first_token(config)
+    together = max(1, _KEPT_BYTES // (decoder.architecture.kept_bytes * length))
     parts = []
-    for start in range(0, count, _SAMPLES_AT_ONCE):
-        prompts = torch.full((min(_SAMPLES_AT_ONCE, count - start), 1), first)
+    for start in range(0, count, together):
+        prompts = torch.full((min(together, count - start), 1), first)
         parts.append(decoder.generate(prompts, length - 1, pick).cpu())
         done(start + len(prompts))
     return torch.cat(parts)

@@ -20,7 +20,7 @@ from quant.weights import Dense, Linear
 _CPU: Final = torch.device("cpu")
 _TOKENS_AT_ONCE: Final = 4096  # activations of a layer in flight
 _VOCAB_AT_ONCE: Final = 16384  # rows of the head widened to float32 together
-_KEEP_BELOW: Final = 1 << 30  # bytes in float32: smaller models stay in memory between passes
+_KEEP_BELOW: Final = 128 << 20  # bytes in float32: smaller models stay in memory between passes
 
 
 class Decoder:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,29 +34,29 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 class Folder:
-    """The tensors stay in the files, mapped, until they are asked for."""
+    """Holds no file open: each tensor maps its file anew, so that what was read can leave memory with its tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_json(path / "config.json")
         self.files = _shards(path)
-        self._handles = {file: _open(path / file) for file in self.files}
-        self._file = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        self._entries = {entry.name: entry for file in self.files for entry in _entries(path / file)}
 
     def names(self) -> Collection[str]:
-        return self._file.keys()
+        return self._entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        kind = self._slice(name).get_dtype()
-        if kind not in _DTYPES:
-            raise BadFile(self._file[name], f"tensor {name} has the type {kind}, which is not read")
-        return _DTYPES[kind]
+        entry = self._entries[name]
+        if entry.kind not in _DTYPES:
+            raise BadFile(entry.file.name, f"tensor {name} has the type {entry.kind}, which is not read")
+        return _DTYPES[entry.kind]
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handles[self._file[name]].get_tensor(name)
+        with _open(self._entries[name].file) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
     def spec(self) -> QuantSpec | None:
@@ -64,9 +65,6 @@ class Folder:
 
     def nbytes(self) -> int:
         return sum((self.path / file).stat().st_size for file in self.files)
-
-    def _slice(self, name: str) -> Any:
-        return self._handles[self._file[name]].get_slice(name)
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -97,6 +95,23 @@ def _shards(path: Path) -> tuple[str, ...]:
     if not found:
         raise BadFile(path.name, "no *.safetensors here; other weight files are not read, convert them first")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor in a file's header."""
+
+    name: str
+    file: Path
+    kind: str
+    shape: tuple[int, ...]
+
+
+def _entries(path: Path) -> Iterator[_Entry]:
+    with _open(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            about = file.get_slice(name)
+            yield _Entry(name, path, about.get_dtype(), tuple(about.get_shape()))
 
 
 def _open(path: Path) -> Any:

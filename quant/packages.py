@@ -12,11 +12,14 @@ from quant.errors import CannotQuantize
 
 
 def run_autoawq(model: Path, out: Path, group: int, calibration: torch.Tensor) -> None:
-    """AutoAWQ's own search. calibration: int [S, T]. Its double scaling is off: that has no unscaled candidate."""
+    """AutoAWQ's own search. calibration: int [S, T].
+
+    Its double scaling is off: that has no unscaled candidate. It searches in float32, since CPUs are slow in float16.
+    """
     awq = _load("awq", "autoawq", "awq")
     transformers = _load("transformers", "transformers", "awq")
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(model))
-    loaded = awq.AutoAWQForCausalLM.from_pretrained(str(model), torch_dtype=torch.float16, device_map="cpu")
+    loaded = awq.AutoAWQForCausalLM.from_pretrained(str(model), torch_dtype=torch.float32, device_map="cpu")
     loaded.quantize(
         tokenizer,
         quant_config={"zero_point": True, "q_group_size": group, "w_bit": 4, "version": "GEMM"},
@@ -26,6 +29,7 @@ def run_autoawq(model: Path, out: Path, group: int, calibration: torch.Tensor) -
         n_parallel_calib_samples=8,
         duo_scaling=False,
     )
+    loaded.model.half()
     loaded.save_quantized(str(out))
     tokenizer.save_pretrained(str(out))
 

@@ -12,7 +12,7 @@ import torch
 
 from quant.errors import BadTensor
 from quant.nibbles import bytes_of, unpack_nibbles
-from quant.source import TensorSource, fetch, fetch_floats
+from quant.source import TensorSource, check, fetch, fetch_floats
 from quant.spec import WHOLE_ROW, PackedScheme, PackedSpec
 from quant.weights import Int4Groups, Int8Rows
 
@@ -30,14 +30,16 @@ def read_packed(
     _check_shape(source, layer, in_features, out_features)
     if f"{layer}.weight_g_idx" in source.names():
         _check_order(source, f"{layer}.weight_g_idx", in_features, group)
-    words = fetch(source, name, (out_features, -(-in_features * scheme.bits // 32)), (torch.int32,))
-    scale = fetch_floats(source, f"{layer}.weight_scale", (out_features, in_features // group))
+    words = (out_features, -(-in_features * scheme.bits // 32))
+    check(source, name, words, (torch.int32,))
+    scale = fetch_floats(source, f"{layer}.weight_scale", (out_features, in_features // group)).clone()
     if scheme.bits == 8:
         # stored plus 128: flipping the top bit is the same as subtracting it
-        q = (bytes_of(words)[:, :in_features] ^ 0x80).view(torch.int8)
-        return Int8Rows(q.contiguous(), scale[:, 0].float())
+        q = bytes_of(fetch(source, name, words, (torch.int32,)))[:, :in_features] ^ 0x80
+        return Int8Rows(q.view(torch.int8), scale[:, 0].float())
     zero = _zeros(source, layer, scheme, out_features, in_features // group)
-    return Int4Groups(bytes_of(words)[:, : in_features // 2].clone(), scale.clone(), zero, group)
+    packed = bytes_of(fetch(source, name, words, (torch.int32,)))[:, : in_features // 2].clone()
+    return Int4Groups(packed, scale, zero, group)
 
 
 def _zeros(source: TensorSource, layer: str, scheme: PackedScheme, outputs: int, groups: int) -> torch.Tensor:

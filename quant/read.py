@@ -17,13 +17,15 @@ from quant.weights import Dense, Linear, Weight
 def read_linear(
     source: TensorSource, layer: str, spec: QuantSpec | None, in_features: int, out_features: int
 ) -> Linear:
-    """The layer called `layer` (without `.weight`). Its tensors decide its form: a skipped layer is simply dense."""
+    """The layer called `layer` (without `.weight`). Its tensors decide its form: a skipped layer is simply dense.
+
+    What is returned owns its memory, but for a dense weight: that is the source's own tensor.
+    """
     if in_features < 1 or out_features < 1:
         raise BadTensor(layer, "at least one input and one output", f"{in_features} and {out_features}")
-    weight = _weight(source, layer, spec, in_features, out_features)
     name = f"{layer}.bias"
-    bias = fetch_floats(source, name, (out_features,)) if name in source.names() else None
-    return Linear(weight, bias)
+    bias = fetch_floats(source, name, (out_features,)).clone() if name in source.names() else None
+    return Linear(_weight(source, layer, spec, in_features, out_features), bias)
 
 
 def tensor_names(layer: str, spec: QuantSpec | None) -> tuple[str, ...]:

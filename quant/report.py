@@ -38,15 +38,8 @@ class Report:
             f"Weights: {_mib(self.source_bytes)} before, {_mib(self.bytes)} after.",
             "",
             *evaluation_lines(self.evaluation),
-            "",
-            "## Layers",
-            "",
-            "Relative root-mean-square errors. A linear of four bits: of its output on the calibration text, rounded",
-            "to nearest → as quantized; of eight bits: of its weight. A layer: of what it adds to its input, or the",
-            "worst of its linears.",
-            "",
         ]
-        return "\n".join([*lines, *_table(self.layers)]) + "\n"
+        return "\n".join([*lines, *_layer_lines(self.layers)]) + "\n"
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:
@@ -78,15 +71,26 @@ def _verdict(found: Comparison) -> str:
     return f"Missed: {'; '.join(misses)}. A smaller group or 8 bits loses less."
 
 
-def _table(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row a layer: the layer's own error, then each linear's."""
-    names = [loss["name"] for loss in layers[0]["linears"]] if layers else []
+def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row a layer: the layer's own error, then each linear's. Other packages tell nothing of layers."""
+    if not layers:
+        return []
+    names = [loss["name"] for loss in layers[0]["linears"]]
     head = ["layer", "seconds", "output", *(name.split(".")[-1] for name in names)]
     rows = [" | ".join(head), " | ".join("---" for _ in head)]
     for index, layer in enumerate(layers):
         losses = (_loss(loss) for loss in layer["linears"])
         rows.append(" | ".join([str(index), f"{layer['seconds']:.1f}", f"{layer['error']:.4f}", *losses]))
-    return [f"| {row} |" for row in rows]
+    intro = [
+        "",
+        "## Layers",
+        "",
+        "Relative root-mean-square errors. A linear of four bits: of its output on the calibration text, rounded",
+        "to nearest → as quantized; of eight bits: of its weight. A layer: of what it adds to its input, or the",
+        "worst of its linears.",
+        "",
+    ]
+    return [*intro, *(f"| {row} |" for row in rows)]
 
 
 def _loss(loss: Mapping[str, Any]) -> str:

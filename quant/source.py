@@ -13,7 +13,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TensorSource(Protocol):
-    """A checkpoint by tensor name. Shape and dtype come from its header; `tensor` alone reads data."""
+    """A checkpoint by tensor name. Shape and dtype come from its header; `tensor` alone reads data.
+
+    A tensor may be a view of the file that is good until the next call, so readers copy before they ask again.
+    """
 
     def names(self) -> Collection[str]: ...
 

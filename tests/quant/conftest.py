@@ -13,12 +13,16 @@ STORED = Path(__file__).parent / "fixtures"
 
 
 class DictSource:
-    """A TensorSource over plain tensors. It counts what is read, so that a test can prove a header was checked."""
+    """A TensorSource over plain tensors. It counts what is read, so that a test can prove a header was checked.
+
+    Each tensor is good until the next call: then it is overwritten.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, torch.Tensor] | None = None) -> None:
         self._tensors = dict(tensors)
         self._headers = {**self._tensors, **(headers or {})}
         self.read: list[str] = []
+        self._lent = torch.empty(0)
 
     def names(self) -> Collection[str]:
         return self._headers.keys()
@@ -31,7 +35,9 @@ class DictSource:
 
     def tensor(self, name: str) -> torch.Tensor:
         self.read.append(name)
-        return self._tensors[name]
+        self._lent.fill_(77)
+        self._lent = self._tensors[name].clone()
+        return self._lent
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -77,7 +77,7 @@ def test_a_split_that_leaves_nothing_is_refused(count, held_out):
 
 
 @torch.inference_mode()
-def test_a_model_writes_its_own_text(stored):
+def test_a_model_writes_its_own_text(stored, monkeypatch):
     decoder = Decoder.open(stored / "awq-tiny")
     config = json.loads((stored / "awq-tiny" / "config.json").read_text())
     heard: list[int] = []
@@ -88,6 +88,10 @@ def test_a_model_writes_its_own_text(stored):
     assert len({tuple(row) for row in windows.tolist()}) == 6
     assert torch.equal(own_windows(decoder, config, 24, 6, 1, heard.append), windows)
     assert not torch.equal(own_windows(decoder, config, 24, 6, 2, heard.append), windows)
+    monkeypatch.setattr("quant.calibration._KEPT_BYTES", 4 * 24 * decoder.architecture.kept_bytes)
+    heard.clear()
+    assert own_windows(decoder, config, 24, 6, 1, heard.append).shape == (6, 24)
+    assert heard == [4, 6]
     # text at temperature 1 is about as likely as the model's own entropy says: far likelier than chance
     logits = decoder.logits(decoder.hidden(windows))
     losses = -logits[:, :-1].log_softmax(2).gather(2, windows[:, 1:].unsqueeze(2))

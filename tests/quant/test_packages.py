@@ -16,6 +16,7 @@ class Recorder:
     """Stands for a package's loaded model or tokenizer: it keeps what it was told."""
 
     def __init__(self) -> None:
+        self.model = SimpleNamespace(half=lambda: self.calls.update(half=((), {})))
         self.calls: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {}
 
     def __getattr__(self, name: str):
@@ -47,6 +48,7 @@ def test_autoawq_gets_the_group_and_all_of_the_calibration(installed, tmp_path):
     assert given["quant_config"] == {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
     assert given["calib_data"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert (given["max_calib_samples"], given["max_calib_seq_len"]) == (3, 4)
+    assert list(model.calls) == ["from_pretrained", "quantize", "half", "save_quantized"]
     assert model.calls["save_quantized"][0] == (str(tmp_path / "out"),)
     assert tokenizer.calls["save_pretrained"][0] == (str(tmp_path / "out"),)
 
