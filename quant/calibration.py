@@ -14,6 +14,7 @@ from quant.decoder import Decoder
 from quant.errors import BadFile, CannotQuantize
 
 _TEXT_LIMIT: Final = 64 << 20  # bytes
+_ENCODE_AT_ONCE: Final = 1 << 20  # characters
 _KEPT_BYTES: Final = 512 << 20  # keys and values of the sequences that are written together
 
 
@@ -30,7 +31,7 @@ def text_windows(model: Path, text: Path, length: int, count: int | None = None)
     tokenizer = _tokenizer(model)
     prefix = _prefix(tokenizer)
     step = length - len(prefix)
-    ids = torch.tensor(tokenizer.encode(_read(text), add_special_tokens=False).ids)
+    ids = _encode(tokenizer, _read(text))
     if step < 1 or len(ids) < step:
         raise CannotQuantize(f"{text.name} has {len(ids)} tokens, fewer than one window of {length}")
     windows = ids[: len(ids) // step * step].view(-1, step)
@@ -75,6 +76,21 @@ def _tokenizer(model: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every fault of the file
         raise BadFile(path.name, "is missing or cannot be read") from error
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> torch.Tensor:
+    """int64 [tokens]. Whole lines at a time: the library keeps far more of a text than its ids."""
+    parts: list[torch.Tensor] = []
+    lines: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        size += len(line)
+        if size >= _ENCODE_AT_ONCE:
+            parts.append(torch.tensor(tokenizer.encode("".join(lines), add_special_tokens=False).ids))
+            lines, size = [], 0
+    parts.append(torch.tensor(tokenizer.encode("".join(lines), add_special_tokens=False).ids))
+    return torch.cat(parts).long()
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:

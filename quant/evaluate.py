@@ -16,6 +16,8 @@ from quant.errors import CannotQuantize
 _PROMPTS: Final = 16
 _PROMPT_TOKENS: Final = 32
 _ANSWER_TOKENS: Final = 32
+_HIDDEN_BYTES: Final = 512 << 20  # of a model's hidden states: longer texts are read in turns
+_LOGITS_AT_ONCE: Final = 1 << 23
 
 Progress = Callable[[str, int, int], None]  # stage, done, of how many
 
@@ -66,53 +68,89 @@ def evaluate(
         raise CannotQuantize("the two models have vocabularies of different sizes: they cannot be compared")
     if int(windows.max()) >= decoder.architecture.vocab:
         raise CannotQuantize("the tokenizer has more tokens than the model")
-    hidden = _hidden(decoder, windows, "model", progress)
-    tokens = windows[:, 1:].numel()
-    if base is None:
-        losses = torch.stack([_loss(decoder.logits(row[:-1]), ids) for row, ids in zip(hidden, windows, strict=True)])
-        return Evaluation(len(windows), tokens, metrics.perplexity(losses), None)
-    base_hidden = _hidden(base, windows, "base", progress)
     scores = _Scores()
-    for place in range(len(windows)):
-        scores.add(base.logits(base_hidden[place, :-1]), decoder.logits(hidden[place, :-1]), windows[place])
-        progress("compare", place + 1, len(windows))
-    greedy, greedy_of = _greedy(decoder, base, windows, progress)
-    return Evaluation(len(windows), tokens, metrics.perplexity(scores.losses()), scores.comparison(greedy, greedy_of))
+    at_once = max(1, _HIDDEN_BYTES // (4 * windows.shape[1] * decoder.architecture.hidden))
+    chunks = [windows[first : first + at_once] for first in range(0, len(windows), at_once)]
+    for place, chunk in enumerate(chunks):
+        heard = _Heard(progress, place, len(chunks))
+        hidden = _hidden(decoder, chunk, "model", heard)
+        base_hidden = None if base is None else _hidden(base, chunk, "base", heard)
+        for row, ids in enumerate(chunk):
+            scores.add(_window(decoder, hidden[row], base, None if base_hidden is None else base_hidden[row], ids))
+            heard("compare", row + 1, len(chunk))
+    comparison = None
+    if base is not None:
+        comparison = scores.comparison(*_greedy(decoder, base, windows, progress))
+    return Evaluation(len(windows), windows[:, 1:].numel(), metrics.perplexity(scores.losses()), comparison)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """Progress over several chunks of windows, as one stage."""
+
+    progress: Progress
+    chunk: int
+    chunks: int
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.progress(stage, self.chunk * total + done, self.chunks * total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Means over one window. Without a base the last three are 0."""
+
+    loss: float
+    base_loss: float
+    kl: float
+    agreement: float
 
 
 class _Scores:
-    """Sums over windows of what both models said."""
+    """What was found, window by window."""
 
     def __init__(self) -> None:
-        self._base: list[torch.Tensor] = []
-        self._model: list[torch.Tensor] = []
-        self._kl: list[torch.Tensor] = []
-        self._agreement: list[torch.Tensor] = []
+        self._found: list[_Window] = []
 
-    def add(self, base: torch.Tensor, model: torch.Tensor, ids: torch.Tensor) -> None:
-        self._base.append(_loss(base, ids))
-        self._model.append(_loss(model, ids))
-        self._kl.append(metrics.kl_divergence(base, model).mean().cpu())
-        self._agreement.append(metrics.agreement(base, model).double().mean().cpu())
+    def add(self, window: _Window) -> None:
+        self._found.append(window)
 
     def losses(self) -> torch.Tensor:
-        return torch.stack(self._model)
+        return self._all([window.loss for window in self._found])
 
     def comparison(self, greedy: float, greedy_of: int) -> Comparison:
-        base = torch.stack(self._base)
+        base = self._all([window.base_loss for window in self._found])
         return Comparison(
             base_perplexity=metrics.perplexity(base),
             perplexity_change=metrics.perplexity_change(base, self.losses()),
-            kl=float(torch.stack(self._kl).mean()),
-            agreement=float(torch.stack(self._agreement).mean()),
+            kl=float(self._all([window.kl for window in self._found]).mean()),
+            agreement=float(self._all([window.agreement for window in self._found]).mean()),
             greedy=greedy,
             greedy_of=greedy_of,
         )
 
+    def _all(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
 
-def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """logits [T - 1, V] of a window's ids [T] -> its mean negative log-likelihood."""
-    return metrics.negative_log_likelihood(logits, ids[1:].to(logits.device)).mean().cpu()
+
+def _window(
+    decoder: Decoder, hidden: torch.Tensor, base: Decoder | None, base_hidden: torch.Tensor | None, ids: torch.Tensor
+) -> _Window:
+    """hidden [T, H] of ids [T]. Logits are made for a few positions at a time."""
+    at_once = max(1, _LOGITS_AT_ONCE // decoder.architecture.vocab)
+    totals = torch.zeros(4, dtype=torch.float64)
+    for first in range(0, len(ids) - 1, at_once):
+        places = slice(first, min(first + at_once, len(ids) - 1))
+        targets = ids[first + 1 : places.stop + 1].to(hidden.device)
+        logits = decoder.logits(hidden[places])
+        totals[0] += float(metrics.negative_log_likelihood(logits, targets).double().sum())
+        if base is None or base_hidden is None:
+            continue
+        expected = base.logits(base_hidden[places])
+        totals[1] += float(metrics.negative_log_likelihood(expected, targets).double().sum())
+        totals[2] += float(metrics.kl_divergence(expected, logits).double().sum())
+        totals[3] += float(metrics.agreement(expected, logits).sum())
+    return _Window(*(totals / (len(ids) - 1)).tolist())
 
 
 def _hidden(decoder: Decoder, windows: torch.Tensor, stage: str, progress: Progress) -> torch.Tensor:
@@ -134,5 +172,6 @@ def _greedy(decoder: Decoder, base: Decoder, windows: torch.Tensor, progress: Pr
 
     both = base.generate(prompts, answer, pick)
     start = prompts.shape[1]
-    chosen = decoder.logits(decoder.hidden(both)[:, start - 1 : -1]).argmax(2)
+    hidden = decoder.hidden(both)[:, start - 1 : -1]
+    chosen = torch.stack([decoder.logits(row).argmax(1) for row in hidden])
     return float(metrics.agreed_length(both[:, start:], chosen).double().mean()), answer

@@ -7,11 +7,13 @@ as their inputs go together. Columns with the largest inputs are rounded first, 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
 
 from quant.activations import Activations
+from quant.errors import CannotQuantize
 from quant.nibbles import pack_nibbles
 from quant.rounding import LEVELS
 from quant.search import Ranges
@@ -42,6 +44,8 @@ def _elimination(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     diagonal = products.diagonal()
     order = diagonal.argsort(descending=True, stable=True)
     mean = float(diagonal.mean())
+    if not math.isfinite(mean):
+        raise CannotQuantize("the calibration text drives a layer's inputs beyond float32: give another text")
     damped = products[order][:, order].double()
     damped.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
     lower = torch.linalg.cholesky(damped)

@@ -46,9 +46,9 @@ class Job:
                     "repeat that one, or remove the folder"
                 )
             return Job(out, state)
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and (not out.is_dir() or any(entry != path.parent for entry in out.iterdir())):
             raise CannotQuantize(f"{out.name} is there already and is not an unfinished job: name a new folder")
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         job = Job(out, {"key": key, "layers": [], "assembled": False})
         job._save()
         return job

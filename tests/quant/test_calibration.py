@@ -46,6 +46,13 @@ def test_fewer_windows_are_spread_over_the_text(model):
     assert len(text_windows(model, write(model, "abcdefgh" * 50), 5, 10**6)) == len(everything)
 
 
+def test_long_texts_are_encoded_by_lines(model, monkeypatch):
+    text = write(model, "abcd\nefgh\n" * 20)
+    whole = text_windows(model, text, 5)
+    monkeypatch.setattr("quant.calibration._ENCODE_AT_ONCE", 12)
+    assert torch.equal(text_windows(model, text, 5), whole)
+
+
 @pytest.mark.parametrize("text", ["", "abc"])
 def test_too_little_text_is_refused(model, text):
     with pytest.raises(CannotQuantize, match=r"text\.txt has \d+ tokens"):

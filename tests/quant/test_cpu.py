@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.cpu import Layout, pack_int4, pack_int8, why_not_int4, why_not_int8
+from quant.cpu import Layout, dense_plan, pack_int4, pack_int8, why_not_int4, why_not_int8
 from quant.nibbles import unpack_nibbles
 from quant.rounding import round_groups, round_rows
 
@@ -75,3 +75,21 @@ def test_what_the_kernels_cannot_take_is_said():
     assert "multiple of 16" in str(why_not_int4(round_groups(torch.randn(24, 64), 32)))
     assert "groups of 16" in str(why_not_int4(round_groups(torch.randn(16, 64), 16)))
     assert "multiple of 32" in str(why_not_int8(round_rows(torch.randn(16, 40))))
+
+
+@pytest.mark.parametrize(
+    ("times", "dtype"),
+    [
+        ({torch.bfloat16: 1.0, torch.float32: 2.0}, torch.bfloat16),
+        ({torch.bfloat16: 2.0, torch.float32: 1.0}, torch.float32),
+    ],
+)
+def test_the_dense_type_is_the_faster_one(monkeypatch, times, dtype):
+    monkeypatch.setattr("quant.cpu._product_time", times.__getitem__)
+    plan = dense_plan()
+    assert plan.dtype == dtype
+    assert plan.int8_rows < plan.int4_rows
+
+
+def test_this_cpu_has_a_plan():
+    assert dense_plan().dtype in (torch.bfloat16, torch.float32)

@@ -60,6 +60,22 @@ def test_four_bits_against_eight(stored, windows):
     assert 0 < found.greedy <= 32
 
 
+def test_texts_read_in_turns_are_judged_the_same(stored, windows, monkeypatch):
+    model, base = stored / "awq-tiny", stored / "bnb-int8-tiny"
+    whole = evaluate(model, windows, base, quiet, CPU)
+    monkeypatch.setattr("quant.evaluate._HIDDEN_BYTES", 4 * 48 * 256 * 4)
+    monkeypatch.setattr("quant.evaluate._LOGITS_AT_ONCE", 2048 * 10)
+    heard: list[tuple[str, int, int]] = []
+    turns = evaluate(model, windows, base, lambda *news: heard.append(news), CPU)
+    assert turns.perplexity == pytest.approx(whole.perplexity, rel=1e-6)
+    assert turns.comparison is not None
+    assert whole.comparison is not None
+    assert turns.comparison.kl == pytest.approx(whole.comparison.kl, rel=1e-4)
+    assert turns.comparison.agreement == whole.comparison.agreement
+    assert turns.comparison.greedy == whole.comparison.greedy
+    assert [news for news in heard if news[0] == "model"] == [("model", i, 8) for i in range(1, 9)]
+
+
 def test_greedy_length_is_that_of_two_generations(stored, windows):
     model, base = stored / "awq-tiny", stored / "bnb-int8-tiny"
     found = evaluate(model, windows, base, quiet, CPU).comparison

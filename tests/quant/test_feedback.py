@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from quant.activations import Activations
+from quant.errors import CannotQuantize
 from quant.feedback import round_with_feedback
 from quant.rounding import LEVELS, encode_groups
 from quant.search import Ranges, output_error, search_ranges
@@ -84,6 +86,13 @@ def test_inputs_never_seen_are_rounded_to_nearest(random):
     ranges = search_ranges(weight, activations)
     found = round_with_feedback(weight, ranges, activations)
     assert torch.equal(found.packed, encode_groups(weight, ranges.scale, ranges.zero, 32).packed)
+
+
+def test_inputs_beyond_float32_are_refused(random):
+    weight = torch.randn(4, 32, generator=random)
+    ranges = search_ranges(weight, seen(torch.randn(4, 32, generator=random), 32))
+    with pytest.raises(CannotQuantize, match="beyond float32"):
+        round_with_feedback(weight, ranges, seen(torch.full((4, 32), 1e30), 32))
 
 
 def test_several_blocks_are_several_problems(random, monkeypatch):

@@ -245,6 +245,12 @@ def test_a_job_whose_state_is_gone_is_refused(source, tmp_path):
         quantize(source, tmp_path / "out", small(source), quiet)
 
 
+def test_a_job_killed_before_it_began_goes_on(source, unstopped, tmp_path):
+    (tmp_path / "out" / ".partial").mkdir(parents=True)
+    quantize(source, tmp_path / "out", small(source), quiet)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (unstopped[0] / "model.safetensors").read_bytes()
+
+
 def test_nothing_is_written_over(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
