@@ -212,8 +212,6 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
         found["no overlap"] = replace(base, dependent=False)
         found["trigger after wait"] = replace(base, trigger=Trigger.AFTER_WAIT)
         found["trigger at end"] = replace(base, trigger=Trigger.AT_END)
-        for stages in (1, 2, 3, 4):
-            found[f"ahead {stages}"] = replace(base, ahead_stages=stages)
     if sweep in ("tiling", "all"):
         layer = weights.layers[0]
         matrices = {
@@ -228,7 +226,7 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
                 for name, matrix in matrices.items()
             }
             found[f"{warps} warps, {window} under way, {resident} resident"] = replace(base, tilings=how)
-        for warps, window in ((8, 3), (8, 31), (16, 2)):
+        for warps, window in ((8, 2), (8, 3), (8, 31)):
             how = {"head": replace(tiled(base, "head", weights.head, warps), window=window)}
             found[f"head {warps} warps, {window} under way"] = replace(base, tilings=how)
     return found

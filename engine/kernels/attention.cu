@@ -178,16 +178,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     attention(const float* qkv, const float* query_gain, const float* key_gain, const float* angles,
               const int* position, const int* page_table, int table_stride, u16* key_pool, u16* value_pool,
               u64* split_out, u64* split_sums, int* arrivals, u32* launches, u16* out, float scale, float eps, int window,
-              int trigger, const u8* ahead, u32 ahead_bytes,
-           u32 ahead_share) {
+              int trigger) {
     __shared__ Shared sh;
     if (trigger == 0) let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
     const int split = blockIdx.x, kv = blockIdx.y / OP_SUBGROUPS, sub = blockIdx.y % OP_SUBGROUPS, m = blockIdx.z;
     const int head0 = kv * kShared + sub * kHeads;
     const int heads = kShared - sub * kHeads < kHeads ? kShared - sub * kHeads : kHeads;
-    if (threadIdx.x == 0) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, split + gridDim.x * (blockIdx.y + gridDim.y * m));
-
     const int pos = load_shared_state(position + m);  // tokens 0 … pos - 1 are cached; -1: an idle row
     const int oldest = window > 0 && pos + 1 > window ? pos + 1 - window : 0;
     const int page0 = oldest / kPage, pages = (pos + kPage - 1) / kPage - page0;

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 SOURCES = Path(__file__).parent
 MINIMUM_CAPABILITY = (8, 0)
+OVERLAP_CAPABILITY = (9, 0)  # from here on launches of a chain may overlap
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _SCALARS = ("int", "u32", "float")
 
@@ -93,7 +94,7 @@ def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
 
 
 def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-    """Machine code through NVRTC, which needs no GPU. Raises BuildError."""
+    """Machine code through NVRTC, which needs no GPU; PTX where `arch` is a virtual one. Raises BuildError."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
@@ -104,7 +105,7 @@ def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch:
         define_macro=[(key, str(value)) for key, value in defines.items()],
     )
     try:
-        compiled = Program(source, "c++", options).compile("cubin")
+        compiled = Program(source, "c++", options).compile("ptx" if is_virtual(arch) else "cubin")
     except Exception as failure:
         raise BuildError(f"{name} for {arch}: {failure}") from failure
     return bytes(compiled.code)
@@ -140,7 +141,7 @@ class CubinCache:
         path = self.folder / f"{Path(name).stem}-{digest[:32]}.cubin"
         try:
             return path.read_bytes()
-        except FileNotFoundError:
+        except OSError:  # not there, or not for us to read
             pass
         code = self.compile(source, name, defines, arch)
         self._keep(path, code)
@@ -157,8 +158,13 @@ class CubinCache:
             return
 
 
+def is_virtual(arch: str) -> bool:
+    """Whether the driver translates the code when it is loaded."""
+    return arch.startswith("compute_")
+
+
 def architecture(capability: tuple[int, int]) -> str:
-    """NVRTC's name of a card's architecture."""
+    """NVRTC's name of a card's architecture; 9.0 alone has instructions that its successors lack."""
     major, minor = capability
     return f"sm_{major}{minor}a" if capability == (9, 0) else f"sm_{major}{minor}"
 
@@ -174,8 +180,8 @@ class Kernels(Protocol):
 class KernelLibrary:
     """Kernels for one card, loaded on demand."""
 
-    def __init__(self, capability: tuple[int, int], cache: CubinCache) -> None:
-        self.arch = architecture(capability)
+    def __init__(self, arch: str, cache: CubinCache) -> None:
+        self.arch = arch
         self._cache = cache
         self._loaded: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
 
@@ -193,7 +199,8 @@ class KernelLibrary:
         from cuda.core import ObjectCode
 
         code = self._cache.get(f"{name}.cu", defines, self.arch)
-        handle = ObjectCode.from_cubin(code).get_kernel(entry)
+        load = ObjectCode.from_ptx if is_virtual(self.arch) else ObjectCode.from_cubin
+        handle = load(code).get_kernel(entry)
         # Loads it now: a load at the first launch could fall into a stream capture, which forbids it.
         status, function = driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle)))
         if int(status) == 0 and shared:
@@ -204,12 +211,14 @@ class KernelLibrary:
         return Kernel(entry, parameters_of(source_text(f"{name}.cu"), entry), handle)
 
 
-def open_library(capability: tuple[int, int], cache: Path | None = None) -> KernelLibrary:
-    """The library of the current card. Raises BuildError where it cannot compile."""
+def open_library(capability: tuple[int, int], cache: Path | None = None, arch: str | None = None) -> KernelLibrary:
+    """The library of the current card, or for another architecture that it can run. Raises BuildError where it cannot
+    compile."""
     if capability < MINIMUM_CAPABILITY:
         raise BuildError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
     try:
         version = compiler_version()
     except ImportError as failure:
         raise BuildError(f"cuda.core and NVRTC are needed: {failure}") from failure
-    return KernelLibrary(capability, CubinCache(cache or default_cache(), version, compile_with_nvrtc))
+    kept = CubinCache(cache or default_cache(), version, compile_with_nvrtc)
+    return KernelLibrary(arch or architecture(capability), kept)

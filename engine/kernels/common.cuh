@@ -16,9 +16,6 @@ struct alignas(16) Quad {
 struct alignas(8) Float2 {
     float x, y;
 };
-struct alignas(16) Float4 {
-    float x, y, z, w;
-};
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -94,23 +91,11 @@ __device__ __forceinline__ u64 load_shared_state(const u64* p) {
     return v;
 }
 
-// Weights that a later kernel of the chain will want: each block asks L2 for its share (a multiple of 128) of them.
-struct Ahead {
-    const u8* from;
-    u32 bytes, share;
-};
-
 // Asks L2 for a run of bytes, a multiple of 16.
 __device__ __forceinline__ void prefetch_run(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
-}
-__device__ __forceinline__ void prefetch(const Ahead& ahead, u32 block) {
-    const u32 start = block * ahead.share;
-    if (start >= ahead.bytes) return;
-    const u32 left = ahead.bytes - start;
-    prefetch_run(ahead.from + start, left < ahead.share ? left & ~15u : ahead.share);
 }
 
 // ---- copies into shared memory -------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ struct Gemv {
     static constexpr bool kWhole = kRing == kGroups * kStagesOfGroup;     // every stage has a place of its own
     static constexpr bool kFull = Map::kTiles % BLOCK_TILES == 0 && BLOCK_TILES % TILES == 0;  // no group is cut short
     // Where a warp's activations fit its registers they stay there; else those of one segment, and the next is loaded ahead.
-    static constexpr bool kHoldsX = kSegments * DEPTH * C::kWords * kSets <= 24;
+    static constexpr bool kHoldsX = kSegments == 1 || kSegments * DEPTH * C::kWords * kSets <= 32;
     static constexpr int kHeldSegments = kHoldsX ? kSegments : 1;
     static constexpr int kChains = TILES >= 4 ? 1 : TILES >= 2 ? 2 : 4;   // sums a tile is kept in, to hide latency
     static constexpr long long kStride = (long long)kUnits * 64;          // bytes of a row
@@ -188,7 +188,11 @@ struct Gemv {
     using Products = float[TILES][kChains][kSets][4];
 
     // Tiles whose stages are awaited together, so that their products overlap.
-    static constexpr int kJoint = kWhole && DEPTH == 1 ? TILES : TILES % 3 == 0 ? 3 : TILES % 2 == 0 ? 2 : 1;
+    static constexpr int kJoint = kSets > 1              ? 1
+                                  : kWhole && DEPTH == 1 ? TILES
+                                  : TILES % 3 == 0       ? 3
+                                  : TILES % 2 == 0       ? 2
+                                                         : 1;
 
     __device__ __forceinline__ void multiply_segment(Products& products, const Word (&x)[DEPTH]) {
         const int g = lane >> 2, t = lane & 3;

@@ -10,8 +10,7 @@ constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a t
 extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     head(const u16* x, const float* squares, const u8* weights, const u32* scales, const float* row_scale,
          const float* temperature, const u64* noise_key, const int* position, float* logits, u64* best,
-         float eps, int trigger, const u8* ahead, u32 ahead_bytes,
-           u32 ahead_share) {
+         float eps, int trigger) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ G::Shared shared;
     __shared__ float factor[OP_BATCH];
@@ -19,7 +18,6 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     if (trigger == 0) let_next_start();
     G g(weights, scales, x, shared, ring);
     g.fill();
-    if (g.produces() && g.lane == 0) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
     if (threadIdx.x < OP_BATCH) block_best[threadIdx.x] = 0;
     wait_for_previous();
     if (trigger == 1) let_next_start();

@@ -23,22 +23,6 @@ class Trigger(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """Weights of a later stage that a launch asks L2 for while it runs."""
-
-    tensor: torch.Tensor | None = None
-    offset: int = 0  # bytes
-    count: int = 0  # bytes, a multiple of 16
-
-    def arguments(self, blocks: int) -> dict[str, int]:
-        """As the kernels take it; a block's share is a multiple of 128 bytes."""
-        if self.tensor is None or self.count == 0:
-            return {"ahead": 0, "ahead_bytes": 0, "ahead_share": 0}
-        share = -(-self.count // (blocks * 128)) * 128
-        return {"ahead": self.tensor.data_ptr() + self.offset, "ahead_bytes": self.count, "ahead_share": share}
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
     """Blocks, threads of a block, and bytes of dynamic shared memory of a block."""
 
@@ -57,11 +41,6 @@ class Launch:
     holds: tuple[torch.Tensor, ...]
     dependent: bool = True  # may start before its predecessor has ended
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of the grid."""
-        return self.shape.grid[0] * self.shape.grid[1] * self.shape.grid[2]
-
     def alone(self) -> Launch:
         """The same launch, starting only when its predecessor has ended."""
         return replace(self, dependent=False)
@@ -69,11 +48,6 @@ class Launch:
     def with_trigger(self, trigger: Trigger) -> Launch:
         """The same launch, letting its successor start at another point."""
         return replace(self, values={**self.values, "trigger": int(trigger)})
-
-    def with_ahead(self, ahead: Ahead) -> Launch:
-        """The same launch, asking L2 for other weights."""
-        holds = self.holds if ahead.tensor is None else (*self.holds, ahead.tensor)
-        return replace(self, values={**self.values, **ahead.arguments(self.blocks)}, holds=holds)
 
 
 def prepare(kernel: Kernel, shape: Shape, values: Mapping[str, Argument]) -> Launch:

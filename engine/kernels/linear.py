@@ -9,11 +9,11 @@ import torch
 
 from engine.kernels import tiling
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Ahead, Argument, Launch, Shape, Trigger, prepare
+from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.tiling import Tiling
 from engine.kernels.weights import Matrix
 
-CHAIN: dict[str, int] = {"trigger": int(Trigger.AT_ENTRY), **Ahead().arguments(1)}
+CHAIN = {"trigger": int(Trigger.AT_ENTRY)}  # `step.prepare_step` decides
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a t
 
 extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     linear_residual(const u16* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias,
-                    const float* gain, float* residual, u16* normed, float* squares, int trigger, const u8* ahead, u32 ahead_bytes,
-           u32 ahead_share) {
+                    const float* gain, float* residual, u16* normed, float* squares, int trigger) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ G::Shared shared;
     if (trigger == 0) let_next_start();
@@ -39,7 +38,6 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         }
     };
     constants(g.first_tile);
-    if (g.produces() && g.lane == 0) prefetch(Ahead{ahead, ahead_bytes, ahead_share}, blockIdx.x);
     wait_for_previous();
     if (trigger == 1) let_next_start();
     if (g.produces()) {

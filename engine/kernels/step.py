@@ -11,7 +11,7 @@ from engine.kernels import linear as ops
 from engine.kernels import tiling, tokens
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, Places, SplitScratch, scratch
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Ahead, Launch, Trigger
+from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.tiling import Tiling
 from engine.kernels.tokens import Choice, FirstNorm, Progress
@@ -114,8 +114,6 @@ class ChainPlan:
     multiprocessors: int
     tilings: dict[str, Tiling] = field(default_factory=dict)  # where `tiling.choose` is not to decide
     trigger: Trigger = Trigger.AT_ENTRY
-    ahead_stages: int = 0  # how many products further on the weights are that a launch asks L2 for
-    ahead_bytes: int = 16 << 20  # of them, at most
     dependent: bool = True
     longest: int | None = None  # no row will hold more tokens; None: no limit but the pages
 
@@ -127,19 +125,10 @@ class ChainPlan:
 
 def prepare_step(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> tuple[Launch, ...]:
     """One step, to be enqueued again and again. Raises BuildError."""
-    staged = list(_stages(library, weights, buffers, plan))
-    read = [(index, matrix) for index, (_, matrix) in enumerate(staged) if matrix is not None]
     launches = []
-    for index, (launch, _) in enumerate(staged):
+    for index, launch in enumerate(_stages(library, weights, buffers, plan)):
         # The first lets its successor start only once the step before has ended.
         one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
-        if plan.ahead_stages:
-            later = [matrix for place, matrix in read if place > index]
-            later += [matrix for _, matrix in read]  # of the next step
-            target = later[plan.ahead_stages - 1]
-            count = min(target.data.nbytes, plan.ahead_bytes) // 16 * 16
-            if "ahead" in one.values:
-                one = one.with_ahead(Ahead(target.data, 0, count))
         launches.append(one if plan.dependent else one.alone())
     return tuple(launches)
 
@@ -153,10 +142,8 @@ def _first(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
     return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
 
 
-def _stages(
-    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan
-) -> Iterator[tuple[Launch, Matrix | None]]:
-    """Launches in order, each with the matrix that it reads."""
+def _stages(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> Iterator[Launch]:
+    """Launches in order."""
     stream = buffers.stream
     embedding = Embedding(weights.angles, weights.eps)
     attend = AttentionOp(
@@ -166,16 +153,16 @@ def _stages(
     for layer, next_gain in zip(weights.layers, gains, strict=True):
         qkv, output, wide, down = layer.qkv, layer.output, layer.gate_up, layer.down
         how = plan.tiling("qkv", qkv.matrix)
-        yield ops.linear(library, stream, qkv.matrix, qkv.bias, buffers.qkv, how), qkv.matrix
-        yield attend.prepare(layer.attention, buffers.qkv, buffers.attended), None
+        yield ops.linear(library, stream, qkv.matrix, qkv.bias, buffers.qkv, how)
+        yield attend.prepare(layer.attention, buffers.qkv, buffers.attended)
         update = ResidualUpdate(buffers.attended, stream, layer.mlp_gain, output.bias)
         how = plan.tiling("output", output.matrix)
-        yield ops.linear_residual(library, update, output.matrix, how), output.matrix
+        yield ops.linear_residual(library, update, output.matrix, how)
         how = plan.tiling("gate_up", wide.matrix)
-        yield ops.gate_up(library, stream, wide.matrix, wide.bias, buffers.inner, how), wide.matrix
+        yield ops.gate_up(library, stream, wide.matrix, wide.bias, buffers.inner, how)
         update = ResidualUpdate(buffers.inner, stream, next_gain, down.bias)
         how = plan.tiling("down", down.matrix)
-        yield ops.linear_residual(library, update, down.matrix, how), down.matrix
+        yield ops.linear_residual(library, update, down.matrix, how)
     how = plan.tiling("head", weights.head)
-    yield tokens.head(library, stream, weights.head, buffers.choice, buffers.places, how), weights.head
-    yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, _first(weights, buffers)), None
+    yield tokens.head(library, stream, weights.head, buffers.choice, buffers.places, how)
+    yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, _first(weights, buffers))

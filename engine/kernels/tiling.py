@@ -14,6 +14,8 @@ from engine.kernels.weights import Format, Matrix
 _WORDS = {Format.BF16: 1, Format.INT8: 2, Format.INT4: 4}  # runs of eight columns in a lane's part of a unit
 _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
 _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
+_WINDOW = 2  # stages under way of a block that is kept whole
+_STREAM_WINDOW = 4  # and of one that streams
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
 _MOST_TILES = 8
 _MOST_STAGES = 31
@@ -28,7 +30,7 @@ class Tiling:
     block_tiles: int
     tiles: int  # summed at once
     ring: int  # stages
-    window: int = 2  # stages under way at a time
+    window: int  # stages under way at a time
     min_blocks: int = 1  # resident on a multiprocessor, what the compiler must leave registers for
 
     @property
@@ -78,7 +80,7 @@ def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: 
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
     whole = stages * size <= _WHOLE_BYTES and stages <= _MOST_STAGES
     ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, _MOST_STAGES)
-    return Tiling(warps, depth, block_tiles, tiles, ring)
+    return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW)
 
 
 def divide(matrix: Matrix, warps: int) -> tuple[int, int]:

@@ -236,7 +236,7 @@ def test_steps_agree_with_float64(library: KernelLibrary, launcher: Launcher, fo
 
 @pytest.mark.parametrize(
     "changes",
-    [{"trigger": Trigger.AFTER_WAIT}, {"trigger": Trigger.AT_END}, {"ahead_stages": 2}, {"dependent": False}],
+    [{"trigger": Trigger.AFTER_WAIT}, {"trigger": Trigger.AT_END}, {"dependent": False}],
     ids=str,
 )
 def test_overlap_changes_nothing(library: KernelLibrary, launcher: Launcher, changes: dict[str, object]) -> None:
@@ -262,6 +262,26 @@ def test_overlap_changes_nothing(library: KernelLibrary, launcher: Launcher, cha
         assert torch.equal(ring, results[0][0])
         assert torch.equal(logits, results[0][1])
         assert torch.equal(pool.view(torch.int16), results[0][2].view(torch.int16))
+
+
+def test_older_cards_do_the_same_step(library: KernelLibrary, older_library: KernelLibrary, launcher: Launcher) -> None:
+    torch.manual_seed(11)
+    model = Model("int4", 1200)
+    results = []
+    for kernels, how in ((library, plan()), (older_library, plan(dependent=False))):
+        torch.manual_seed(12)
+        model.pool.zero_()
+        buffers = allocate(model.weights, 2, MOST, 64, logits=True)
+        place_rows(buffers, [(1, 0), (2, 0)])
+        launcher.enqueue([prepare_start(kernels, model.weights, buffers)])
+        graph = capture(launcher, kernels, model, buffers, how, 4)
+        for _ in range(8):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert buffers.choice.logits is not None
+        results.append((buffers.progress.ring.clone(), buffers.choice.logits.clone()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_stops_limits_and_idle_rows(library: KernelLibrary, launcher: Launcher) -> None:

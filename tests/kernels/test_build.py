@@ -1,0 +1,110 @@
+"""Reading, compiling and keeping the sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from engine.kernels import build
+from engine.kernels.build import BuildError, CubinCache, Kernel, parameters_of, source_text
+
+ENTRIES = {
+    "linear.cu": ["linear"],
+    "linear_residual.cu": ["linear_residual"],
+    "gate_up.cu": ["gate_up"],
+    "attention.cu": ["attention"],
+    "head.cu": ["head"],
+    "advance.cu": ["start", "advance"],
+}
+
+
+class CountingCompiler:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        self.calls += 1
+        return f"{name} {arch} {sorted(defines.items())} {len(source)}".encode()
+
+
+def test_every_source_is_known_here() -> None:
+    assert {path.name for path in build.SOURCES.glob("*.cu")} == set(ENTRIES)
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_sources_stand_alone(name: str) -> None:
+    text = source_text(name)
+    assert '#include "' not in text
+    assert text.count("using u64 =") == 1
+    for entry in ENTRIES[name]:
+        names = [parameter.name for parameter in parameters_of(text, entry)]
+        assert len(set(names)) == len(names) > 3
+
+
+def test_parameters_as_declared() -> None:
+    source = (
+        'extern "C" __global__ void __launch_bounds__(32)\n    f(const u16* x, float eps,\n      int n, u32 m) {\n}'
+    )
+    found = [(parameter.name, parameter.type) for parameter in parameters_of(source, "f")]
+    assert found == [("x", "pointer"), ("eps", "float"), ("n", "int"), ("m", "u32")]
+    with pytest.raises(BuildError, match="no kernel g"):
+        parameters_of(source, "g")
+    with pytest.raises(BuildError, match="double"):
+        parameters_of(source.replace("float", "double"), "f")
+
+
+def test_arguments_go_by_name() -> None:
+    source = 'extern "C" __global__ void f(const u16* x, float eps, int n) {'
+    kernel = Kernel("f", parameters_of(source, "f"), None)
+    pointer, eps, n = kernel.arguments({"n": -3, "x": 1 << 40, "eps": 0.5})
+    assert (pointer, eps.value, n.value) == (1 << 40, 0.5, -3)
+    for wrong in ({"n": 1, "x": 0}, {"n": 1, "x": 0, "eps": 0.0, "more": 1}):
+        with pytest.raises(BuildError, match="given or missing"):
+            kernel.arguments(wrong)
+
+
+def test_cache_compiles_once_and_anew_for_anything_else(tmp_path: Path) -> None:
+    compiler = CountingCompiler()
+    cache = CubinCache(tmp_path / "deep" / "down", "compiler 1", compiler)
+    first = cache.get("linear.cu", {"A": 1, "B": 2}, "sm_90a")
+    assert cache.get("linear.cu", {"B": 2, "A": 1}, "sm_90a") == first
+    assert compiler.calls == 1
+    cache.get("linear.cu", {"A": 1, "B": 3}, "sm_90a")
+    cache.get("linear.cu", {"A": 1, "B": 2}, "sm_80")
+    cache.get("head.cu", {"A": 1, "B": 2}, "sm_90a")
+    CubinCache(cache.folder, "compiler 2", compiler).get("linear.cu", {"A": 1, "B": 2}, "sm_90a")
+    assert compiler.calls == 5
+    assert len(list(cache.folder.iterdir())) == 5  # and no half-written files
+
+
+def test_cache_without_a_folder_still_compiles(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    compiler = CountingCompiler()
+    cache = CubinCache(tmp_path / "file" / "cache", "compiler", compiler)
+    assert cache.get("head.cu", {}, "sm_80") == cache.get("head.cu", {}, "sm_80")
+    assert compiler.calls == 2
+
+
+def test_a_failed_compilation_leaves_nothing(tmp_path: Path) -> None:
+    def fail(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        raise BuildError("no")
+
+    with pytest.raises(BuildError):
+        CubinCache(tmp_path, "compiler", fail).get("head.cu", {}, "sm_80")
+    assert not list(tmp_path.iterdir())
+
+
+def test_cards_that_are_too_old() -> None:
+    with pytest.raises(BuildError, match=r"7\.5 is below 8\.0"):
+        build.open_library((7, 5))
+
+
+def test_architectures() -> None:
+    assert [build.architecture(card) for card in ((8, 0), (8, 9), (9, 0), (12, 0))] == [
+        "sm_80",
+        "sm_89",
+        "sm_90a",
+        "sm_120",
+    ]

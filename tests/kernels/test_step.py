@@ -1,0 +1,146 @@
+"""The chain of launches of a step, prepared without a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kernels.attention import SPLITS, Heads, attention_defines, most_splits
+from engine.kernels.build import BuildError
+from engine.kernels.launch import Trigger, prepare
+from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
+from engine.kernels.tiling import Tiling
+
+Models = Callable[[str], StepWeights]
+FORMS = ["bf16", "int8", "int4"]
+
+
+@pytest.fixture(autouse=True)
+def _no_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory needs a card; the address is all that counts here."""
+    zeros = torch.zeros
+
+    def unpinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(torch, "zeros", unpinned)
+
+
+def buffers_of(weights: StepWeights, batch: int) -> StepBuffers:
+    return allocate(weights, batch, 4, 8, logits=True)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("form", FORMS)
+def test_order_and_overlap(recorder: Any, model: Models, form: str, batch: int) -> None:
+    weights = model(form)
+    chain = prepare_step(recorder, weights, buffers_of(weights, batch), ChainPlan(132))
+    layer = ["linear", "attention", "linear_residual", "gate_up", "linear_residual"]
+    assert [launch.kernel.name for launch in chain] == [*layer, *layer, "head", "advance"]
+    triggers = [launch.values["trigger"] for launch in chain]
+    assert triggers == [Trigger.AFTER_WAIT] + [Trigger.AT_ENTRY] * (len(chain) - 1)
+    assert all(launch.dependent for launch in chain)
+
+
+def test_without_overlap(recorder: Any, model: Models) -> None:
+    weights = model("bf16")
+    buffers = buffers_of(weights, 1)
+    chain = prepare_step(recorder, weights, buffers, ChainPlan(132, dependent=False))
+    assert not any(launch.dependent for launch in chain)
+    assert not prepare_start(recorder, weights, buffers).dependent
+
+
+def test_each_stage_writes_what_the_next_reads(recorder: Any, model: Models) -> None:
+    weights = model("bf16")
+    buffers = buffers_of(weights, 2)
+    qkv, attention, output, wide, down, second, *_, head, advance = (
+        launch.values for launch in prepare_step(recorder, weights, buffers, ChainPlan(132))
+    )
+    assert qkv["out"] == attention["qkv"] == buffers.qkv.data_ptr()
+    assert attention["out"] == output["x"]
+    assert output["normed"] == wide["x"] == second["x"] == head["x"] == advance["normed"]
+    assert output["squares"] == wide["squares"]
+    assert wide["out"] == down["x"]
+    assert head["best"] == advance["best"]
+    # Each update applies the gain of the norm that comes after it.
+    first, last = weights.layers
+    assert output["gain"] == first.mlp_gain.data_ptr()
+    assert down["gain"] == last.input_gain.data_ptr()
+    assert advance["gain"] == first.input_gain.data_ptr()
+
+
+def test_the_batch_changes_nothing_but_itself(recorder: Any, model: Models) -> None:
+    """What decides the order of sums is the same for every number of rows."""
+    weights = model("int4")
+    for batch in (1, 4, 8):
+        prepare_step(recorder, weights, buffers_of(weights, batch), ChainPlan(132))
+    count = len(recorder.asked) // 3
+    without = [
+        (name, {key: value for key, value in defines.items() if key not in ("OP_BATCH", "OP_POLL")}, shared)
+        for name, _, defines, shared in recorder.asked
+    ]
+    assert without[:count] == without[count : 2 * count] == without[2 * count :]
+
+
+def test_splits_wait_for_each_other_only_where_all_run_at_once(recorder: Any, model: Models) -> None:
+    weights = model("bf16")
+    for batch, longest, expected in ((1, 4096, 1), (8, 128, 1), (8, 4096, 0)):
+        recorder.asked.clear()
+        plan = ChainPlan(132, longest=longest)
+        chain = prepare_step(recorder, weights, buffers_of(weights, batch), plan)
+        polls = {defines["OP_POLL"] for name, _, defines, _ in recorder.asked if name == "attention"}
+        assert polls == {expected}
+        assert chain[1].shape.grid == (most_splits(longest), weights.heads.keys, batch)
+
+
+def kernel_splits(tokens: int, defines: dict[str, int]) -> int:
+    """As `attention.cu` computes it."""
+    pages = -(-tokens // 16)
+    even = -(-pages // defines["OP_SPLITS"])
+    if pages <= defines["OP_SINGLE_PAGES"]:
+        return 1
+    warps, least = defines["OP_WARPS"], defines["OP_MIN_PAGES"]
+    return -(-pages // (-(-even // warps) * warps if even > least else least))
+
+
+@pytest.mark.parametrize("heads", [Heads(16, 8, 128, True), Heads(8, 1, 256, False)], ids=str)
+def test_no_context_splits_into_more_than_was_launched(heads: Heads) -> None:
+    defines, most = attention_defines(heads), 0
+    for tokens in range(0, 20000):
+        most = max(most, kernel_splits(tokens, defines))
+        assert most <= most_splits(tokens) <= SPLITS
+
+
+@pytest.mark.parametrize(
+    ("heads", "subgroups"),
+    [(Heads(32, 8, 128, False), 1), (Heads(24, 2, 96, False), 2), (Heads(128, 8, 128, False), 2)],
+)
+def test_heads_beyond_eight_share_a_key_in_turns(heads: Heads, subgroups: int) -> None:
+    assert heads.subgroups == subgroups
+    assert heads.why_not() is None
+
+
+def test_heads_that_the_kernel_cannot_serve() -> None:
+    for dim in (80, 112, 288):
+        assert str(dim) in (Heads(8, 8, dim, False).why_not() or "")
+
+
+def test_a_misspelt_argument_is_told(recorder: Any, model: Models) -> None:
+    weights = model("bf16")
+    launch = prepare_start(recorder, weights, buffers_of(weights, 1))
+    with pytest.raises(BuildError, match="tokem"):
+        prepare(launch.kernel, launch.shape, {"tokem": 0})
+
+
+def test_a_plan_may_divide_a_stage_itself(recorder: Any, model: Models) -> None:
+    weights = model("bf16")
+    own = ChainPlan(132).tiling("down", weights.layers[0].down.matrix)
+    plan = ChainPlan(132, tilings={"down": replace(own, window=1)})
+    prepare_step(recorder, weights, buffers_of(weights, 1), plan)
+    windows = [defines["OP_WINDOW"] for name, _, defines, _ in recorder.asked if name == "linear_residual"]
+    assert windows == [own.window, 1, own.window, 1]
+    assert isinstance(own, Tiling)
