@@ -28,6 +28,8 @@ class Windows:
 
 def text_windows(model: Path, text: Path, length: int, count: int | None = None) -> torch.Tensor:
     """Windows of `length` tokens, evenly spread over the text and never overlapping; all of them without a count."""
+    if count is not None and count < 1:
+        raise CannotQuantize(f"{count} windows of text: ask for one at least")
     tokenizer = _tokenizer(model)
     prefix = _prefix(tokenizer)
     step = length - len(prefix)

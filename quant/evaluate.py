@@ -77,7 +77,7 @@ def evaluate(
         base_hidden = None if base is None else _hidden(base, chunk, "base", heard)
         for row, ids in enumerate(chunk):
             scores.add(_window(decoder, hidden[row], base, None if base_hidden is None else base_hidden[row], ids))
-            heard("compare", row + 1, len(chunk))
+            progress("compare", place * at_once + row + 1, len(windows))
     comparison = None
     if base is not None:
         comparison = scores.comparison(*_greedy(decoder, base, windows, progress))

@@ -53,17 +53,20 @@ def _elimination(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _round_block(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
-    """All in elimination order: weight, scale, zero [N, B], carry [B, B] -> codes uint8 [N, B]."""
-    left = weight.clone()
+    """All in elimination order: weight, scale, zero [N, B], carry [B, B] -> codes uint8 [N, B]. `weight` is used up.
+
+    Works on transposed copies: a column's values then lie side by side.
+    """
+    left, steps, shifts = (matrix.T.contiguous() for matrix in (weight, scale, zero))
     codes = torch.empty_like(left, dtype=torch.uint8)
-    for first in range(0, left.shape[1], _PANEL):
-        last = min(first + _PANEL, left.shape[1])
-        losses = torch.empty_like(left[:, first:last])
+    for first in range(0, len(left), _PANEL):
+        last = min(first + _PANEL, len(left))
+        losses = torch.empty_like(left[first:last])
         for j in range(first, last):
-            code = (left[:, j] / scale[:, j]).round_().add_(zero[:, j]).clamp_(0, LEVELS)
-            codes[:, j] = code.to(torch.uint8)
-            loss = (left[:, j] - (code - zero[:, j]) * scale[:, j]) / carry[j, j]
-            losses[:, j - first] = loss
-            left[:, j:last].addr_(loss, carry[j, j:last], alpha=-1)
-        left[:, last:].addmm_(losses, carry[first:last, last:], alpha=-1)
-    return codes
+            code = (left[j] / steps[j]).round_().add_(shifts[j]).clamp_(0, LEVELS)
+            codes[j] = code
+            loss = code.sub_(shifts[j]).mul_(steps[j]).sub_(left[j]).div_(-carry[j, j])
+            losses[j - first] = loss
+            left[j:last].addr_(carry[j, j:last], loss, alpha=-1)
+        left[last:].addmm_(carry[first:last, last:].T, losses, alpha=-1)
+    return codes.T

@@ -59,6 +59,11 @@ def test_too_little_text_is_refused(model, text):
         text_windows(model, write(model, text), 5)
 
 
+def test_no_windows_are_refused(model):
+    with pytest.raises(CannotQuantize, match="one at least"):
+        text_windows(model, write(model, "abcdefgh"), 5, 0)
+
+
 def test_bytes_that_are_no_text_and_files_that_are_not_there(model):
     with pytest.raises(BadFile, match="UTF-8"):
         text_windows(model, write(model, "é" * 9, "latin-1"), 5)
