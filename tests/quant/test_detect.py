@@ -223,7 +223,7 @@ OPEN_GROUPS = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=8), st.booleans())
 @example(OPEN_GROUPS, True)
 def test_anything_gives_a_spec_or_a_refusal(section, beside):

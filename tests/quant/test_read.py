@@ -113,7 +113,7 @@ def tensor(draw):
     return torch.randint(0, 256, (count,), generator=seed, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(SPECS),
     st.dictionaries(st.sampled_from(STEMS), tensor(), max_size=5),
