@@ -34,7 +34,7 @@ from engine.kernels.step import (
 from engine.kernels.tiling import Tiling, choose
 from engine.kernels.weights import Format, Matrix
 
-BANDWIDTH = 3.07e12  # bytes a second, what one large read reaches on an H100 80GB HBM3
+H100_BANDWIDTH = 3.07  # TB/s, what one large read reaches on an H100 80GB HBM3
 STEPS = 512
 RING = 4096
 
@@ -125,8 +125,11 @@ class Timing:
 class Bench:
     """One card, one model in one format."""
 
-    def __init__(self, library: Kernels, launcher: Launcher, weights: StepWeights, pages: int) -> None:
+    def __init__(
+        self, library: Kernels, launcher: Launcher, weights: StepWeights, pages: int, bandwidth: float
+    ) -> None:
         self.library, self.launcher, self.weights, self.pages = library, launcher, weights, pages
+        self.bandwidth = bandwidth  # TB/s
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def graph(self, chain: Sequence[Launch], times: int) -> torch.cuda.CUDAGraph:
@@ -145,7 +148,7 @@ class Bench:
         start = prepare_start(self.library, self.weights, buffers)
         times = [self._run(graph, start, buffers, context, steps) for _ in range(6)][1:]
         middle = statistics.median(times) / STEPS
-        bound = step_bytes(self.weights, context + STEPS / 2, batch) / BANDWIDTH
+        bound = step_bytes(self.weights, context + STEPS / 2, batch) / (self.bandwidth * 1e12)
         return Timing(1 / middle, middle * 1e6, (max(times) - min(times)) / statistics.median(times), bound / middle)
 
     def _run(self, graph: torch.cuda.CUDAGraph, start: Launch, buffers: StepBuffers, context: int, steps: int) -> float:
@@ -254,6 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--sweep", choices=("none", "overlap", "tiling", "all"), default="none")
     parser.add_argument("--stages", action="store_true", help="time each stage by itself")
+    parser.add_argument("--bandwidth", type=float, default=H100_BANDWIDTH, help="TB/s that the roofline stands on")
     parser.add_argument("--revision", default=None, help="the commit to write down")
     return parser.parse_args()
 
@@ -266,7 +270,7 @@ def main() -> int:
     most = max(given.context) + STEPS + 16
     pages = -(-most // 16) * max(given.batch)
     weights = random_weights(SPECS[given.model], FORMATS[given.format], pages, most)
-    bench = Bench(library, launcher, weights, pages)
+    bench = Bench(library, launcher, weights, pages, given.bandwidth)
     rows = []
     for context in given.context:
         base = ChainPlan(bench.multiprocessors, longest=context + STEPS)
@@ -292,6 +296,7 @@ def main() -> int:
         "model": given.model,
         "format": given.format,
         "steps": STEPS,
+        "bandwidth": given.bandwidth,
         "rows": rows,
     }
     print(json.dumps(record))

@@ -7,11 +7,15 @@ chooses the tokens, tells the host and lays out the embeddings of the next step.
 for rows the host has just placed. `step.prepare_step` makes the whole chain as a tuple of `Launch`; a decoder keeps the
 tuple, enqueues it inside a stream capture as many times as a graph is to hold steps, and replays the graph.
 
-Launches overlap (programmatic dependent launch), under three rules that the kernels keep:
+Launches overlap (programmatic dependent launch; below compute capability 9.0 `ChainPlan.dependent` must be
+false), under three rules that the kernels keep:
 - before its wait a kernel reads weights, and state that only `advance` or the host changes;
-- every kernel waits, so whatever ran before its predecessor has ended too;
+- every launch has blocks that wait, so when it ends, whatever ran before it has ended too;
 - the first kernel of a step lets its successor start only after its own wait, so that everything of the step after it
   may rely on `advance` having ended.
+
+The host may change state (tokens, positions, pages, stops, sampling) between two graph launches, in stream order. Pages
+must be there before a position reaches them, and no row may outgrow `ChainPlan.longest`: the attention kernel traps.
 
 A row's result does not depend on the other rows nor on how many there are.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -115,12 +115,16 @@ class ChainPlan:
     tilings: dict[str, Tiling] = field(default_factory=dict)  # where `tiling.choose` is not to decide
     trigger: Trigger = Trigger.AT_ENTRY
     dependent: bool = True
-    longest: int | None = None  # no row will hold more tokens; None: no limit but the pages
+    longest: int | None = None  # tokens; a row that grows beyond traps. None: no limit but the pages
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
         """Of one product."""
         found = self.tilings.get(stage)
-        return found or tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up")
+        if found is not None:
+            return found
+        found = tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up")
+        # The head starts beside the last layer: what it asks for early, that layer waits behind.
+        return replace(found, window=2) if stage == "head" else found
 
 
 def prepare_step(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> tuple[Launch, ...]:

@@ -1,0 +1,162 @@
+// What `attention.cu` is made of: its layout, and the three things a block holds of a head: a vector of the new token, a
+// warp's part of the sums over the context, a block's part of them.
+#pragma once
+#include "common.cuh"
+
+constexpr int kPage = 16;
+constexpr int kShared = OP_Q_HEADS / OP_KV_HEADS;            // query heads on a key-value head
+constexpr int kHeads = ceil_div(kShared, OP_SUBGROUPS);   // of which this block has at most
+constexpr int kThreads = OP_WARPS * 32;
+constexpr int kHalf = OP_HEAD_DIM / 2;
+constexpr int kQueryStride = OP_HEAD_DIM + 32;            // bf16 values: eight heads' rows fall into different banks
+constexpr int kSpans = OP_HEAD_DIM / 32;
+constexpr int kBlock = OP_HEAD_DIM % 64 == 0 ? 64 : 32;   // dimensions a V load of a warp spans
+constexpr int kBlocks = OP_HEAD_DIM / kBlock;
+constexpr int kPairs = kBlock / 16;                    // words of two dimensions a lane has of a token and block
+constexpr int kRows = (OP_Q_HEADS + 2 * OP_KV_HEADS) * OP_HEAD_DIM;
+constexpr int kRotated = ceil_div(kHalf, 32);
+static_assert(OP_HEAD_DIM % 32 == 0 && kHeads <= 8 && OP_Q_HEADS % OP_KV_HEADS == 0, "head layout");
+
+struct VTile {
+    u32 w[4][kPairs];  // tokens 2t, 2t+1, 2t+8, 2t+9
+};
+
+__device__ __forceinline__ void load_v(VTile& v, const u16* p) {
+    if constexpr (kPairs == 4) {
+        const u16* at[4] = {p, p + OP_HEAD_DIM, p + 8 * OP_HEAD_DIM, p + 9 * OP_HEAD_DIM};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Quad q = load_shared_state(static_cast<const void*>(at[i]));
+#pragma unroll
+            for (int c = 0; c < 4; ++c) v.w[i][c] = q.r[c];
+        }
+    } else {
+        const u16* at[4] = {p, p + OP_HEAD_DIM, p + 8 * OP_HEAD_DIM, p + 9 * OP_HEAD_DIM};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.w[i][0]), "=r"(v.w[i][1]) : "l"(at[i]) : "memory");
+    }
+}
+
+// Read anew for every page: kept in registers it would push others out.
+__device__ __forceinline__ Quad read_query(const u16* p) {
+    Quad q;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(q.r[0]), "=r"(q.r[1]), "=r"(q.r[2]), "=r"(q.r[3])
+                 : "r"(shared_address(p)));
+    return q;
+}
+
+// One head's vector of the row, normed and rotated, as two halves: lane + 32·i and the same plus OP_HEAD_DIM / 2.
+struct HeadVector {
+    float low[kRotated], high[kRotated];
+
+    __device__ __forceinline__ void load(const float* p, int lane) {
+#pragma unroll
+        for (int i = 0; i < kRotated; ++i) {
+            const int d = lane + 32 * i;
+            low[i] = d < kHalf ? load_shared_state(p + d) : 0.f;
+            high[i] = d < kHalf ? load_shared_state(p + kHalf + d) : 0.f;
+        }
+    }
+    __device__ __forceinline__ void norm(const HeadVector& gain, float eps) {
+        float s = 0.f;
+#pragma unroll
+        for (int i = 0; i < kRotated; ++i) s += low[i] * low[i] + high[i] * high[i];
+        const float f = rsqrtf(warp_sum(s) / float(OP_HEAD_DIM) + eps);
+#pragma unroll
+        for (int i = 0; i < kRotated; ++i) low[i] *= f * gain.low[i], high[i] *= f * gain.high[i];
+    }
+    __device__ __forceinline__ void rotate(const Float2 (&turn)[kRotated]) {
+#pragma unroll
+        for (int i = 0; i < kRotated; ++i) {
+            const float l = low[i] * turn[i].x - high[i] * turn[i].y, h = high[i] * turn[i].x + low[i] * turn[i].y;
+            low[i] = l, high[i] = h;
+        }
+    }
+    __device__ __forceinline__ void store(u16* p, int lane) const {
+#pragma unroll
+        for (int i = 0; i < kRotated; ++i) {
+            const int d = lane + 32 * i;
+            if (d < kHalf) p[d] = to_bf16(low[i]), p[kHalf + d] = to_bf16(high[i]);
+        }
+    }
+};
+
+// What a warp holds of softmax(scores)·V: columns 2t and 2t + 1 of the heads.
+struct Partial {
+    float top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f};  // sum: of this lane's tokens
+    float out[kBlocks][kPairs][4] = {};                      // dims (2p, 2p + 1) × heads (2t, 2t + 1): c = 2·dim + head
+
+    // scores: tokens g and g + 8, log2 units, masked ones at minus infinity
+    __device__ __forceinline__ void add(float (&s)[4], const VTile (&v)[kBlocks]) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            float best = fmaxf(s[c], s[c + 2]);
+#pragma unroll
+            for (int d = 4; d < 32; d <<= 1) best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, d));
+            const float next = fmaxf(top[c], best);
+            const float base = next == minus_infinity() ? 0.f : next;
+            const float keep = exp2f(top[c] - base);
+            s[c] = exp2f(s[c] - base), s[c + 2] = exp2f(s[c + 2] - base);
+            sum[c] = sum[c] * keep + s[c] + s[c + 2];
+            top[c] = next;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+                for (int p = 0; p < kPairs; ++p) out[b][p][c] *= keep, out[b][p][c + 2] *= keep;
+        }
+        const u32 p0 = transpose8x8(pack_bf16(s[0], s[1])), p1 = transpose8x8(pack_bf16(s[2], s[3]));
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int p = 0; p < kPairs; ++p) {
+                const u32 a[4] = {__byte_perm(v[b].w[0][p], v[b].w[1][p], 0x5410u),
+                                  __byte_perm(v[b].w[0][p], v[b].w[1][p], 0x7632u),
+                                  __byte_perm(v[b].w[2][p], v[b].w[3][p], 0x5410u),
+                                  __byte_perm(v[b].w[2][p], v[b].w[3][p], 0x7632u)};
+                mma(out[b][p], a, p0, p1);
+            }
+    }
+};
+
+__device__ __forceinline__ float merge_weight(float top, float best) { return top == minus_infinity() ? 0.f : exp2f(top - best); }
+
+// Part of the context's result for two dimensions of a head: sum of exp2(score - best), and of that times the values.
+struct Merged {
+    float best = minus_infinity(), sum = 0.f, x = 0.f, y = 0.f;
+    u64 words[4];
+
+    __device__ __forceinline__ void add(const Merged& other) {
+        const float next = fmaxf(best, other.best);
+        const float a = merge_weight(best, next), b = merge_weight(other.best, next);
+        best = next;
+        sum = a * sum + b * other.sum, x = a * x + b * other.x, y = a * y + b * other.y;
+    }
+    __device__ __forceinline__ u32 packed() const { return pack_bf16(x / sum, y / sum); }
+
+    __device__ static __forceinline__ void put(u64* to, float v, u32 number) {
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64(number) << 32) | __float_as_uint(v)) : "memory");
+    }
+    __device__ static __forceinline__ u64 get(const u64* from) {
+        u64 v;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+        return v;
+    }
+    __device__ __forceinline__ void leave(u64* outs, u64* sums, u64 head, int d, u32 number) const {
+        put(outs + head * OP_HEAD_DIM + d, x, number), put(outs + head * OP_HEAD_DIM + d + 1, y, number);
+        if (d == 0) put(sums + head * 2, best, number), put(sums + head * 2 + 1, sum, number);
+    }
+    __device__ __forceinline__ void ask(const u64* outs, const u64* sums, u64 head, int d) {
+        words[0] = get(sums + head * 2), words[1] = get(sums + head * 2 + 1);
+        words[2] = get(outs + head * OP_HEAD_DIM + d), words[3] = get(outs + head * OP_HEAD_DIM + d + 1);
+    }
+    __device__ __forceinline__ bool came(u32 number) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) all = all && u32(words[i] >> 32) == number;
+        best = __uint_as_float(u32(words[0])), sum = __uint_as_float(u32(words[1]));
+        x = __uint_as_float(u32(words[2])), y = __uint_as_float(u32(words[3]));
+        return all;
+    }
+};
