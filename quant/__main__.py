@@ -1,4 +1,4 @@
-"""`python -m quant quantize MODEL OUT` and `python -m quant evaluate MODEL [--against BASE]`, with a progress bar."""
+"""`whippet quantize MODEL OUT` and `whippet evaluate MODEL [--against BASE]`, with a progress bar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 from tqdm import tqdm
 
 from quant.calibration import text_windows
-from quant.errors import QuantError
+from quant.errors import CannotQuantize, QuantError
 from quant.evaluate import evaluate
 from quant.quantizer import QuantizeOptions, quantize
 from quant.report import evaluation_lines
+
+STOPPED = 130  # as a shell tells an interrupt
 
 
 class Bars:
@@ -44,14 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(given.threads)
     bars = Bars()
     try:
+        _check(given)
         text = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
     except QuantError as error:
         bars.close()
         sys.stderr.write(f"{error}\n")
         return 1
+    except KeyboardInterrupt:
+        bars.close()
+        sys.stderr.write(
+            "stopped" + ("; the same command goes on from here\n" if given.command == "quantize" else "\n")
+        )
+        return STOPPED
     bars.close()
     sys.stdout.write(text)
     return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """What no part of the work could say better."""
+    for folder in (given.model, getattr(given, "against", None)):
+        if folder is not None and not folder.is_dir():
+            raise CannotQuantize(f"{folder} is no folder: give one with config.json, *.safetensors and tokenizer.json")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise CannotQuantize("this torch sees no CUDA device: leave --device out")
 
 
 def _quantize(given: argparse.Namespace, bars: Bars) -> str:
@@ -77,8 +95,15 @@ def _evaluate(given: argparse.Namespace, bars: Bars) -> str:
     return "\n".join(evaluation_lines(found)) + "\n"
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m quant", description="Quantize a model folder, or judge one.")
+    parser = argparse.ArgumentParser(prog="whippet", description="Quantize a model folder, or judge one.")
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("quantize", help="write a 4-bit or 8-bit model folder; a stopped run goes on")
     make.add_argument("model", type=Path)
@@ -99,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument("--length", type=int, default=512, help="tokens in a window")
     judge.add_argument("--json", action="store_true", help="one line for machines")
     for command in (make, judge):
-        command.add_argument("--device", default="cpu", help="cpu or cuda")
-        command.add_argument("--threads", type=int, help="of torch; without it all cores")
+        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        command.add_argument("--threads", type=_count, help="of torch; without it all cores")
     return parser
 
 

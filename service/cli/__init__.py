@@ -12,6 +12,8 @@ from importlib import metadata
 COMMANDS = {
     "serve": ("service.cli.serve", "serve a model over gRPC"),
     "generate": ("service.cli.generate", "ask a server and stream its answer to the terminal"),
+    "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
+    "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
     "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
 }
 
@@ -44,5 +46,5 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"whippet {version()}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="serve, generate or doctor")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
     return parser

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from engine.errors import InvalidModel
 from service.cli import version
 from service.cli.doctor_text import render
+from service.cli.interpreter import command, environment
 from service.cli.machine import look, probe
 
 ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their time
@@ -70,13 +69,16 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _ask_engine(flags: argparse.Namespace) -> dict[str, Any]:
     """The report of `engine.doctor`; `problems` alone where it gives none."""
-    command = [sys.executable, "-P", "-m", "engine.doctor"]
-    command += ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
+    asked = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     if flags.model is not None:
-        command += ["--model", flags.model]
+        asked += ["--model", flags.model]
     try:
         done = subprocess.run(
-            command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=ENGINE_TIMEOUT
+            command("engine.doctor", asked),
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ENGINE_TIMEOUT,
         )
     except subprocess.TimeoutExpired:
         return {"problems": [f"the engine did not say what it has within {ENGINE_TIMEOUT:g} s"]}
@@ -88,12 +90,6 @@ def _ask_engine(flags: argparse.Namespace) -> dict[str, Any]:
         return report
     last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["it said nothing"])[-1]
     return {"problems": [f"the engine cannot be asked (exit code {done.returncode}): {last.strip()}"]}
-
-
-def _environment() -> dict[str, str]:
-    """So that the process finds the same `engine` that this one would."""
-    home = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
 def _look_at_text(folder: str | None) -> tuple[dict[str, Any] | None, list[str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,11 +37,39 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], flag: str) -> None
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([name, "--help"])
-    assert caught.value.code == 0
-    assert f"whippet {name}" in capsys.readouterr().out
+def test_every_command_has_help(name: str) -> None:
+    asked = whippet(name, "--help")
+    assert asked.returncode == 0
+    assert f"usage: whippet {name}" in asked.stdout
+
+
+def test_quant_commands_answer_with_their_exit_code(tmp_path: Path) -> None:
+    for asked in (
+        whippet("evaluate", str(tmp_path / "no"), "--text", "t"),
+        whippet("quantize", str(DEMO), "o", "--text", "no"),
+    ):
+        assert asked.returncode == 1
+        assert len(asked.stderr.strip().splitlines()) == 1
+        assert "no" in asked.stderr
+    assert whippet("quantize", "m", "o", "--threads", "0").returncode == 2
+
+
+def test_ctrl_c_stops_a_quantization_once(tmp_path: Path) -> None:
+    """The terminal tells the whole group; the command waits for the process that does the work."""
+    text = tmp_path / "text.txt"
+    text.write_text("def read(path):\n    return path.read_text()\n" * 4000)
+    command = [sys.executable, "-m", "service.cli", "quantize", str(DEMO), str(tmp_path / "out"), "--text", str(text)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        assert child.stderr is not None
+        while "layers" not in (line := child.stderr.read(1) + child.stderr.readline()):
+            assert line
+        os.killpg(child.pid, signal.SIGINT)
+        _, rest = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "the same command goes on from here" in rest
+    assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize("arguments", [[], ["nope"], ["--nope"], ["gen"]])

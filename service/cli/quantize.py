@@ -1,0 +1,12 @@
+"""`whippet quantize`: 4-bit or 8-bit weights of a model folder. `quant` makes them in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.cli.interpreter import run_module
+
+
+def run(argv: Sequence[str]) -> int:
+    """The flags are those of `quant`."""
+    return run_module("quant", ["quantize", *argv])
