@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.attention import PAGE, Heads
+from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow
 from engine.noise import gumbel
 
 
@@ -81,3 +82,48 @@ def choose(
     ids = torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
     noisy = logits.double() / temperature.double().clamp(min=1e-30).unsqueeze(1) + gumbel(keys, positions, ids)
     return torch.where(temperature.unsqueeze(1) > 0, noisy, logits.double()).argmax(-1)
+
+
+def adjusted(
+    logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor
+) -> torch.Tensor:
+    """One row's logits [vocabulary] after bias, penalties and barred tokens. `position`: of the chosen token."""
+    found, count = logits + bias, (marks & COUNT).float()
+    repetition = torch.tensor(row.repetition, device=logits.device)  # a plain number would divide by its inverse
+    weaker = torch.where(found > 0, found / repetition, found * repetition)
+    found = torch.where((marks & SEEN) != 0, weaker, found)
+    found = found - row.presence * (count > 0) - row.frequency * count
+    return found.masked_fill((marks & BARRED) != 0, float("-inf")) if position < row.free_from else found
+
+
+def kept(heat: torch.Tensor, row: SampledRow) -> torch.Tensor:
+    """Which tokens top_k, top_p and min_p keep, by log-weight [vocabulary]: all that are as likely as the last one that
+    must stay."""
+    ordered = heat.sort(descending=True).values
+    ordered = ordered[: row.top_k] if row.top_k > 0 else ordered
+    if row.top_p < 1:
+        sums = ordered.double().exp().cumsum(0)
+        ordered = ordered[: int((sums < row.top_p * sums[-1]).sum()) + 1]
+    return heat >= max(float(ordered[-1]), row.floor)
+
+
+def scores(
+    logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor
+) -> torch.Tensor | None:
+    """What one row's token is the best of [vocabulary]; None where its logits are no numbers or none is left."""
+    found = adjusted(logits, row, position, bias, marks)
+    if not torch.isfinite(logits).all() or not torch.isfinite(found.max()):
+        return None
+    if row.temperature == 0:
+        return found.double()
+    heat = (found - found.max()) / torch.tensor(row.heat, device=logits.device)
+    ids = torch.arange(heat.shape[0], device=heat.device).unsqueeze(0)
+    place = torch.tensor([position], device=heat.device)
+    noise = gumbel(torch.tensor([row.noise_key], device=heat.device), place, ids)[0]
+    return (heat.double() + noise).masked_fill(~kept(heat, row), float("-inf"))
+
+
+def sample(logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor) -> int | None:
+    """The token of one row."""
+    found = scores(logits, row, position, bias, marks)
+    return None if found is None else int(found.argmax())

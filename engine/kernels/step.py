@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.kernels import linear as ops
-from engine.kernels import tiling, tokens
+from engine.kernels import sampling, tiling, tokens
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, Places, SplitScratch, scratch
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
+from engine.kernels.sampling import Sampling
 from engine.kernels.tiling import Tiling
 from engine.kernels.tokens import Choice, FirstNorm, Progress
 from engine.kernels.weights import Matrix
@@ -127,10 +128,13 @@ class ChainPlan:
         return replace(found, window=2) if stage == "head" else found
 
 
-def prepare_step(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> tuple[Launch, ...]:
-    """One step, to be enqueued again and again. Raises BuildError."""
+def prepare_step(
+    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None = None
+) -> tuple[Launch, ...]:
+    """One step, to be enqueued again and again. Rows that `sampled` has parameters for choose by those; without it the
+    head chooses for all, and the step is shorter. Raises BuildError."""
     launches = []
-    for index, launch in enumerate(_stages(library, weights, buffers, plan)):
+    for index, launch in enumerate(_stages(library, weights, buffers, plan, sampled)):
         # The first lets its successor start only once the step before has ended.
         one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
         launches.append(one if plan.dependent else one.alone())
@@ -146,7 +150,9 @@ def _first(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
     return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
 
 
-def _stages(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> Iterator[Launch]:
+def _stages(
+    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None
+) -> Iterator[Launch]:
     """Launches in order."""
     stream = buffers.stream
     embedding = Embedding(weights.angles, weights.eps)
@@ -168,5 +174,8 @@ def _stages(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: 
         how = plan.tiling("down", down.matrix)
         yield ops.linear_residual(library, update, down.matrix, how)
     how = plan.tiling("head", weights.head)
-    yield tokens.head(library, stream, weights.head, buffers.choice, buffers.places, how)
+    choice = buffers.choice if sampled is None else replace(buffers.choice, logits=sampled.logits)
+    yield tokens.head(library, stream, weights.head, choice, buffers.places, how)
+    if sampled is not None:
+        yield from sampling.sampling(library, sampled, choice, buffers.places)
     yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, _first(weights, buffers))

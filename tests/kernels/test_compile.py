@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.kernels import sampling
 from engine.kernels.build import compile_with_nvrtc, source_text
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
 
@@ -53,9 +54,20 @@ def test_a_step_compiles(
     weights = model(form)
     buffers = allocate(weights, batch, 4, 8)
     prepare_step(recorder, weights, buffers, ChainPlan(132))
+    prepare_step(
+        recorder, weights, buffers, ChainPlan(132), sampling.allocate(batch, weights.head.rows, torch.device("cpu"))
+    )
     prepare_start(recorder, weights, buffers)
     asked = {(name, tuple(sorted(defines.items()))) for name, _, defines, _ in recorder.asked}
-    assert {name for name, _ in asked} == {"linear", "linear_residual", "gate_up", "attention", "head", "advance"}
+    assert {name for name, _ in asked} == {
+        "linear",
+        "linear_residual",
+        "gate_up",
+        "attention",
+        "head",
+        "sampling",
+        "advance",
+    }
     for name, defines in sorted(asked):
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), arch)
         assert code.startswith(b"\x7fELF")

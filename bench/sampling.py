@@ -1,0 +1,119 @@
+"""What the sampling stages add to a decode step, on a card: microseconds of the chain and of each stage.
+
+    python -m bench.sampling --vocabulary 151936 --batch 1 8
+
+Prints a table and ends in one JSON line. Each figure is the median of nine replays of a graph of fifty chains. Logits
+are like a model's (a few likely tokens over a wide floor) or flat (random weights' way: nearly all tokens alike).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bench.kernels import revision, timers
+from engine.kernels.attention import Places
+from engine.kernels.build import KernelLibrary, open_library
+from engine.kernels.launch import Launch, Launcher
+from engine.kernels.sampling import SampledRow, Sampling, allocate, sampling
+from engine.kernels.tokens import Choice
+
+TIMES = 50
+PLAIN = SampledRow(temperature=1.0, noise_key=12345)
+ROWS = {
+    "top-k 50, top-p 0.95": replace(PLAIN, top_k=50, top_p=0.95),
+    "top-k 50": replace(PLAIN, top_k=50),
+    "top-p 0.95": replace(PLAIN, top_p=0.95),
+    "min-p 0.05": replace(PLAIN, min_p=0.05),
+    "penalties, greedy": replace(PLAIN, temperature=0.0, marked=True, repetition=1.1, frequency=0.2),
+    "penalties, bias, top-k 50, top-p 0.95": replace(
+        PLAIN, marked=True, biased=True, repetition=1.1, presence=0.1, top_k=50, top_p=0.95
+    ),
+}
+
+
+def make_logits(kind: str, batch: int, vocabulary: int) -> torch.Tensor:
+    """float32 [batch, vocabulary]."""
+    noise = torch.randn(batch, vocabulary, device="cuda")
+    if kind == "flat":
+        return noise * 0.5
+    return noise * 2 - 8 + 18 * torch.rand(batch, vocabulary, device="cuda") ** 200
+
+
+def microseconds(launcher: Launcher, chain: Sequence[Launch]) -> float:
+    """Of one chain among many."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(TIMES):
+            launcher.enqueue(chain)
+    graph.replay()
+    times = []
+    for _ in range(9):
+        begin, end = timers()
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(float(begin.elapsed_time(end)) * 1e3 / TIMES)
+    return statistics.median(times)
+
+
+def prepared(library: KernelLibrary, row: SampledRow, logits: torch.Tensor) -> tuple[Sampling, tuple[Launch, ...]]:
+    """The stages for a batch of rows that are all alike."""
+    batch, vocabulary = logits.shape
+    state = allocate(batch, vocabulary, logits.device)
+    state.logits.copy_(logits)
+    for at in range(batch):
+        state.place(at, row)
+        state.set_marks(at, list(range(100)), list(range(50, 200)), [])
+    wide = torch.zeros(batch, dtype=torch.int64, device=logits.device)
+    choice = Choice(torch.ones(batch, device=logits.device), wide, wide.clone())
+    place = torch.full((batch,), 500, dtype=torch.int32, device=logits.device)
+    return state, sampling(library, state, choice, Places(place, place.view(batch, 1)))
+
+
+def measure(library: KernelLibrary, launcher: Launcher, batches: list[int], vocabulary: int) -> list[dict[str, object]]:
+    """One record a case."""
+    records: list[dict[str, object]] = []
+    for batch in batches:
+        for kind in ("model", "flat"):
+            logits = make_logits(kind, batch, vocabulary)
+            for name, row in ROWS.items():
+                _, chain = prepared(library, row, logits)
+                whole = microseconds(launcher, chain)
+                stages = {one.kernel.name: round(microseconds(launcher, [one]), 2) for one in chain}
+                told = "  ".join(f"{stage} {time:.1f}" for stage, time in stages.items())
+                print(f"{batch:3} {kind:6} {name:38} {whole:7.1f} µs   {told}", flush=True)
+                records.append({"batch": batch, "logits": kind, "row": name, "us": round(whole, 2), "stages": stages})
+    return records
+
+
+def main() -> int:
+    """Measures what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--revision", default=None, help="the commit to write down")
+    given = parser.parse_args()
+    launcher = Launcher()
+    library = open_library(torch.cuda.get_device_capability())
+    record = {
+        "bench": "sampling",
+        "revision": given.revision or revision(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "vocabulary": given.vocabulary,
+        "rows": measure(library, launcher, given.batch, given.vocabulary),
+    }
+    print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

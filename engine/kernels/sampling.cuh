@@ -1,0 +1,149 @@
+// What the stages of `sampling` share: a row's parameters, its weights as whole numbers, and bins of them.
+//
+// heat = (logit - best) / temperature; weight = exp(heat) in units of 2^-42, a whole number, so that sums do not depend on
+// their order. A bin is a stretch of heat, 0 the hottest; tokens at -inf are in none. A key orders like the heat.
+#pragma once
+#include "common.cuh"
+
+constexpr int kVocabulary = OP_VOCABULARY;
+constexpr int kBins = 2048;
+constexpr int kDigits = 256;
+constexpr int kListed = 4096;                      // candidates that are kept as a list
+constexpr int kThreads = 512, kEach = 8;           // of the stages that share a row among blocks
+constexpr int kBlocks = ceil_div(kVocabulary, kThreads * kEach);
+constexpr u32 kSeen = 0x80000000u, kBarred = 0x40000000u, kCount = 0x3FFFFFFFu;  // of a mark
+constexpr int kOn = 1, kBiased = 2, kMarked = 4, kFiltered = 8;                   // of `uses`
+constexpr float kUnit = 4398046511104.f;           // 2^42
+
+// As `sampling.Row.packed` writes it; the host's, between launches only.
+struct alignas(64) Row {
+    int uses, top_k;
+    float temperature, floor;  // 0 is greedy; log(min_p)
+    float repetition, presence, frequency;
+    int free_from;  // the position from which barred tokens may stand
+    double top_p;
+    u64 noise_key;
+    u32 unused[4];
+
+    __device__ __forceinline__ bool greedy() const { return temperature == 0.f; }
+    __device__ __forceinline__ bool filtered() const { return (uses & kFiltered) != 0; }
+};
+
+// What a block found in its share of a row's adjusted logits.
+struct alignas(16) Part {
+    float best, least;  // least: of the finite ones
+    u32 sound;          // whether the model's own logits are finite
+    u32 unused;
+};
+
+struct alignas(8) Candidate {
+    float heat;
+    int id;
+};
+
+__device__ __forceinline__ bool is_finite(float v) { return fabsf(v) <= 3.402823466e38f; }
+
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, d));
+    return v;
+}
+
+__device__ __forceinline__ u64 weight(float heat) { return u64(__double2ull_rn(exp(double(heat)) * double(kUnit))); }
+
+__device__ __forceinline__ float heat_of(u32 key) {
+    return __uint_as_float((key & 0x80000000u) ? key & 0x7FFFFFFFu : ~key);
+}
+
+// From the parts of a row; the same in every thread, by the same sums in every stage.
+struct Scale {
+    float best, temperature, bins_a_degree;
+    bool sound;  // something can be drawn
+
+    __device__ __forceinline__ Scale(const Part* parts, const Row& row, int m) {
+        const int lane = threadIdx.x & 31;
+        float high = minus_infinity(), low = -minus_infinity();
+        bool good = true;
+        for (int i = lane; i < kBlocks; i += 32) {
+            const Quad q = load_shared_state(parts + m * kBlocks + i);
+            high = fmaxf(high, __uint_as_float(q.r[0]));
+            low = fminf(low, __uint_as_float(q.r[1]));
+            good = good && q.r[2] != 0;
+        }
+        best = warp_max(high);
+        low = -warp_max(-low);
+        sound = __all_sync(0xFFFFFFFFu, good) && is_finite(best);
+        temperature = row.temperature;
+        const float span = fminf((best - low) / temperature, 1e30f);
+        bins_a_degree = span > 1e-30f ? float(kBins - 1) / span : 0.f;
+    }
+    __device__ __forceinline__ float heat(float logit) const { return (logit - best) / temperature; }
+    // Falls as heat rises; never so for one of two equal heats only.
+    __device__ __forceinline__ int bin(float heat) const { return min(int(fminf(-heat * bins_a_degree, 4e6f)), kBins - 1); }
+};
+
+// 64-bit sums in shared memory by 32-bit additions, which the hardware has.
+template <int N>
+struct Sums {
+    u32 low[N], high[N];
+
+    __device__ __forceinline__ void clear() {
+        for (int i = threadIdx.x; i < N; i += blockDim.x) low[i] = high[i] = 0;
+    }
+    __device__ __forceinline__ void add(int i, u64 v) {
+        const u32 v_low = u32(v), before = atomicAdd(&low[i], v_low);
+        const u32 v_high = u32(v >> 32) + (before + v_low < before ? 1u : 0u);
+        if (v_high != 0) atomicAdd(&high[i], v_high);
+    }
+    __device__ __forceinline__ u64 at(int i) const { return u64(high[i]) << 32 | low[i]; }
+};
+
+// Where a running sum first reaches what is needed.
+struct Reached {
+    int place;   // none: the number of places
+    u64 before;  // the sum of all earlier places
+    u64 total;
+};
+
+// Over `N` places by the whole block, each thread with N / THREADS neighbours.
+template <int N, int THREADS, class Get>
+__device__ __forceinline__ Reached reach(u64 need, Get&& get) {
+    constexpr int kOwn = N / THREADS, kWarps = THREADS / 32;
+    static_assert(N % THREADS == 0 && kWarps <= 32, "places");
+    __shared__ u64 sums[kWarps];
+    __shared__ Reached found;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u64 own[kOwn], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) sum += own[i] = get(threadIdx.x * kOwn + i);
+    u64 upto = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const u64 other = __shfl_up_sync(0xFFFFFFFFu, upto, d);
+        if (lane >= d) upto += other;
+    }
+    __syncthreads();  // until the results of the call before are read
+    if (lane == 31) sums[warp] = upto;
+    __syncthreads();
+    u64 others = 0, total = 0;
+    for (int w = 0; w < kWarps; ++w) {
+        others += w < warp ? sums[w] : 0;
+        total += sums[w];
+    }
+    if (threadIdx.x == 0) found = {N, total, total};
+    __syncthreads();
+    u64 before = others + upto - sum;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        if (before < need && before + own[i] >= need) found = {int(threadIdx.x) * kOwn + i, before, total};
+        before += own[i];
+    }
+    __syncthreads();
+    return found;
+}
+
+// The least share of `mass` that top_p must keep; at least one unit, or it would keep nothing.
+__device__ __forceinline__ u64 share(double top_p, u64 mass) {
+    const u64 wanted = __double2ull_ru(top_p * __ull2double_rn(mass));
+    return wanted < 1 ? 1 : wanted < mass ? wanted : mass;
+}

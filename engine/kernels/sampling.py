@@ -1,0 +1,165 @@
+"""Wrapper of `sampling`: the four launches between `head` and `advance` that choose by every parameter there is, and
+the state they live in. A row that needs none of it is left to the head.
+
+Order and ties are those of `engine.sampling`: bias, penalties, barred tokens, temperature, top_k, top_p, min_p, a draw.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from engine.kernels.attention import Places
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
+from engine.kernels.tokens import Choice
+
+COLDEST = 1e-20  # temperatures below it are not numbers in float32
+SEEN, BARRED, COUNT = -(1 << 31), 1 << 30, (1 << 30) - 1  # of a mark
+_ON, _BIASED, _MARKED, _FILTERED = 1, 2, 4, 8
+_ROW = struct.Struct("<2i5fid q16x")
+_WORDS = _ROW.size // 4
+_BINS, _LISTED = 2048, 4096
+_THREADS, _EACH, _DRAW_THREADS = 512, 8, 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRow:
+    """The parameters of one row that the head cannot serve."""
+
+    temperature: float  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    free_from: int = 0  # the position from which barred tokens may stand
+    noise_key: int = 0  # `engine.noise.seed_key`
+    biased: bool = False  # whether the row has biases
+    marked: bool = False  # whether it has penalties or barred tokens
+
+    @property
+    def heat(self) -> float:
+        """The temperature as a divisor; 0 is greedy."""
+        return max(self.temperature, COLDEST) if self.temperature > 0 else 0.0
+
+    @property
+    def floor(self) -> float:
+        """The least log-weight that min_p keeps, in float32."""
+        return float(torch.tensor(self.min_p, dtype=torch.float32).log())
+
+    def packed(self) -> bytes:
+        """As the kernels read it."""
+        filtered = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        uses = _ON | _BIASED * self.biased | _MARKED * self.marked | _FILTERED * filtered
+        return _ROW.pack(
+            uses,
+            min(self.top_k, 2**31 - 1),
+            self.heat,
+            self.floor,
+            self.repetition,
+            self.presence,
+            self.frequency,
+            self.free_from,
+            self.top_p,
+            self.noise_key,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """State of a batch's rows at fixed addresses. Rows, bias and marks are the host's to set between two launches."""
+
+    rows: torch.Tensor  # int32 [batch, 16]: packed; zeros leave the row to the head
+    bias: torch.Tensor  # float32 [batch, vocabulary]
+    marks: torch.Tensor  # int32 [batch, vocabulary]: seen, barred, times generated; counted on by the kernels
+    logits: torch.Tensor  # float32 [batch, vocabulary]: the head's, then adjusted
+    parts: torch.Tensor  # float32 [batch, blocks, 4]
+    counts: torch.Tensor  # int64 [batch, bins]
+    masses: torch.Tensor  # int64 [batch, bins]
+    listed: torch.Tensor  # int32 [batch]
+    candidates: torch.Tensor  # int64 [batch, 4096]: logit less the best by temperature, and id
+
+    def first(self, batch: int) -> Sampling:
+        """The same memory for fewer rows."""
+        return Sampling(*(getattr(self, field.name)[:batch] for field in fields(self)))
+
+    def place(self, at: int, row: SampledRow) -> None:
+        """Gives a row to a new owner. Its bias and marks are set apart, by those who have any."""
+        self.rows[at].copy_(torch.frombuffer(bytearray(row.packed()), dtype=torch.int32))
+
+    def leave(self, at: int) -> None:
+        """Leaves a row to the head."""
+        self.rows[at].zero_()
+
+    def set_bias(self, at: int, biases: Iterable[tuple[int, float]]) -> None:
+        """Of the tokens named; of the others none."""
+        pairs = list(biases)
+        table = self.bias[at].zero_()
+        ids = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=table.device)
+        table.index_add_(0, ids, torch.tensor([value for _, value in pairs], dtype=torch.float32, device=table.device))
+
+    def set_marks(self, at: int, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
+        """What the row has been given and has made so far, and what it must not make yet."""
+        table = self.marks[at].zero_()
+        given, made, never = (
+            torch.tensor(ids, dtype=torch.int64, device=table.device) for ids in (prompt, output, barred)
+        )
+        table.index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
+        for ids, mark in ((given, SEEN), (made, SEEN), (never, BARRED)):
+            table[ids] = table[ids] | mark
+
+
+def blocks(vocabulary: int) -> int:
+    """That share a row."""
+    return -(-vocabulary // (_THREADS * _EACH))
+
+
+def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
+    """State of so many rows, all left to the head."""
+
+    def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return Sampling(
+        rows=zeros(batch, _WORDS, dtype=torch.int32),
+        bias=zeros(batch, vocabulary, dtype=torch.float32),
+        marks=zeros(batch, vocabulary, dtype=torch.int32),
+        logits=zeros(batch, vocabulary, dtype=torch.float32),
+        parts=zeros(batch, blocks(vocabulary), 4, dtype=torch.float32),
+        counts=zeros(batch, _BINS, dtype=torch.int64),
+        masses=zeros(batch, _BINS, dtype=torch.int64),
+        listed=zeros(batch, dtype=torch.int32),
+        candidates=zeros(batch, _LISTED, dtype=torch.int64),
+    )
+
+
+def sampling(library: Kernels, state: Sampling, choice: Choice, places: Places) -> tuple[Launch, ...]:
+    """choice.best = the best token of each row that asks for it, its logits in state.logits; counts it in the marks."""
+    batch, vocabulary = state.logits.shape
+    shared = Shape((blocks(vocabulary), batch, 1), _THREADS)
+    whole = Shape((batch, 1, 1), _DRAW_THREADS)
+    common: dict[str, Argument] = {
+        "rows": state.rows,
+        "position": places.position,
+        "logits": state.logits,
+        "parts": state.parts,
+        "counts": state.counts,
+        "masses": state.masses,
+        "trigger": int(Trigger.AT_ENTRY),
+    }
+    chosen: dict[str, Argument] = {"listed": state.listed, "best": choice.best}
+    stages: tuple[tuple[str, Shape, dict[str, Argument]], ...] = (
+        ("adjust", shared, {"bias": state.bias, "marks": state.marks, **chosen}),
+        ("bins", shared, {}),
+        ("sift", shared, {"list": state.candidates, **chosen}),
+        ("draw", whole, {"list": state.candidates, "marks": state.marks, **chosen}),
+    )
+    defines = {"OP_VOCABULARY": vocabulary}
+    return tuple(
+        prepare(library.kernel("sampling", entry, defines), shape, {**common, **more}) for entry, shape, more in stages
+    )
