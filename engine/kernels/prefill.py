@@ -1,0 +1,155 @@
+"""Wrappers of the kernels between the products of a chunk: residual stream and norms, heads, attention, gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.attention import Embedding, Heads, LayerAttention
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Argument, Launch, Shape, prepare
+from engine.kernels.linear import CHAIN
+
+_THREADS = 256
+_QUERIES = 64  # tokens of a block of attention
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a chunk is, at fixed addresses: count of tokens and position of the first (`place`), pages, ids."""
+
+    place: torch.Tensor  # int32 [2]
+    pages: torch.Tensor  # int32 [most pages of a sequence]
+    tokens: torch.Tensor  # int32 [size]
+
+    @property
+    def size(self) -> int:
+        """Tokens that there is room for."""
+        return self.tokens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a product left: bfloat16 [tokens, width] complete with its bias, or float32 [slices, tokens, width]."""
+
+    data: torch.Tensor
+    bias: torch.Tensor | None = None  # float32 [width], to be added; float32 slices only
+
+    @property
+    def split(self) -> bool:
+        """Whether there are slices to add up."""
+        return self.data.dtype == torch.float32
+
+    def values(self) -> dict[str, Argument]:
+        """As the sources name them."""
+        if not self.split and self.bias is not None:
+            raise ValueError("a product in bfloat16 has its bias already")
+        return {"product": self.data, "bias": self.bias, "slices": self.data.shape[0] if self.split else 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual of a chunk and its norm."""
+
+    residual: torch.Tensor  # float32 [tokens, hidden]
+    x: torch.Tensor  # bfloat16 [tokens, hidden]
+    eps: float
+
+
+def embed(library: Kernels, chunk: Chunk, table: torch.Tensor, gain: torch.Tensor, stream: Stream) -> Launch:
+    """stream.residual = the tokens' rows of table bfloat16 [vocabulary, hidden]; stream.x = its norm."""
+    values: dict[str, Argument] = {
+        "place": chunk.place,
+        "tokens": chunk.tokens,
+        "table": table,
+        "gain": gain,
+        "residual": stream.residual,
+        "x": stream.x,
+        "eps": stream.eps,
+    }
+    return _of_stream(library, "embed", stream, values, split=False)
+
+
+def add_norm(library: Kernels, product: Parts, gain: torch.Tensor, stream: Stream) -> Launch:
+    """stream.residual += product; stream.x = its norm."""
+    values: dict[str, Argument] = {
+        "gain": gain,
+        "residual": stream.residual,
+        "x": stream.x,
+        "eps": stream.eps,
+        **product.values(),
+    }
+    return _of_stream(library, "add_norm", stream, values, split=product.split)
+
+
+def _of_stream(library: Kernels, entry: str, stream: Stream, values: dict[str, Argument], *, split: bool) -> Launch:
+    tokens, hidden = stream.residual.shape
+    kernel = library.kernel("prefill_stream", entry, {"OP_COLUMNS": hidden, "OP_SLICES": int(split)})
+    return prepare(kernel, Shape((tokens, 1, 1), _THREADS), {**values, **CHAIN})
+
+
+def gate(library: Kernels, product: Parts, out: torch.Tensor) -> Launch:
+    """out bfloat16 [tokens, half] = silu(gate) · up."""
+    tokens, half = out.shape
+    kernel = library.kernel("prefill_gate", "gate", {"OP_HALF": half, "OP_SLICES": int(product.split)})
+    shape = Shape((-(-half // (2 * _THREADS)), tokens, 1), _THREADS)
+    return prepare(kernel, shape, {"out": out, "tokens": tokens, **product.values(), **CHAIN})
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAttention:
+    """Heads and attention of one head layout."""
+
+    library: Kernels
+    layout: Heads
+    chunk: Chunk
+    embedding: Embedding
+
+    def heads(self, layer: LayerAttention, product: Parts, queries: torch.Tensor) -> Launch:
+        """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and keys and values into their pages."""
+        layout, tokens = self.layout, queries.shape[0]
+        defines = self._defines | {"OP_QK_NORM": int(layout.norm), "OP_SLICES": int(product.split)}
+        values: dict[str, Argument] = {
+            "query_gain": layer.query_gain,
+            "key_gain": layer.key_gain,
+            "angles": self.embedding.angles,
+            "place": self.chunk.place,
+            "pages": self.chunk.pages,
+            "queries": queries,
+            "key_pool": layer.keys,
+            "value_pool": layer.values,
+            "tokens": tokens,
+            "eps": self.embedding.eps,
+            **product.values(),
+        }
+        every = layout.queries + 2 * layout.keys
+        shape = Shape((-(-every // (_THREADS // 32)), tokens, 1), _THREADS)
+        kernel = self.library.kernel("prefill_heads", "heads", defines)
+        return prepare(kernel, shape, {**values, **CHAIN})
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor) -> Launch:
+        """out bfloat16 [tokens, heads · dim]; zeros for tokens past the count."""
+        layout, tokens = self.layout, queries.shape[0]
+        values: dict[str, Argument] = {
+            "queries": queries,
+            "key_pool": layer.keys,
+            "value_pool": layer.values,
+            "place": self.chunk.place,
+            "pages": self.chunk.pages,
+            "out": out,
+            "tokens": tokens,
+            "scale": layout.dim**-0.5 * LOG2_E,
+            "window": layer.window or 0,
+        }
+        keys = 16 if layout.dim > 128 else 64
+        shared = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2
+        shape = Shape((-(-tokens // _QUERIES), layout.queries, 1), 128, shared)
+        kernel = self.library.kernel("prefill_attention", "prefill_attention", self._defines, shared)
+        return prepare(kernel, shape, {**values, **CHAIN})
+
+    @property
+    def _defines(self) -> dict[str, int]:
+        layout = self.layout
+        return {"OP_Q_HEADS": layout.queries, "OP_KV_HEADS": layout.keys, "OP_HEAD_DIM": layout.dim}

@@ -1,0 +1,147 @@
+// Attention of a chunk of one sequence over its pages, where the chunk's own keys and values already are.
+//
+// A block has 64 tokens of one head, a warp 16 of them. Keys and values come by tiles of kKeys, the next on its way while
+// one is worked on; the maximum and the sum of the exponents run along.
+#include "copies.cuh"
+
+constexpr int kPage = 16, kWarps = 4, kThreads = kWarps * 32, kQueries = kWarps * 16;
+constexpr int kDim = OP_HEAD_DIM, kKeys = kDim > 128 ? 16 : 64;
+constexpr int kRow = kDim + 8;  // values of a row in shared memory: eight rows of a matrix never share a bank
+constexpr int kSegments = kDim / 8, kSteps = kDim / 16;
+constexpr int kTile = kKeys * kRow;
+static_assert(kDim % 16 == 0 && kDim <= 256, "head");
+
+__device__ __forceinline__ float exp2_of(float v) {
+    float f;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(f) : "f"(v));
+    return f;
+}
+
+struct Pool {
+    const u16 *keys, *values;
+    const int* pages;
+    int kv, known;  // positions written
+
+    __device__ __forceinline__ void load(u16* to, int tile) const {
+        for (int i = threadIdx.x; i < kKeys * kSegments; i += kThreads) {
+            const int k = i / kSegments, s = i % kSegments, at = tile * kKeys + k;
+            const bool there = at < known;  // what lies past it may be anything, even NaN
+            const u64 page = there ? u64(pages[at / kPage]) : 0;
+            const u64 from = ((page * OP_KV_HEADS + kv) * kPage + at % kPage) * kDim + s * 8;
+            copy_async(to + k * kRow + s * 8, keys + from, there);
+            copy_async(to + kTile + k * kRow + s * 8, values + from, there);
+        }
+    }
+};
+
+struct Rows {
+    float out[kDim / 8][4] = {};
+    float top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
+
+    // scores [16 tokens, kKeys] as the tensor core leaves them, masked.
+    __device__ __forceinline__ void add(float (&s)[kKeys / 8][4], const u16* values, int lane) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float best = top[r];
+#pragma unroll
+            for (int n = 0; n < kKeys / 8; ++n) best = fmaxf(best, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+            best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 2));
+            const float base = best == minus_infinity() ? 0.f : best, kept = exp2_of(top[r] - base);
+            top[r] = best;
+            sum[r] *= kept;
+#pragma unroll
+            for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+                for (int c = 2 * r; c < 2 * r + 2; ++c) s[n][c] = exp2_of(s[n][c] - base), sum[r] += s[n][c];
+#pragma unroll
+            for (int d = 0; d < kDim / 8; ++d) out[d][2 * r] *= kept, out[d][2 * r + 1] *= kept;
+        }
+        const u16* row = values + (lane % 16) * kRow + lane / 16 * 8;
+#pragma unroll
+        for (int j = 0; j < kKeys / 16; ++j) {
+            const u32 a[4] = {pack_bf16(s[2 * j][0], s[2 * j][1]), pack_bf16(s[2 * j][2], s[2 * j][3]),
+                              pack_bf16(s[2 * j + 1][0], s[2 * j + 1][1]), pack_bf16(s[2 * j + 1][2], s[2 * j + 1][3])};
+#pragma unroll
+            for (int d = 0; d < kSteps; ++d) {
+                const Quad v = load_matrices_transposed(row + j * 16 * kRow + d * 16);
+                mma(out[2 * d], a, v.r[0], v.r[1]);
+                mma(out[2 * d + 1], a, v.r[2], v.r[3]);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    prefill_attention(const u16* queries, const u16* key_pool, const u16* value_pool, const int* place, const int* pages,
+                      u16* out, int tokens, float scale, int window, int trigger) {
+    extern __shared__ __align__(128) u16 shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int head = blockIdx.y, first = blockIdx.x * kQueries;
+    if (trigger == 0) let_next_start();
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const int count = place[0], start = place[1];
+    u16 *query = shared, *stages = shared + kQueries * kRow;
+    const Pool pool{key_pool, value_pool, pages, head / (OP_Q_HEADS / OP_KV_HEADS), start + count};
+    // Of the block's tokens the newest and the oldest say which keys are seen at all.
+    const int newest = start + min(first + kQueries, count) - 1;
+    const int oldest = window > 0 ? max(0, start + first - window + 1) : 0;
+    int tile = oldest / kKeys;
+    const int last = first < count ? newest / kKeys : -1;
+    if (last < 0) tile = 0;
+    for (int i = threadIdx.x; i < kQueries * kSegments; i += kThreads) {
+        const int m = i / kSegments, s = i % kSegments;
+        const bool there = first + m < count;
+        copy_async(query + m * kRow + s * 8, queries + (u64(there ? first + m : 0) * OP_Q_HEADS + head) * kDim + s * 8, there);
+    }
+    if (tile <= last) pool.load(stages, tile);
+    end_copy_group();
+
+    Rows rows;
+    const int position = start + first + warp * 16 + g;
+    const u16* a_row = query + (warp * 16 + lane % 16) * kRow + lane / 16 * 8;
+    int half = 0;
+    for (; tile <= last; ++tile, half ^= 1) {
+        if (tile < last) pool.load(stages + (half ^ 1) * 2 * kTile, tile + 1);
+        end_copy_group();
+        wait_copy_groups<1>();
+        __syncthreads();
+        const u16* keys = stages + half * 2 * kTile;
+        const u16* b_row = keys + (lane / 16 * 8 + lane % 8) * kRow + lane / 8 % 2 * 8;
+        float s[kKeys / 8][4] = {};
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            const Quad q = load_matrices(a_row + k * 16);
+#pragma unroll
+            for (int n = 0; n < kKeys / 16; ++n) {
+                const Quad b = load_matrices(b_row + n * 16 * kRow + k * 16);
+                mma(s[2 * n], q.r, b.r[0], b.r[1]);
+                mma(s[2 * n + 1], q.r, b.r[2], b.r[3]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int at = tile * kKeys + n * 8 + 2 * t + (c & 1), own = position + c / 2 * 8;
+                s[n][c] = at <= own && (window <= 0 || at > own - window) ? s[n][c] * scale : minus_infinity();
+            }
+        rows.add(s, keys + kTile, lane);
+        __syncthreads();
+    }
+    wait_copy_groups<0>();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        rows.sum[r] += __shfl_xor_sync(0xFFFFFFFFu, rows.sum[r], 1);
+        rows.sum[r] += __shfl_xor_sync(0xFFFFFFFFu, rows.sum[r], 2);
+        const int m = first + warp * 16 + g + 8 * r;
+        if (m >= tokens) continue;
+        const float inverse = m < count ? 1.f / rows.sum[r] : 0.f;  // tokens past the count: zeros
+        u16* to = out + (u64(m) * OP_Q_HEADS + head) * kDim + 2 * t;
+#pragma unroll
+        for (int d = 0; d < kDim / 8; ++d)
+            *reinterpret_cast<u32*>(to + d * 8) =
+                m < count ? pack_bf16(rows.out[d][2 * r] * inverse, rows.out[d][2 * r + 1] * inverse) : 0u;
+    }
+}

@@ -1,0 +1,69 @@
+// The residual stream of a chunk of tokens: embedded, or moved on by a product, and normed for the product that follows.
+// A block a token.
+#include "parts.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kEach = ceil_div(OP_COLUMNS, 2 * kThreads);  // pairs of a thread
+static_assert(OP_COLUMNS % 8 == 0, "columns");
+
+__device__ __forceinline__ void norm(const Float2 (&v)[kEach], const float* gain, float eps, u16* x) {
+    __shared__ float of_warp[kThreads / 32];
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) squares += v[i].x * v[i].x + v[i].y * v[i].y;
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) sum += of_warp[w];
+    const float factor = rsqrtf(sum / OP_COLUMNS + eps);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int n = 2 * (threadIdx.x + i * kThreads);
+        if (n < OP_COLUMNS)
+            *reinterpret_cast<u32*>(x + n) = pack_bf16(v[i].x * factor * gain[n], v[i].y * factor * gain[n + 1]);
+    }
+}
+
+// Tokens past the count are fed as token 0: nobody reads what becomes of them.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    embed(const int* place, const int* tokens, const u16* table, const float* gain, float* residual, u16* x, float eps,
+          int trigger) {
+    if (trigger == 0) let_next_start();
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const int m = blockIdx.x, token = m < place[0] ? tokens[m] : 0;
+    Float2 v[kEach] = {};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int n = 2 * (threadIdx.x + i * kThreads);
+        if (n < OP_COLUMNS) {
+            const u32 both = *reinterpret_cast<const u32*>(table + u64(token) * OP_COLUMNS + n);
+            v[i] = Float2{bf16_to_float(u16(both)), bf16_to_float(u16(both >> 16))};
+            *reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n) = v[i];
+        }
+    }
+    norm(v, gain, eps, x + u64(m) * OP_COLUMNS);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_norm(const u8* product, const float* bias, int slices, const float* gain, float* residual, u16* x, float eps,
+             int trigger) {
+    if (trigger == 0) let_next_start();
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const int m = blockIdx.x;
+    const Parts parts{product, bias, slices, u64(gridDim.x) * OP_COLUMNS};
+    Float2 v[kEach] = {};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int n = 2 * (threadIdx.x + i * kThreads);
+        if (n < OP_COLUMNS) {
+            Float2* kept = reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n);
+            const Float2 fresh = parts.pair(u64(m) * OP_COLUMNS + n, n), before = *kept;
+            *kept = v[i] = Float2{before.x + fresh.x, before.y + fresh.y};
+        }
+    }
+    norm(v, gain, eps, x + u64(m) * OP_COLUMNS);
+}

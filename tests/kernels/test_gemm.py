@@ -1,0 +1,82 @@
+"""How a product of many tokens is divided, and what its wrapper asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kernels.gemm import (
+    BLOCK_ROWS,
+    MOST_SLICES,
+    TILES,
+    Batch,
+    CardShape,
+    Division,
+    divide,
+    gemm,
+    stage_bytes,
+    why_not,
+)
+from engine.kernels.prefill import Parts
+from engine.kernels.weights import Format, Matrix
+
+H100, SMALL = CardShape(132, 227 << 10), CardShape(28, 99 << 10)
+
+
+def matrix(form: Format, rows: int, columns: int, group: int = 128) -> Matrix:
+    return Matrix(form, rows, columns, torch.empty(0), group=group)
+
+
+@given(
+    form=st.sampled_from([Format.INT8, Format.INT4]),
+    group=st.sampled_from([32, 64, 128]),
+    rows=st.integers(1, 4000).map(lambda n: 8 * n),
+    units=st.integers(1, 120),
+    tokens=st.integers(1, 3000),
+    card=st.sampled_from([H100, SMALL, CardShape(108, 163 << 10)]),
+)
+def test_a_division_fits_the_card_and_leaves_no_slice_empty(
+    form: Format, group: int, rows: int, units: int, tokens: int, card: CardShape
+) -> None:
+    one = matrix(form, rows, units * form.span, group)
+    how = divide(one, tokens, card)
+    assert how.tokens in TILES
+    assert how.tokens >= min(tokens, TILES[-1])
+    assert 1 <= how.slices <= min(MOST_SLICES, units)
+    assert how.stages * stage_bytes(one, how.tokens) <= card.shared
+    # what is left of the stages at the end holds a tile of float32 results
+    assert how.stages * stage_bytes(one, how.tokens) >= how.tokens * (BLOCK_ROWS + 4) * 4
+
+
+def test_few_rows_are_sliced_so_that_every_multiprocessor_has_work() -> None:
+    how = divide(matrix(Format.INT4, 4096, 14336), 128, H100)
+    assert how.slices * (4096 // BLOCK_ROWS) >= 0.75 * H100.multiprocessors
+    assert divide(matrix(Format.INT4, 28672, 4096), 512, H100).slices == 1
+
+
+def test_a_card_with_too_little_shared_memory_is_told() -> None:
+    with pytest.raises(ValueError, match="shared memory"):
+        divide(matrix(Format.INT4, 4096, 4096), 128, CardShape(10, 48 << 10))
+
+
+def test_plain_weights_are_not_for_this_kernel() -> None:
+    assert why_not(matrix(Format.BF16, 64, 64)) is not None
+    assert why_not(matrix(Format.INT8, 64, 64)) is None
+
+
+def test_the_grid_covers_tokens_rows_and_slices(recorder: Any) -> None:
+    one = matrix(Format.INT4, 264, 512, 64)
+    launch = gemm(recorder, one, Batch(torch.zeros(130, 512), torch.zeros(3, 130, 264)), Division(64, 3, 4))
+    assert launch.shape.grid == (3, 3, 3)
+    (asked,) = recorder.asked
+    assert asked[2] == {"OP_FORMAT": 2, "OP_GROUP": 64, "OP_TOKENS": 64, "OP_STAGES": 4, "OP_SPLIT": 1}
+
+
+def test_a_product_in_bfloat16_cannot_want_its_bias_again() -> None:
+    with pytest.raises(ValueError, match="bias"):
+        Parts(torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2)).values()
+    assert Parts(torch.zeros(3, 2, 2), torch.zeros(2)).values()["slices"] == 3

@@ -1,0 +1,116 @@
+"""The matrix kernel for many tokens on a card, against float64: every format, any number of tokens, any division."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.kernels.build import KernelLibrary
+from engine.kernels.gemm import TILES, Batch, Division, card_shape, divide, gemm, stage_bytes
+from engine.kernels.launch import Launcher
+from engine.kernels.weights import Matrix, to_matrix
+from quant.weights import Int4Groups, Int8Rows
+
+pytestmark = pytest.mark.gpu
+
+SUMMED = 3e-5  # float32 sums against float64 of the same bf16 inputs
+ROUNDED = 3e-3  # results in bf16
+FORMATS = ["int8", "int4-128", "int4-64", "int4-32", "int4-row"]
+TOKENS = [1, 7, 9, 16, 17, 33, 64, 100, 128, 129, 300, 1024]
+
+
+def made(form: str, rows: int, columns: int) -> tuple[Matrix, torch.Tensor]:
+    """A random matrix as the kernels read it and the same in float64."""
+    if form == "int8":
+        q = torch.randint(-128, 128, (rows, columns), device="cuda", dtype=torch.int8)
+        weight = Int8Rows(q, torch.rand(rows, device="cuda") * 0.02 + 0.001)
+        return to_matrix(weight), q.double() * weight.scale.double().unsqueeze(1)
+    group = columns if form == "int4-row" else int(form.partition("-")[2])
+    packed = torch.randint(0, 256, (rows, columns // 2), device="cuda", dtype=torch.uint8)
+    scale = (torch.rand(rows, columns // group, device="cuda") * 0.02 + 0.001).half()
+    zero = torch.randint(0, 16, (rows, columns // group), device="cuda", dtype=torch.uint8)
+    exact = torch.stack((packed & 15, packed >> 4), -1).flatten(1).double()
+    exact -= zero.repeat_interleave(group, 1)
+    return to_matrix(Int4Groups(packed, scale, zero, group)), exact * scale.double().repeat_interleave(group, 1)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to each token's length, the worst token."""
+    distance = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(distance.nan_to_num(nan=float("inf")).max())
+
+
+def poisoned(matrix: Matrix, tokens: int, how: Division) -> torch.Tensor:
+    shape = (tokens, matrix.rows) if how.slices == 1 else (how.slices, tokens, matrix.rows)
+    dtype = torch.bfloat16 if how.slices == 1 else torch.float32
+    return torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("rows", "columns"), [(264, 256), (1040, 896), (4096, 4096), (1024, 14336)])
+def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: str, rows: int, columns: int) -> None:
+    matrix, exact = made(form, rows, columns)
+    card = card_shape(torch.device("cuda"))
+    for tokens in TOKENS:
+        x = (torch.randn(tokens, columns, device="cuda") * torch.rand(tokens, 1, device="cuda")).bfloat16()
+        expected = x.double() @ exact.T
+        how = divide(matrix, tokens, card)
+        for slices in {1, how.slices, 2, 3}:
+            one = replace(how, slices=min(slices, columns // matrix.format.span))
+            out = poisoned(matrix, tokens, one)
+            launcher.enqueue([gemm(library, matrix, Batch(x, out), one).alone()])
+            if one.slices == 1:
+                assert error(out, expected) < ROUNDED, (tokens, one)
+            else:
+                assert error(out.double().sum(0), expected) < SUMMED, (tokens, one)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form: str, tile: int) -> None:
+    matrix, exact = made(form, 392, 1024)
+    card = card_shape(torch.device("cuda"))
+    bias = torch.randn(392, device="cuda")
+    for tokens in (1, tile - 3, tile, 2 * tile + 5):
+        x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+        how = Division(tile, 1, min(4, card.shared // stage_bytes(matrix, tile)))
+        out = poisoned(matrix, tokens, how)
+        launcher.enqueue([gemm(library, matrix, Batch(x, out, bias), how).alone()])
+        assert error(out, x.double() @ exact.T + bias) < ROUNDED
+
+
+def test_rows_of_eight_bits_are_any_number(library: KernelLibrary, launcher: Launcher) -> None:
+    matrix, exact = made("int8", 1003, 320)
+    x = torch.randn(77, 320, device="cuda").bfloat16()
+    how = divide(matrix, 77, card_shape(torch.device("cuda")))
+    for slices in (1, 2):
+        one = replace(how, slices=slices)
+        out = poisoned(matrix, 77, one)
+        launcher.enqueue([gemm(library, matrix, Batch(x, out), one).alone()])
+        found = out if slices == 1 else out.double().sum(0)
+        assert error(found, x.double() @ exact.T) < ROUNDED
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_token_does_not_depend_on_the_others(library: KernelLibrary, launcher: Launcher, form: str) -> None:
+    matrix, _ = made(form, 512, 1024)
+    x = torch.randn(300, 1024, device="cuda").bfloat16()
+    how = Division(64, 2, 3)
+    together = poisoned(matrix, 300, how)
+    launcher.enqueue([gemm(library, matrix, Batch(x, together), how).alone()])
+    for first, last in ((0, 1), (5, 70), (64, 128), (299, 300)):
+        part = poisoned(matrix, last - first, how)
+        launcher.enqueue([gemm(library, matrix, Batch(x[first:last].contiguous(), part), how).alone()])
+        assert torch.equal(part, together[:, first:last])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4-64"])
+def test_older_cards(older_library: KernelLibrary, launcher: Launcher, form: str) -> None:
+    matrix, exact = made(form, 1040, 896)
+    x = torch.randn(100, 896, device="cuda").bfloat16()
+    how = Division(128, 1, 2)
+    out = poisoned(matrix, 100, how)
+    launcher.enqueue([gemm(older_library, matrix, Batch(x, out), how).alone()])
+    assert error(out, x.double() @ exact.T) < ROUNDED

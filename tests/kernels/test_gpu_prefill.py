@@ -1,0 +1,151 @@
+"""The kernels between the products of a chunk, on a card, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels import prefill as ops
+from engine.kernels import reference
+from engine.kernels.attention import Embedding, Heads, LayerAttention
+from engine.kernels.build import KernelLibrary
+from engine.kernels.launch import Launch, Launcher
+
+pytestmark = pytest.mark.gpu
+
+NAN = float("nan")
+ROUNDED = 2**-8  # of a value in bf16, and a little of what went into it
+LAYOUTS = [
+    Heads(4, 2, 128, True),
+    Heads(6, 2, 64, False),
+    Heads(3, 3, 96, True),
+    Heads(8, 1, 32, False),
+    Heads(2, 1, 256, True),
+]
+
+
+def chunk_of(count: int, start: int, size: int, page_total: int) -> ops.Chunk:
+    held = -(-(start + count) // 16)
+    pages = torch.full((held + 3,), 2**30, dtype=torch.int32, device="cuda")  # past the held ones: nothing to read
+    pages[:held] = torch.randperm(page_total, device="cuda")[:held]
+    tokens = torch.full((size,), 2**30, dtype=torch.int32, device="cuda")
+    return ops.Chunk(torch.tensor([count, start], dtype=torch.int32, device="cuda"), pages, tokens)
+
+
+def run(launcher: Launcher, *launches: Launch) -> None:
+    launcher.enqueue(launches)
+    torch.cuda.synchronize()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, slack: float = 1e-5) -> None:
+    distance = (found.double() - expected).abs() - expected.abs() * ROUNDED
+    assert float(distance.nan_to_num(nan=float("inf")).max()) <= slack * float(expected.abs().max())
+
+
+def sliced(value: torch.Tensor, slices: int) -> ops.Parts:
+    """float32 slices that sum to value, or bf16 where there are none."""
+    if slices == 0:
+        return ops.Parts(value.bfloat16())
+    parts = torch.randn(slices, *value.shape, device="cuda")
+    parts[-1] = value - parts[:-1].sum(0)
+    return ops.Parts(parts, torch.randn(value.shape[-1], device="cuda"))
+
+
+def whole(product: ops.Parts) -> torch.Tensor:
+    if not product.split:
+        return product.data.double()
+    assert product.bias is not None
+    return product.data.double().sum(0) + product.bias.double()
+
+
+@pytest.mark.parametrize("hidden", [64, 1000, 1024, 4096])
+@pytest.mark.parametrize("slices", [0, 1, 3])
+def test_the_stream_is_embedded_moved_on_and_normed(
+    library: KernelLibrary, launcher: Launcher, hidden: int, slices: int
+) -> None:
+    table = torch.randn(99, hidden, device="cuda").bfloat16()
+    chunk = chunk_of(13, 5, 16, 8)
+    chunk.tokens[:13] = torch.randint(0, 99, (13,), device="cuda")
+    gain = torch.rand(hidden, device="cuda") + 0.5
+    stream = ops.Stream(
+        torch.full((16, hidden), NAN, device="cuda"),
+        torch.full((16, hidden), NAN, device="cuda", dtype=torch.bfloat16),
+        1e-5,
+    )
+    run(launcher, ops.embed(library, chunk, table, gain, stream).alone())
+    expected = table[chunk.tokens[:13].long()].double()
+    assert torch.equal(stream.residual[:13].double(), expected)
+    close(stream.x[:13], reference.rms_norm(expected, gain.double(), 1e-5))
+    assert bool(stream.residual.isfinite().all())
+
+    product = sliced(torch.randn(16, hidden, device="cuda") * 3, slices)
+    before = stream.residual.double()
+    run(launcher, ops.add_norm(library, product, gain, stream).alone())
+    expected = before + whole(product)
+    torch.testing.assert_close(stream.residual.double(), expected, rtol=1e-5, atol=1e-5)
+    close(stream.x, reference.rms_norm(expected, gain.double(), 1e-5), slack=1e-4)
+
+
+@pytest.mark.parametrize("half", [6, 512, 514, 4864])
+@pytest.mark.parametrize("slices", [0, 1, 2])
+def test_gate(library: KernelLibrary, launcher: Launcher, half: int, slices: int) -> None:
+    product = sliced(torch.randn(19, 2 * half, device="cuda") * 4, slices)
+    out = torch.full((19, half), NAN, device="cuda", dtype=torch.bfloat16)
+    run(launcher, ops.gate(library, product, out).alone())
+    gate, up = whole(product).chunk(2, -1)
+    close(out, torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.queries}-{one.keys}-{one.dim}")
+@pytest.mark.parametrize("slices", [0, 2])
+def test_heads(library: KernelLibrary, launcher: Launcher, layout: Heads, slices: int) -> None:
+    count, start, size = 21, 37, 32
+    chunk = chunk_of(count, start, size, 9)
+    angles = torch.rand(64, 2, layout.dim, device="cuda") * 2 - 1
+    gains = (torch.rand(layout.dim, device="cuda") + 0.5, torch.rand(layout.dim, device="cuda") * 96)
+    pool = torch.full((2, 9, layout.keys, 16, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
+    layer = LayerAttention(pool[0], pool[1], *(gains if layout.norm else (None, None)))
+    product = sliced(torch.randn(size, layout.rows, device="cuda"), slices)
+    queries = torch.full((size, layout.queries, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
+    attention = ops.ChunkAttention(library, layout, chunk, Embedding(angles, 1e-6))
+    run(launcher, attention.heads(layer, product, queries).alone())
+    exact_gains = (gains[0].double(), gains[1].double()) if layout.norm else None
+    rows = whole(product)
+    written = torch.zeros(9, 16, dtype=torch.bool, device="cuda")
+    for m in range(count):
+        at = start + m
+        found = reference.attention_row(rows[m], layout, exact_gains, angles[at].double(), 1e-6)
+        page, slot = int(chunk.pages[at // 16]), at % 16
+        written[page, slot] = True
+        for ours, expected in zip((queries[m], pool[0, page, :, slot], pool[1, page, :, slot]), found, strict=True):
+            close(ours, expected)
+    assert bool(pool.transpose(2, 3)[:, ~written].isnan().all())  # nothing else was touched
+    assert bool(queries[count:].isnan().all())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.queries}-{one.keys}-{one.dim}")
+@pytest.mark.parametrize("window", [None, 9, 100])
+@pytest.mark.parametrize(
+    ("count", "start", "size"), [(2, 0, 16), (128, 0, 128), (77, 0, 128), (33, 500, 64), (200, 61, 256)]
+)
+def test_attention(
+    library: KernelLibrary, launcher: Launcher, layout: Heads, window: int | None, count: int, start: int, size: int
+) -> None:
+    end, total = start + count, 60
+    chunk = chunk_of(count, start, size, total)
+    pool = torch.full((2, total, layout.keys, 16, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
+    held = torch.randn(2, end, layout.keys, layout.dim, device="cuda").bfloat16()
+    at = torch.arange(end, device="cuda")
+    pool[:, chunk.pages[at // 16].long(), :, at % 16] = held.transpose(0, 1)
+    queries = (torch.randn(size, layout.queries, layout.dim, device="cuda") * 2).bfloat16()
+    queries[count:] = NAN
+    out = torch.full((size, layout.queries * layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
+    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6))
+    layer = LayerAttention(pool[0], pool[1], None, None, window)
+    run(launcher, attention.attend(layer, queries, out).alone())
+    for m in {0, 1, 15, 16, 31, 63, 64, count // 2, count - 1} & set(range(count)):
+        seen = held[:, : start + m + 1].double()
+        expected = reference.attend(queries[m].double(), seen[0], seen[1], window)
+        found = out[m].view(layout.queries, layout.dim).double()
+        assert float((found - expected).norm() / expected.norm()) < 6e-3  # weights in bf16
+    assert not bool(out[count:].count_nonzero())
