@@ -1,0 +1,31 @@
+"""What every result says of itself: the commit and the machine."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def revision() -> str:
+    """The commit, with a mark where the tree differs from it; empty without git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=ROOT, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def device() -> str:
+    """The card, or the processor with its cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
