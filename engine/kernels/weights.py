@@ -15,6 +15,7 @@ from quant.weights import Dense, Int4Groups, Int8Rows
 
 INT4_SPAN = 128  # columns that a lane quartet has of a row at a time
 GROUPS = (32, 64, 128)
+_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of a word's eight columns
 
 
 class Format(IntEnum):
@@ -83,7 +84,7 @@ def pack_int4(weight: Int4Groups) -> Matrix:
     the bf16 of -(128 + zero) above."""
     rows, columns = weight.shape
     data = torch.empty(rows // 8, columns // INT4_SPAN, 32, 4, dtype=torch.int32, device=weight.packed.device)
-    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32, device=weight.packed.device)
+    shifts = torch.tensor(_SHIFTS, dtype=torch.int32, device=weight.packed.device)
     for first in range(0, rows, 2048):  # bounds the copy of four bytes a value
         values = unpack_nibbles(weight.packed[first : first + 2048]).to(torch.int32)
         # tile, row, unit, word, lane of the row, column → tile, unit, row, lane, word
@@ -103,3 +104,29 @@ def _scale_words(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     low = scale.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
     high = (-(128.0 + zero.float())).to(torch.bfloat16).view(torch.int16).to(torch.int32) << 16
     return (low | high).view(-1, 8, scale.shape[1]).transpose(1, 2).contiguous()
+
+
+def dequantize(matrix: Matrix, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows first to last, plain [last - first, columns]; both fall on tiles of eight. What `to_matrix` laid out."""
+    if matrix.format is Format.BF16:
+        return matrix.data[first:last].to(dtype)
+    if matrix.format is Format.INT8:
+        if matrix.row_scale is None:
+            raise ValueError("an int8 matrix without scales")
+        return (matrix.data[first:last] * matrix.row_scale[first:last, None]).to(dtype)
+    return _dequantize_int4(matrix, first // 8, last // 8).to(dtype)
+
+
+def _dequantize_int4(matrix: Matrix, first: int, last: int) -> torch.Tensor:
+    """Tiles first to last, float32."""
+    if matrix.scales is None:
+        raise ValueError("an int4 matrix without scales")
+    units, groups = matrix.columns // INT4_SPAN, matrix.columns // matrix.group
+    # tile, unit, row, lane of the row, word → tile, row, unit, word, lane, column
+    words = matrix.data[first:last].view(-1, units, 8, 4, 4).permute(0, 2, 1, 4, 3).unsqueeze(-1)
+    shifts = torch.tensor(_SHIFTS, dtype=torch.int32, device=words.device)
+    q = ((words >> shifts) & 15).reshape(-1, groups, matrix.group).float()
+    scales = matrix.scales[first:last].transpose(1, 2).reshape(-1, groups)
+    scale = (scales & 0xFFFF).to(torch.int16).view(torch.float16).float()
+    offset = (scales >> 16).to(torch.int16).view(torch.bfloat16).float()  # -(128 + zero)
+    return q.add_((offset + 128.0).unsqueeze(2)).mul_(scale.unsqueeze(2)).view(-1, matrix.columns)

@@ -1,0 +1,37 @@
+"""Quantized weights in the form that checkpoints are decoded into, for what no kernel takes, and for exact products."""
+
+from __future__ import annotations
+
+import torch
+
+from quant.weights import Int4Groups, Int8Rows
+
+_ROWS_AT_ONCE = 1024  # bounds the plain copy
+
+
+class CanonicalLinear:
+    """Products by tiles of dequantized rows, in the type of the activations."""
+
+    def __init__(self, weight: Int4Groups | Int8Rows, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias  # float32 [rows]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.weight.shape[0]
+        y = x.new_empty(x.shape[0], rows)
+        for first in range(0, rows, _ROWS_AT_ONCE):
+            last = min(first + _ROWS_AT_ONCE, rows)
+            y[:, first:last] = x @ _rows(self.weight, first, last).dequantize(x.dtype).T
+        return y if self.bias is None else y.add_(self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a call reads."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _rows(weight: Int4Groups | Int8Rows, first: int, last: int) -> Int4Groups | Int8Rows:
+    """A part of a weight, in its own memory."""
+    if isinstance(weight, Int8Rows):
+        return Int8Rows(weight.q[first:last], weight.scale[first:last])
+    return Int4Groups(weight.packed[first:last], weight.scale[first:last], weight.zero[first:last], weight.group)

@@ -1,0 +1,108 @@
+"""Linears of quantized checkpoints: each part read into its canonical form, parts stacked, the whole laid out for its
+device. A part that its checkpoint left plain stays plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from engine.kernels.weights import to_matrix
+from engine.kernels.weights import why_not as why_not_card
+from engine.linear import DenseLinear, Linear, LinearLoader, Place, Projection, TensorSource, load_dense
+from engine.linear.canonical import CanonicalLinear
+from engine.linear.card import CardLinear
+from engine.linear.cpu import Int4Cpu, Int8Cpu
+from engine.linear.joined import JoinedLinear
+from quant import weights as canonical
+from quant.cpu import DensePlan, dense_plan, pack_int4, pack_int8, why_not_int4, why_not_int8
+from quant.read import read_linear
+from quant.spec import Int8Spec, QuantSpec
+from quant.weights import Dense, Int4Groups, Int8Rows, Weight, stack_rows
+
+Quantize = Literal["int8"]
+Reader = Callable[[TensorSource, str, int, int], canonical.Linear]  # source, prefix, inputs, outputs
+
+
+def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, exact: bool = False) -> LinearLoader:
+    """Reads weights as `spec` says; `quantize` makes eight bits of plain ones, but of the head. `exact`: activations
+    are never rounded below the place's own type, whatever that costs."""
+    if spec is not None and quantize is not None:
+        raise ValueError("weights that are quantized already are not quantized again")
+    how = Int8Spec() if quantize == "int8" else spec
+    if how is None:
+        return load_dense
+
+    def read(source: TensorSource, prefix: str, inputs: int, outputs: int) -> canonical.Linear:
+        return read_linear(source, prefix, how, inputs, outputs)
+
+    return loader_of(read, None if exact else dense_plan())
+
+
+def loader_of(read: Reader, plan: DensePlan | None) -> LinearLoader:
+    """Any reader's parts, stacked and placed."""
+
+    def load(source: TensorSource, projection: Projection, place: Place) -> Linear:
+        moved = source if place.device.type == "cpu" else _Moved(source, place.device)
+        shapes = zip(projection.prefixes, projection.out_features, strict=True)
+        parts = [read(moved, prefix, projection.in_features, rows) for prefix, rows in shapes]
+        return _join(parts, place, plan)
+
+    return load
+
+
+def _join(parts: list[canonical.Linear], place: Place, plan: DensePlan | None) -> Linear:
+    biases = [part.bias for part in parts]
+    bias = torch.cat([one.float() for one in biases if one is not None]) if None not in biases else None
+    one = parts[0].weight if len(parts) == 1 else stack_rows([part.weight for part in parts])
+    if one is not None:
+        parts.clear()  # what was stacked is not needed beside the stack
+        return place_weight(one, bias, place, plan)
+    return JoinedLinear(tuple(place_weight(part.weight, part.bias, place, plan) for part in parts))
+
+
+def place_weight(weight: Weight, bias: torch.Tensor | None, place: Place, plan: DensePlan | None = None) -> Linear:
+    """A linear with this weight in the layout of its device. `plan`: how a CPU multiplies; None: by plain tiles alone,
+    without rounding activations below the place's own type."""
+    bias = None if bias is None else bias.to(place.device, torch.float32)
+    if isinstance(weight, Dense):
+        matrix = place.matrix(*weight.shape).copy_(weight.weight)
+        return DenseLinear(matrix, None if bias is None else bias.to(place.dtype))
+    if place.device.type == "cpu":
+        return CanonicalLinear(weight, bias) if plan is None else _on_cpu(weight, bias, plan)
+    weight = _to_device(weight, place.device)
+    return CanonicalLinear(weight, bias) if why_not_card(weight) else CardLinear(to_matrix(weight), bias)
+
+
+def _on_cpu(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, plan: DensePlan) -> Linear:
+    if isinstance(weight, Int4Groups):
+        return CanonicalLinear(weight, bias) if why_not_int4(weight) else Int4Cpu(pack_int4(weight), bias, plan)
+    return CanonicalLinear(weight, bias) if why_not_int8(weight) else Int8Cpu(pack_int8(weight), bias, plan)
+
+
+def _to_device(weight: Int4Groups | Int8Rows, device: torch.device) -> Int4Groups | Int8Rows:
+    if isinstance(weight, Int8Rows):
+        return Int8Rows(weight.q.to(device), weight.scale.to(device))
+    return Int4Groups(weight.packed.to(device), weight.scale.to(device), weight.zero.to(device), weight.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A checkpoint whose tensors are copied to a device as they are read, and so unpacked there."""
+
+    source: TensorSource
+    device: torch.device
+
+    def names(self) -> Collection[str]:
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.source.tensor(name).to(self.device)
