@@ -67,13 +67,3 @@ def make_source() -> type[DictSource]:
 @pytest.fixture
 def random() -> torch.Generator:
     return torch.Generator().manual_seed(11)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes runs when it is asked for: `-m slow`."""
-    if config.option.markexpr:
-        return
-    slow = [item for item in items if item.get_closest_marker("slow") and Path(__file__).parent in item.path.parents]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
