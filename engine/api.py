@@ -142,6 +142,7 @@ class ModelInfo:
     total_pages: int
     weights_bytes: int
     weights_digest: str  # SHA-256, hexadecimal
+    tokens_per_step: int = 1  # most ids that a step brings a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

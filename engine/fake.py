@@ -108,6 +108,7 @@ class FakeRunner:
             total_pages=fake.total_pages,
             weights_bytes=0,
             weights_digest=hashlib.sha256(b"fake %d" % fake.vocab_size).hexdigest(),
+            tokens_per_step=fake.tokens_per_step,
         )
 
     @property

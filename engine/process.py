@@ -93,7 +93,7 @@ def _scheduler(settings: EngineSettings, info: ModelInfo) -> Scheduler:
         max_sequences=info.max_sequences,
         max_batch_tokens=settings.max_batch_tokens,
         max_context=info.max_context,
-        tokens_per_step=settings.fake.tokens_per_step if settings.kind == "fake" else 1,
+        tokens_per_step=info.tokens_per_step,
     )
     return Scheduler(limits, PagePool(info.total_pages), settings.batching)
 

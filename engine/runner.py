@@ -7,8 +7,7 @@ import torch
 from engine.api import ModelInfo
 from engine.decoders import Decoder
 from engine.decoders.parts import Parts
-from engine.errors import Unsupported
-from engine.plan import StepPlan, StepResult
+from engine.plan import Row, RowResult, StepPlan, StepResult
 
 
 class ModelRunner:
@@ -30,12 +29,27 @@ class ModelRunner:
         with torch.inference_mode():
             if plan.fresh_slots:
                 self._parts.sampler.forget(plan.fresh_slots)
-            decoder = self._decoder if self._decoder.accepts(plan) else self._fallback
-            return decoder.run(plan)
+                self._decoder.forget(plan.fresh_slots)
+            share = self._decoder.share(plan)
+            if len(share) == len(plan.rows):
+                return self._decoder.run(plan)
+            if not share:
+                return self._fallback.run(plan)
+            return self._run_both(plan, share)
+
+    def _run_both(self, plan: StepPlan, share: tuple[Row, ...]) -> StepResult:
+        """The decoder's rows, then the others."""
+        taken = {id(row) for row in share}
+        others = tuple(row for row in plan.rows if id(row) not in taken)
+        results: dict[int, RowResult | None] = {}
+        for decoder, rows in ((self._decoder, share), (self._fallback, others)):
+            found = decoder.run(StepPlan(rows, ())).rows
+            results |= {id(row): result for row, result in zip(rows, found, strict=True)}
+        return StepResult(tuple(results[id(row)] for row in plan.rows))
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """None of the runner's own yet."""
-        raise Unsupported(f"the engine has no optimization {name!r}")
+        """The decoder's switches."""
+        self._decoder.switch(name, enabled)
 
     def close(self) -> None:
         """Ends the decoders."""

@@ -10,7 +10,7 @@ PAGE_SIZE = 16  # tokens in a key-value page
 EngineKind = Literal["model", "fake"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-DecoderChoice = Literal["auto", "eager"]
+DecoderChoice = Literal["auto", "graph", "eager"]
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -43,4 +43,6 @@ class EngineSettings:
     threads: int | None = None  # torch's, on a CPU; None: all cores but the one that the front needs
     seed: int = 0  # of dummy weights
     batching: bool = True  # optimizations.batching
+    graphs: bool = True  # optimizations.graphs
+    fused_kernels: bool = True  # optimizations.fused_kernels
     fake: FakeSettings = FakeSettings()

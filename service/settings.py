@@ -92,6 +92,8 @@ class OptimizationOptions(Group):
     """The switches. None of them changes greedy output."""
 
     batching: bool = Field(default=True, description="run several sequences in one step")
+    graphs: bool = Field(default=True, description="launch whole steps on a card at once; off, kernel by kernel")
+    fused_kernels: bool = Field(default=True, description="decode with kernels of our own where they fit the card")
 
 
 class FakeOptions(Group):
@@ -186,5 +188,7 @@ class Settings(BaseSettings):
             threads=self.scheduler.threads,
             seed=self.seed,
             batching=self.optimizations.batching,
+            graphs=self.optimizations.graphs,
+            fused_kernels=self.optimizations.fused_kernels,
             fake=FakeSettings(**fake),
         )

@@ -1,22 +1,23 @@
 """How steps are done: one decoder a file, the registry best first, ending in eager, which does every step.
 
-A decoder that is fast at some plans only (pure decode, few rows) says so in `accepts`; eager does the others. It may
-bring several ids a row, as far as the row's pages reach. State that it keeps of a slot is stale when a row's start is
-not where it left off: then it reads the sequence anew.
+A decoder that is fast at some rows only (decode, few of them) says in `share` which it takes; eager does the others, on
+the same pages and the same stream. It may bring several ids a row, as far as the row's pages reach. State that it keeps
+of a slot is stale when a row's start is not where it left off: then it reads the sequence anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.api import Objection
 from engine.checkpoint import Progress
-from engine.decoders import eager
-from engine.decoders.parts import Parts
+from engine.decoders import eager, graph
+from engine.decoders.parts import Parts, Unfit
 from engine.errors import Unsupported
-from engine.plan import StepPlan, StepResult
+from engine.plan import Row, StepPlan, StepResult
 
 
 class Decoder(Protocol):
@@ -25,11 +26,21 @@ class Decoder(Protocol):
     def warmup(self, progress: Progress) -> None:
         """What must be ready before the first request."""
 
-    def accepts(self, plan: StepPlan) -> bool:
-        """Whether it does this step; if not, eager does."""
+    @property
+    def tokens_per_step(self) -> int:
+        """How far ahead of a row's first new token its pages should reach, that token counted."""
+
+    def share(self, plan: StepPlan) -> tuple[Row, ...]:
+        """The rows of a plan that it does, in their order."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """One step. Called in torch's inference mode."""
+        """One step of rows that it took. Called in torch's inference mode."""
+
+    def forget(self, slots: Rows[int]) -> None:
+        """These slots have new owners, or their owners begin anew."""
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """Turns an optimisation on or off. Raises Unsupported for a name that it does not have."""
 
     def close(self) -> None: ...
 
@@ -40,10 +51,13 @@ class DecoderEntry:
 
     name: str
     why_not: Callable[[Parts], str | None]  # None: it can serve this model on this machine
-    make: Callable[[Parts], Decoder]
+    make: Callable[[Parts], Decoder]  # Unfit: it cannot after all
 
 
-DECODERS: tuple[DecoderEntry, ...] = (DecoderEntry("eager", eager.why_not, eager.EagerDecoder),)
+DECODERS: tuple[DecoderEntry, ...] = (
+    DecoderEntry("graph", graph.why_not, graph.GraphDecoder),
+    DecoderEntry("eager", eager.why_not, eager.EagerDecoder),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,10 @@ def choose(wanted: str, parts: Parts, registry: tuple[DecoderEntry, ...] = DECOD
             continue
         reason = entry.why_not(parts)
         if reason is None:
-            return Choice(entry.name, entry.make(parts), tuple(objections))
+            try:
+                return Choice(entry.name, entry.make(parts), tuple(objections))
+            except Unfit as unfit:
+                reason = str(unfit)
         objections.append(Objection(decoder=entry.name, reason=reason))
     if not objections:
         names = ", ".join(entry.name for entry in registry)

@@ -8,7 +8,7 @@ import torch
 
 from engine.checkpoint import Progress
 from engine.decoders.parts import Parts
-from engine.errors import EngineFailed
+from engine.errors import EngineFailed, Unsupported
 from engine.model.attention import Share, StepAttention
 from engine.model.transformer import StepInput
 from engine.plan import Row, RowResult, StepPlan, StepResult
@@ -23,6 +23,8 @@ def why_not(parts: Parts) -> str | None:
 class EagerDecoder:
     """Stages a plan, runs the model over it, samples."""
 
+    tokens_per_step = 1
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._windows = tuple(dict.fromkeys(parts.model.config.windows))
@@ -30,9 +32,16 @@ class EagerDecoder:
     def warmup(self, progress: Progress) -> None:
         """Nothing to prepare."""
 
-    def accepts(self, plan: StepPlan) -> bool:
-        """Every plan."""
-        return True
+    def share(self, plan: StepPlan) -> tuple[Row, ...]:
+        """Every row."""
+        return plan.rows
+
+    def forget(self, slots: Rows[int]) -> None:
+        """Keeps nothing of a slot."""
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """Has none."""
+        raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
         """Holds nothing of its own."""

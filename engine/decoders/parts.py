@@ -9,6 +9,10 @@ from engine.model.transformer import Transformer
 from engine.sampling import Sampler
 
 
+class Unfit(Exception):
+    """A decoder found while it was made that it cannot serve here; says why in one line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """One loaded model and the state that its decoders share."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from engine.api import GenerationRequest, Objection, SamplingParams, Stopping
 from engine.build import Prepared, make_runner, prepare
 from engine.decoders import DECODERS, DecoderEntry, choose, eager
-from engine.decoders.parts import Parts
+from engine.decoders.parts import Parts, Unfit
 from engine.errors import Unsupported
 from engine.pages import PagePool
-from engine.plan import Runner, StepPlan, StepResult
+from engine.plan import Row, Runner, StepPlan, StepResult
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
 from engine.settings import EngineSettings
@@ -134,17 +135,26 @@ def test_the_last_decoder_has_no_objection(prepared: Prepared) -> None:
 class Even:
     """Does every second step alone."""
 
+    tokens_per_step = 3
+
     def __init__(self, parts: Parts) -> None:
         self._inner = eager.EagerDecoder(parts)
         self.steps = 0
         self.warm = self.closed = False
+        self.forgot: set[int] = set()
 
     def warmup(self, progress: Any) -> None:
         self.warm = True
 
-    def accepts(self, plan: StepPlan) -> bool:
+    def share(self, plan: StepPlan) -> tuple[Row, ...]:
         self.steps += 1
-        return self.steps % 2 == 0
+        return plan.rows if self.steps % 2 == 0 else ()
+
+    def forget(self, slots: Items[int]) -> None:
+        self.forgot.update(slots)
+
+    def switch(self, name: str, enabled: bool) -> None:
+        self._inner.switch(name, enabled)
 
     def run(self, plan: StepPlan) -> StepResult:
         assert self.steps % 2 == 0
@@ -152,6 +162,18 @@ class Even:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Narrow(Even):
+    """Does the rows of one token, one at a time even so."""
+
+    def share(self, plan: StepPlan) -> tuple[Row, ...]:
+        return tuple(row for row in plan.rows if row.count == 1)[:1]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert [row.count for row in plan.rows] == [1]
+        self.steps += 1
+        return self._inner.run(plan)
 
 
 def test_eager_does_what_the_chosen_decoder_declines(settings: EngineSettings, prepared: Prepared) -> None:
@@ -169,16 +191,36 @@ def test_eager_does_what_the_chosen_decoder_declines(settings: EngineSettings, p
     assert runner.info.decoder == "even"
     assert (made[0].warm, made[0].closed) == (True, True)
     assert made[0].steps > 10
+    assert made[0].forgot == {0, 1, 2}
+    assert runner.info.tokens_per_step == 3
+
+
+def test_a_step_is_shared_between_the_chosen_decoder_and_eager(settings: EngineSettings, prepared: Prepared) -> None:
+    made: list[Narrow] = []
+
+    def make(parts: Parts) -> Narrow:
+        made.append(Narrow(parts))
+        return made[-1]
+
+    runner = make_runner(settings, prepared, progress, (DecoderEntry("narrow", lambda parts: None, make), EAGER))
+    expected = generate(make_runner(settings, prepared, progress), requests(), 128, 512)
+    assert generate(runner, requests(), 128, 7) == expected
+    assert made[0].steps > 40
 
 
 def test_auto_passes_over_objections_and_tells_them(settings: EngineSettings, prepared: Prepared) -> None:
     def never(parts: Parts) -> eager.EagerDecoder:
         raise AssertionError("made in spite of its objection")
 
+    def unfit(parts: Parts) -> eager.EagerDecoder:
+        raise Unfit("no compiler")
+
+    for reason, make, told in (("no CUDA device", never, "no CUDA device"), (None, unfit, "no compiler")):
+        registry = (DecoderEntry("graph", lambda parts, reason=reason: reason, make), EAGER)  # type: ignore[misc]
+        info = make_runner(settings, prepared, progress, registry).info
+        assert info.decoder == "eager"
+        assert info.objections == (Objection(decoder="graph", reason=told),)
     registry = (DecoderEntry("graph", lambda parts: "no CUDA device", never), EAGER)
-    info = make_runner(settings, prepared, progress, registry).info
-    assert info.decoder == "eager"
-    assert info.objections == (Objection(decoder="graph", reason="no CUDA device"),)
     with pytest.raises(Unsupported, match="no CUDA device"):
         choose("graph", prepared.parts, registry)
     assert choose("eager", prepared.parts, registry).objections == ()

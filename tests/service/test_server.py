@@ -132,15 +132,19 @@ def test_optimizations_are_listed_and_switched(server: Server) -> None:
         return {one.name: one.enabled for one in answer.optimizations}
 
     before = server.generation.Generate(ask("greedy", 20), timeout=10).text
-    assert listed() == {"batching": True}
+    at_start = listed()
+    assert {"batching", "fused_kernels", "graphs"} <= {name for name, enabled in at_start.items() if enabled}
     for enabled in (False, True):
         request = admin_pb2.SetOptimizationRequest(name="batching", enabled=enabled)
         assert server.admin.SetOptimization(request, timeout=5).optimization.enabled is enabled
-        assert listed() == {"batching": enabled}
+        assert listed() == {**at_start, "batching": enabled}
         calls = [server.generation.Generate.future(ask("greedy", 20), timeout=20) for _ in range(6)]
         assert {call.result().text for call in calls} == {before}
     unknown = refused(server.admin.SetOptimization, admin_pb2.SetOptimizationRequest(name="warp", enabled=True))
     assert unknown.code is grpc.StatusCode.UNIMPLEMENTED
+    lacking = refused(server.admin.SetOptimization, admin_pb2.SetOptimizationRequest(name="graphs", enabled=False))
+    assert lacking.code is grpc.StatusCode.UNIMPLEMENTED
+    assert listed() == at_start
     unset = refused(server.admin.SetOptimization, admin_pb2.SetOptimizationRequest())
     assert unset.fields == {"name", "enabled"}
     flush = refused(server.admin.FlushCache, admin_pb2.FlushCacheRequest())

@@ -1,0 +1,82 @@
+"""The decoder of captured graphs: whole steps of up to eight rows that copy nothing, launched ahead of their tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence as Rows
+
+import torch
+
+from engine.checkpoint import Progress
+from engine.decoders.graph import weights
+from engine.decoders.graph.card import GraphCard
+from engine.decoders.graph.flight import AHEAD, BUCKETS, Flight, can_sample
+from engine.decoders.parts import Parts, Unfit
+from engine.errors import Unsupported
+from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
+from engine.plan import Row, StepPlan, StepResult
+
+SWITCHES = ("graphs", "fused_kernels")
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why it cannot serve this model here, or None."""
+    device = parts.model.place.device
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "cuda.core is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MINIMUM_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return weights.why_not(parts)
+
+
+class GraphDecoder:
+    """Decodes rows of one token."""
+
+    tokens_per_step = 2 * AHEAD
+
+    def __init__(self, parts: Parts) -> None:
+        with torch.inference_mode():
+            try:
+                library = open_library(torch.cuda.get_device_capability(parts.model.place.device))
+                self._card = GraphCard(library, weights.step_weights(parts), parts.max_context, parts.max_sequences)
+                self._card.build(BUCKETS[0])
+            except BuildError as failure:
+                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        self._flight = Flight(self._card, parts.max_context)
+        self._fused = True
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures."""
+        with torch.inference_mode():
+            self._card.warmup(progress)
+
+    def share(self, plan: StepPlan) -> tuple[Row, ...]:
+        """Rows of one token that the kernels can choose a successor for, up to eight."""
+        if not self._fused:
+            return ()
+        rows = tuple(row for row in plan.rows if row.count == 1 and row.sample and can_sample(row))
+        return rows if len(rows) <= BUCKETS[-1] else ()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One token or several a row."""
+        return StepResult(tuple(self._flight.step(plan.rows)))
+
+    def forget(self, slots: Rows[int]) -> None:
+        """These slots have new owners."""
+        self._flight.forget(slots)
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
+        if name == "graphs":
+            self._card.graphs = enabled
+        elif name == "fused_kernels":
+            self._fused = enabled
+        else:
+            raise Unsupported(f"the engine has no optimization {name!r}")
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        self._card.close()
