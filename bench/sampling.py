@@ -1,4 +1,4 @@
-"""What the sampling stages add to a decode step, on a card: microseconds of the chain and of each stage.
+"""What the sampling stages add to a decode step, on a card: microseconds of the chain, and up to each stage.
 
     python -m bench.sampling --vocabulary 151936 --batch 1 8
 
@@ -86,11 +86,12 @@ def measure(library: KernelLibrary, launcher: Launcher, batches: list[int], voca
             logits = make_logits(kind, batch, vocabulary)
             for name, row in ROWS.items():
                 _, chain = prepared(library, row, logits)
-                whole = microseconds(launcher, chain)
-                stages = {one.kernel.name: round(microseconds(launcher, [one]), 2) for one in chain}
-                told = "  ".join(f"{stage} {time:.1f}" for stage, time in stages.items())
-                print(f"{batch:3} {kind:6} {name:38} {whole:7.1f} µs   {told}", flush=True)
-                records.append({"batch": batch, "logits": kind, "row": name, "us": round(whole, 2), "stages": stages})
+                upto = {
+                    one.kernel.name: round(microseconds(launcher, chain[: at + 1]), 2) for at, one in enumerate(chain)
+                }
+                told = "  ".join(f"{stage} {time:.1f}" for stage, time in upto.items())
+                print(f"{batch:3} {kind:6} {name:38} µs up to {told}", flush=True)
+                records.append({"batch": batch, "logits": kind, "row": name, "us_upto": upto})
     return records
 
 

@@ -88,7 +88,10 @@ def adjusted(
     logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor
 ) -> torch.Tensor:
     """One row's logits [vocabulary] after bias, penalties and barred tokens. `position`: of the chosen token."""
-    found, count = logits + bias, (marks & COUNT).float()
+    found = logits + bias if row.biased else logits
+    if not row.marked:
+        return found
+    count = (marks & COUNT).float()
     repetition = torch.tensor(row.repetition, device=logits.device)  # a plain number would divide by its inverse
     weaker = torch.where(found > 0, found / repetition, found * repetition)
     found = torch.where((marks & SEEN) != 0, weaker, found)

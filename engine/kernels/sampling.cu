@@ -1,13 +1,13 @@
 // Chooses a token by all the parameters that the head alone cannot serve: penalties, bias, barred tokens, top_k, top_p,
 // min_p. Rows that do not ask for it keep the head's choice. Four stages:
 //
-//   adjust  applies bias, penalties and barred tokens, in place; each block's best and least
-//   bins    how many tokens and how much weight each bin of a filtered row has
-//   sift    filtered rows: lists what can still be drawn; the others: draws
+//   adjust  applies bias, penalties and barred tokens; each block's best and least
+//   bins    filtered rows: how many tokens and how much weight each bin has; how the row is to be drawn from
+//   sift    draws from the tokens that are surely kept; lists those that may be
 //   draw    filtered rows: finds the last token to keep, exactly, and draws; all rows: counts the chosen token
 //
 // All sums are of whole numbers and all choices are maxima, so nothing depends on the order in which blocks run.
-#include "sampling.cuh"
+#include "sampling_whole.cuh"
 
 namespace {
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ void each_of_block(Visit&& visit) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int id = first + i * kThreads;
-        if (id < kVocabulary) visit(id);
+        if (id < kVocabulary) visit(i, id);
     }
 }
 
@@ -31,35 +31,25 @@ __device__ __forceinline__ float adjusted_logit(const Row& row, float v, float b
     return barred && (mark & kBarred) ? minus_infinity() : v;
 }
 
-// The bin of the last token that top_k and top_p may keep.
-__device__ __forceinline__ int last_bin(const Row& row, const u64* counts, const u64* masses) {
-    int last = kBins;
-    if (row.top_k > 0) last = reach<kBins, kThreads>(row.top_k, [&](int i) { return load_shared_state(counts + i); }).place;
-    if (last < kBins || row.top_p >= 1.0) return last;
-    const auto mass_of = [&](int i) { return load_shared_state(masses + i); };
-    const u64 mass = reach<kBins, kThreads>(1, mass_of).total;
-    return reach<kBins, kThreads>(share(row.top_p, mass), mass_of).place;
-}
+__device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-template <int WARPS>
+// The largest of the block, in every thread. Once a kernel.
 __device__ __forceinline__ u64 block_best(u64 mine) {
-    __shared__ u64 best[WARPS];
+    __shared__ u64 best[kThreads / 32];
 #pragma unroll
-    for (int d = 16; d > 0; d >>= 1) {
-        const u64 other = __shfl_xor_sync(0xFFFFFFFFu, mine, d);
-        mine = other > mine ? other : mine;
-    }
+    for (int d = 16; d > 0; d >>= 1) mine = larger(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, d));
     if ((threadIdx.x & 31) == 0) best[threadIdx.x >> 5] = mine;
     __syncthreads();
-    for (int w = 0; w < WARPS; ++w) mine = best[w] > mine ? best[w] : mine;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) mine = larger(mine, best[w]);
     return mine;
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    adjust(const Row* rows, const int* position, const float* bias, const u32* marks, float* logits, Part* parts, u64* counts,
-           u64* masses, u32* listed, u64* best, int trigger) {
+    adjust(const Row* rows, const int* position, const float* logits, const float* bias, const u32* marks, float* adjusted,
+           Part* parts, u64* counts, u64* masses, u32* listed, u32* arrived, u64* best, int trigger) {
     __shared__ float highs[kThreads / 32], lows[kThreads / 32];
     const int m = blockIdx.y;
     if (trigger == 0) let_next_start();
@@ -71,20 +61,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = blockIdx.x * kThreads + threadIdx.x; i < kBins; i += kBlocks * kThreads)
         counts[m * kBins + i] = masses[m * kBins + i] = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        listed[m] = 0;
+        listed[m] = arrived[m] = 0;
         best[m] = 0;  // not the head's choice
     }
     const u64 start = u64(m) * kVocabulary;
     const bool barred = place + 1 < row.free_from;
     float high = minus_infinity(), low = -minus_infinity();
     bool sound = true;
-    each_of_block([&](int id) {
+    each_of_block([&](int, int id) {
         float v = load_shared_state(logits + start + id);
         sound = sound && is_finite(v);
         const float more = (row.uses & kBiased) ? bias[start + id] : 0.f;
         const u32 mark = (row.uses & kMarked) ? load_shared_state(marks + start + id) : 0u;
         if (row.uses & (kBiased | kMarked)) v = adjusted_logit(row, v, more, mark, barred);
-        logits[start + id] = v;
+        adjusted[start + id] = v;
         high = fmaxf(high, v);
         if (is_finite(v)) low = fminf(low, v);
     });
@@ -96,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     const bool all_sound = __syncthreads_and(sound) != 0;
     if (threadIdx.x == 0) {
+#pragma unroll
         for (int w = 0; w < kThreads / 32; ++w) {
             high = fmaxf(high, highs[w]);
             low = fminf(low, lows[w]);
@@ -104,11 +95,54 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
+namespace {
+
+__device__ __forceinline__ void report(u64* row_bins, const u64 (&own)[kOwnBins], int last) {
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+        const int bin = threadIdx.x * kOwnBins + i;
+        if (own[i] != 0 && bin <= last) atomicAdd(row_bins + bin, own[i]);
+    }
+}
+
+// How the row is to be drawn from, once all blocks have reported.
+__device__ __forceinline__ Cut cut_of(const Row& row, const u64* counts_of_row, const u64* masses_of_row) {
+    __shared__ u64 in_last;
+    u64 counts[kOwnBins], masses[kOwnBins];
+    load_bins(counts_of_row, counts);
+    if (row.top_p < 1.0) load_bins(masses_of_row, masses);
+    Cut cut{kAll, kBins, 0, 0, 0, 0};
+    Reached at{kBins, 0, 0};
+    if (row.top_k > 0) at = reach(row.top_k, counts);
+    cut.by_count = at.place < kBins;
+    if (!cut.by_count) {
+        if (row.top_p >= 1.0) return cut;
+        cut.need = share(row.top_p, reach(1, masses).total);
+        at = reach(cut.need, masses);
+    }
+    cut.last = at.place;
+    u64 upto[kOwnBins];
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+        const int bin = threadIdx.x * kOwnBins + i;
+        upto[i] = bin <= cut.last ? counts[i] : 0;
+        if (bin == cut.last) in_last = counts[i];
+    }
+    const u64 held = reach(1, upto).total;
+    const bool one_filter = !cut.by_count || row.top_p >= 1.0;
+    cut.mode = held <= kListed ? kList : one_filter && in_last <= kListed ? kSplit : kWhole;
+    if (cut.mode == kSplit) cut.before = at.before;
+    return cut;
+}
+
+}  // namespace
+
 extern "C" __global__ void __launch_bounds__(kThreads)
-    bins(const Row* rows, const int* position, const float* logits, const Part* parts, u64* counts, u64* masses,
-         int trigger) {
+    bins(const Row* rows, const int* position, const float* adjusted, const Part* parts, u64* counts, u64* masses,
+         u32* arrived, Cut* cuts, int trigger) {
     __shared__ u32 count[kBins];
     __shared__ Sums<kBins> mass;
+    __shared__ bool is_last;
     const int m = blockIdx.y;
     if (trigger == 0) let_next_start();
     const Row row = rows[m];
@@ -117,30 +151,58 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     wait_for_previous();
     if (trigger == 1) let_next_start();
     if (!row.filtered() || load_shared_state(position + m) < 0) return;
+    float heats[kEach];
+    each_of_block([&](int i, int id) { heats[i] = load_shared_state(adjusted + u64(m) * kVocabulary + id); });
     const Scale scale(parts, row, m);
     if (!scale.sound) return;
     __syncthreads();
-    const bool weighs = row.top_p < 1.0;
-    each_of_block([&](int id) {
-        const float heat = scale.heat(load_shared_state(logits + u64(m) * kVocabulary + id));
-        if (!is_finite(heat)) return;
-        const int bin = scale.bin(heat);
-        atomicAdd(&count[bin], 1u);
-        if (!weighs) return;
-        const u64 w = weight(heat);
-        if (w != 0) mass.add(bin, w);
+    each_of_block([&](int i, int) {
+        heats[i] = scale.heat(heats[i]);
+        if (is_finite(heats[i])) atomicAdd(&count[scale.bin(heats[i])], 1u);
     });
     __syncthreads();
-    for (int i = threadIdx.x; i < kBins; i += kThreads) {
-        if (count[i] == 0) continue;
-        atomicAdd(counts + m * kBins + i, u64(count[i]));
-        if (weighs) atomicAdd(masses + m * kBins + i, mass.at(i));
+    u64 own[kOwnBins];
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) own[i] = count[threadIdx.x * kOwnBins + i];
+    // What comes after top_k of this block's own tokens is not among the row's.
+    const int last = row.top_k > 0 ? reach(row.top_k, own).place : kBins;
+    counts += m * kBins;
+    masses += m * kBins;
+    report(counts, own, last);
+    if (row.top_p < 1.0) {
+        each_of_block([&](int i, int) {
+            if (!is_finite(heats[i])) return;
+            const int bin = scale.bin(heats[i]);
+            const u64 w = bin <= last ? weight(heats[i]) : 0;
+            if (w != 0) mass.add(bin, w);
+        });
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kOwnBins; ++i) own[i] = mass.at(threadIdx.x * kOwnBins + i);
+        report(masses, own, last);
     }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(arrived + m, 1u) == kBlocks - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    const Cut cut = cut_of(row, counts, masses);
+    if (threadIdx.x == 0) cuts[m] = cut;
 }
 
+namespace {
+
+__device__ __forceinline__ Cut load_cut(const Cut* at) {
+    const Quad low = load_shared_state(at), high = load_shared_state(reinterpret_cast<const Quad*>(at) + 1);
+    return {int(low.r[0]), int(low.r[1]), low.r[2], 0, u64(high.r[1]) << 32 | high.r[0], u64(high.r[3]) << 32 | high.r[2]};
+}
+
+}  // namespace
+
 extern "C" __global__ void __launch_bounds__(kThreads)
-    sift(const Row* rows, const int* position, const float* logits, const Part* parts, const u64* counts,
-         const u64* masses, u32* listed, Candidate* list, u64* best, int trigger) {
+    sift(const Row* rows, const int* position, const float* adjusted, const Part* parts, const Cut* cuts, u32* listed,
+         u64* list, u64* best, int trigger) {
     const int m = blockIdx.y;
     if (trigger == 0) let_next_start();
     const Row row = rows[m];
@@ -148,131 +210,73 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (trigger == 1) let_next_start();
     const int place = load_shared_state(position + m);
     if (!(row.uses & kOn) || place < 0) return;
+    float values[kEach];
+    each_of_block([&](int i, int id) { values[i] = load_shared_state(adjusted + u64(m) * kVocabulary + id); });
+    const Cut cut = row.filtered() ? load_cut(cuts + m) : Cut{kAll, kBins, 0, 0, 0, 0};
     const Scale scale(parts, row, m);
-    if (!scale.sound) return;
-    logits += u64(m) * kVocabulary;
-    if (!row.filtered()) {
-        u64 mine = 0;
-        each_of_block([&](int id) {
-            const float v = load_shared_state(logits + id);
-            const float heat = row.greedy() ? v : scale.heat(v);
-            if (!is_finite(heat) || (!row.greedy() && heat < row.floor)) return;
-            const u64 c = candidate(row.greedy() ? v : heat + gumbel(row.noise_key, place + 1, id), id);
-            mine = c > mine ? c : mine;
-        });
-        mine = block_best<kThreads / 32>(mine);
-        if (threadIdx.x == 0 && mine != 0) atomicMax(best + m, mine);
-        return;
-    }
-    counts += m * kBins;
-    masses += m * kBins;
-    const int last = last_bin(row, counts, masses);
-    const auto count_of = [&](int i) { return i <= last ? load_shared_state(counts + i) : u64(0); };
-    if (reach<kBins, kThreads>(1, count_of).total > kListed) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) listed[m] = kListed + 1;
-        return;
-    }
-    each_of_block([&](int id) {
-        const float heat = scale.heat(load_shared_state(logits + id));
-        if (is_finite(heat) && scale.bin(heat) <= last) list[m * kListed + atomicAdd(listed + m, 1u)] = {heat, id};
+    if (!scale.sound || cut.mode == kWhole) return;
+    u64 mine = 0;
+    each_of_block([&](int i, int id) {
+        const float heat = row.greedy() ? values[i] : scale.heat(values[i]);
+        if (!is_finite(heat)) return;
+        if (cut.mode != kAll) {
+            const int bin = scale.bin(heat);
+            if (bin > cut.last) return;
+            if (cut.mode == kList || bin == cut.last) {
+                list[m * kListed + atomicAdd(listed + m, 1u)] = candidate(heat, id);
+                return;
+            }
+        }
+        if (!row.greedy() && heat < row.floor) return;
+        mine = larger(mine, candidate(row.greedy() ? heat : heat + gumbel(row.noise_key, place + 1, id), id));
     });
+    if (cut.mode == kList) return;
+    mine = block_best(mine);
+    if (threadIdx.x == 0 && mine != 0) atomicMax(best + m, mine);
 }
 
 namespace {
 
-constexpr int kDrawThreads = 1024;
-
-// The candidates of one row: from the list, or where that is too short, from all tokens.
-struct Candidates {
-    const Candidate* list;  // in shared memory
-    int count;
-    const float* logits;  // adjusted
-    Scale scale;
-
-    template <class Visit>
-    __device__ __forceinline__ void each(Visit&& visit) const {
-        if (count <= kListed) {
-            for (int i = threadIdx.x; i < count; i += kDrawThreads) visit(list[i].heat, list[i].id);
-            return;
+// The least key that top_k and top_p keep, from the list: sorted, largest first.
+template <int kOwn>
+__device__ __forceinline__ u32 least_key(const Row& row, const Cut& cut, const u64* keys, int count) {
+    int last = count - 1;
+    if (cut.by_count) last = row.top_k - int(cut.before) - 1;
+    if (row.top_p < 1.0) {
+        u64 own[kOwn];
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int at = threadIdx.x * kOwn + i;
+            own[i] = at <= last ? weight(heat_of(u32(keys[at] >> 32))) : 0;
         }
-#pragma unroll 4
-        for (int id = threadIdx.x; id < kVocabulary; id += kDrawThreads) {
-            const float heat = scale.heat(load_shared_state(logits + id));
-            if (is_finite(heat)) visit(heat, id);
-        }
+        const u64 need = cut.by_count ? share(row.top_p, reach(1, own).total) : cut.need - cut.before;
+        last = min(last, reach(need, own).place);
     }
-};
-
-struct Threshold {
-    u32 key;
-    u64 left;  // of what was needed, before the tokens of this key
-};
-
-// The highest key of a bin at which the running sum of `value` over falling keys reaches `need`.
-template <class Value>
-__device__ __forceinline__ Threshold find_key(const Candidates& from, int bin, u64 need, Sums<kDigits>& sums, Value&& value) {
-    u32 prefix = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        const u32 mask = shift == 24 ? 0u : 0xFFFFFFFFu << (shift + 8);
-        __syncthreads();
-        sums.clear();
-        __syncthreads();
-        from.each([&](float heat, int) {
-            const u32 key = ordered(heat);
-            if (from.scale.bin(heat) == bin && (key & mask) == prefix)
-                sums.add(kDigits - 1 - (key >> shift & (kDigits - 1)), value(heat));
-        });
-        __syncthreads();
-        const Reached found = reach<kDrawThreads, kDrawThreads>(need, [&](int i) { return i < kDigits ? sums.at(i) : u64(0); });
-        prefix |= u32(kDigits - 1 - found.place) << shift;
-        need -= found.before;
-    }
-    return {prefix, need};
+    return u32(keys[last] >> 32);
 }
 
-// Of what top_k keeps: the weight of all bins before the last one, and of the tokens that it keeps in that.
-__device__ __forceinline__ u64 kept_mass(const Candidates& from, const u64* masses, int bin, const Threshold& last) {
-    __shared__ Sums<1> sum;
-    __syncthreads();
-    sum.clear();
-    __syncthreads();
-    from.each([&](float heat, int) {
-        if (from.scale.bin(heat) == bin && ordered(heat) > last.key) sum.add(0, weight(heat));
-    });
-    const auto get = [&](int i) { return i < bin ? load_shared_state(masses + i) : u64(0); };
-    return reach<kBins, kDrawThreads>(1, get).total + sum.at(0) + last.left * weight(heat_of(last.key));
-}
-
-// The least key that top_k and then top_p keep.
-__device__ __forceinline__ u32 least_key(const Row& row, const Candidates& from, const u64* counts, const u64* masses) {
-    __shared__ Sums<kDigits> sums;
-    const auto mass_of = [&](int i) { return load_shared_state(masses + i); };
-    u32 least = 0;
-    u64 mass = 0;
-    bool some = false;  // whether top_k leaves any out
-    if (row.top_k > 0) {
-        const Reached at = reach<kBins, kDrawThreads>(row.top_k, [&](int i) { return load_shared_state(counts + i); });
-        some = at.place < kBins;
-        if (some) {
-            const Threshold last = find_key(from, at.place, row.top_k - at.before, sums, [](float) { return u64(1); });
-            least = last.key;
-            if (row.top_p < 1.0) mass = kept_mass(from, masses, at.place, last);
-        }
+// The best of the tokens on the list that are kept.
+__device__ __forceinline__ u64 draw_listed(const Row& row, const Cut& cut, const u64* list, int count, int place) {
+    __shared__ u64 keys[kListed];
+    for (int i = threadIdx.x; i < count; i += kThreads) keys[i] = load_shared_state(list + i);
+    sort_falling(keys, count);
+    constexpr int kMost = kListed / kThreads;
+    const u32 least = count <= kThreads ? least_key<1>(row, cut, keys, count) : least_key<kMost>(row, cut, keys, count);
+    u64 mine = 0;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const u32 key = u32(keys[i] >> 32);
+        const int id = int(~u32(keys[i]));
+        if (key < least || heat_of(key) < row.floor) break;
+        mine = larger(mine, candidate(heat_of(key) + gumbel(row.noise_key, place, id), id));
     }
-    if (row.top_p >= 1.0) return least;
-    if (!some) mass = reach<kBins, kDrawThreads>(1, mass_of).total;
-    const u64 need = share(row.top_p, mass);
-    const Reached at = reach<kBins, kDrawThreads>(need, mass_of);
-    const u32 of_p = find_key(from, at.place, need - at.before, sums, [](float heat) { return weight(heat); }).key;
-    return of_p > least ? of_p : least;
+    return mine;
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kDrawThreads)
-    draw(const Row* rows, const int* position, const float* logits, const Part* parts, const u64* counts,
-         const u64* masses, const u32* listed, const Candidate* list, u32* marks, u64* best, int trigger) {
-    __shared__ Candidate held[kListed];
+extern "C" __global__ void __launch_bounds__(kThreads)
+    draw(const Row* rows, const int* position, const float* adjusted, const Part* parts, const u64* counts,
+         const u64* masses, const Cut* cuts, const u32* listed, const u64* list, u32* marks, u64* best, int trigger) {
     const int m = blockIdx.x;
     if (trigger == 0) let_next_start();
     const Row row = rows[m];
@@ -284,21 +288,20 @@ extern "C" __global__ void __launch_bounds__(kDrawThreads)
     if (!scale.sound) return;
     u64 chosen = load_shared_state(best + m);
     if (row.filtered()) {
-        const Candidates from{held, int(load_shared_state(listed + m)), logits + u64(m) * kVocabulary, scale};
-        if (from.count <= kListed)
-            for (int i = threadIdx.x; i < from.count; i += kDrawThreads) {
-                const Float2 c = load_shared_state(reinterpret_cast<const Float2*>(list + m * kListed + i));
-                held[i] = {c.x, __float_as_int(c.y)};
-            }
-        const u32 least = least_key(row, from, counts + m * kBins, masses + m * kBins);
-        __syncthreads();
+        const Cut cut = load_cut(cuts + m);
+        const int count = int(load_shared_state(listed + m));
         u64 mine = 0;
-        from.each([&](float heat, int id) {
-            if (ordered(heat) < least || heat < row.floor) return;
-            const u64 c = candidate(heat + gumbel(row.noise_key, place + 1, id), id);
-            mine = c > mine ? c : mine;
-        });
-        chosen = block_best<kDrawThreads / 32>(mine);
+        if (cut.mode == kWhole) {
+            const Whole whole{adjusted + u64(m) * kVocabulary, scale};
+            const u32 least = whole.least_key(row, cut, counts + m * kBins, masses + m * kBins);
+            whole.each([&](float heat, int id) {
+                if (ordered(heat) < least || heat < row.floor) return;
+                mine = larger(mine, candidate(heat + gumbel(row.noise_key, place + 1, id), id));
+            });
+        } else if (count > 0) {
+            mine = draw_listed(row, cut, list + m * kListed, count, place + 1);
+        }
+        chosen = larger(chosen, block_best(mine));
         if (threadIdx.x == 0) best[m] = chosen;
     }
     if (threadIdx.x == 0 && (row.uses & kMarked)) {

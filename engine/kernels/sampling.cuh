@@ -9,7 +9,8 @@ constexpr int kVocabulary = OP_VOCABULARY;
 constexpr int kBins = 2048;
 constexpr int kDigits = 256;
 constexpr int kListed = 4096;                      // candidates that are kept as a list
-constexpr int kThreads = 512, kEach = 8;           // of the stages that share a row among blocks
+constexpr int kThreads = 512;                      // of a block
+constexpr int kEach = 4;                           // tokens of a thread where blocks share a row
 constexpr int kBlocks = ceil_div(kVocabulary, kThreads * kEach);
 constexpr u32 kSeen = 0x80000000u, kBarred = 0x40000000u, kCount = 0x3FFFFFFFu;  // of a mark
 constexpr int kOn = 1, kBiased = 2, kMarked = 4, kFiltered = 8;                   // of `uses`
@@ -36,9 +37,20 @@ struct alignas(16) Part {
     u32 unused;
 };
 
-struct alignas(8) Candidate {
-    float heat;
-    int id;
+// How a filtered row is to be drawn from.
+enum Mode : int {
+    kAll,    // every token is kept
+    kList,   // what may be kept is on the list
+    kSplit,  // so is what may be kept of the last bin; what lies in hotter bins is kept
+    kWhole,  // too many for a list
+};
+
+struct alignas(32) Cut {
+    int mode, last;  // the last bin with tokens to keep
+    u32 by_count;    // whether top_k leaves any token out
+    u32 unused;
+    u64 before;      // split: how many tokens, or what weight, the hotter bins have
+    u64 need;        // where top_k leaves none out: the weight that top_p must keep
 };
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) <= 3.402823466e38f; }
@@ -98,6 +110,15 @@ struct Sums {
     __device__ __forceinline__ u64 at(int i) const { return u64(high[i]) << 32 | low[i]; }
 };
 
+__device__ __forceinline__ u64 inclusive_sum(u64 v) {  // over the lanes
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const u64 other = __shfl_up_sync(0xFFFFFFFFu, v, d);
+        if (int(threadIdx.x & 31) >= d) v += other;
+    }
+    return v;
+}
+
 // Where a running sum first reaches what is needed.
 struct Reached {
     int place;   // none: the number of places
@@ -105,37 +126,33 @@ struct Reached {
     u64 total;
 };
 
-// Over `N` places by the whole block, each thread with N / THREADS neighbours.
-template <int N, int THREADS, class Get>
-__device__ __forceinline__ Reached reach(u64 need, Get&& get) {
-    constexpr int kOwn = N / THREADS, kWarps = THREADS / 32;
-    static_assert(N % THREADS == 0 && kWarps <= 32, "places");
-    __shared__ u64 sums[kWarps];
+// Over the places of the whole block, kOwn neighbours a thread.
+template <int kOwn>
+__device__ __forceinline__ Reached reach(u64 need, const u64 (&own)[kOwn]) {
+    constexpr int kWarps = kThreads / 32;
+    __shared__ u64 sums[kWarps + 1];
     __shared__ Reached found;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    u64 own[kOwn], sum = 0;
+    u64 sum = 0;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) sum += own[i] = get(threadIdx.x * kOwn + i);
-    u64 upto = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        const u64 other = __shfl_up_sync(0xFFFFFFFFu, upto, d);
-        if (lane >= d) upto += other;
-    }
+    for (int i = 0; i < kOwn; ++i) sum += own[i];
+    u64 upto = inclusive_sum(sum);
     __syncthreads();  // until the results of the call before are read
     if (lane == 31) sums[warp] = upto;
     __syncthreads();
-    u64 others = 0, total = 0;
-    for (int w = 0; w < kWarps; ++w) {
-        others += w < warp ? sums[w] : 0;
-        total += sums[w];
+    if (warp == 0) {
+        const u64 mine = lane < kWarps ? sums[lane] : 0, all = inclusive_sum(mine);
+        if (lane < kWarps) sums[lane] = all - mine;
+        if (lane == kWarps - 1) {
+            sums[kWarps] = all;
+            found = {kOwn * kThreads, all, all};
+        }
     }
-    if (threadIdx.x == 0) found = {N, total, total};
     __syncthreads();
-    u64 before = others + upto - sum;
+    u64 before = sums[warp] + upto - sum;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-        if (before < need && before + own[i] >= need) found = {int(threadIdx.x) * kOwn + i, before, total};
+        if (before < need && before + own[i] >= need) found = {int(threadIdx.x) * kOwn + i, before, sums[kWarps]};
         before += own[i];
     }
     __syncthreads();
@@ -146,4 +163,35 @@ __device__ __forceinline__ Reached reach(u64 need, Get&& get) {
 __device__ __forceinline__ u64 share(double top_p, u64 mass) {
     const u64 wanted = __double2ull_ru(top_p * __ull2double_rn(mass));
     return wanted < 1 ? 1 : wanted < mass ? wanted : mass;
+}
+
+// The bins of a row in global memory, those of a thread as `reach` wants them.
+constexpr int kOwnBins = kBins / kThreads;
+__device__ __forceinline__ void load_bins(const u64* of_row, u64 (&own)[kOwnBins]) {
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) own[i] = load_shared_state(of_row + threadIdx.x * kOwnBins + i);
+}
+
+// Largest first, by the whole block; `keys` has room for the next power of two, 64 at least.
+__device__ __forceinline__ void sort_falling(u64* keys, int count) {
+    int size = 64;
+    while (size < count) size <<= 1;
+    for (int i = count + threadIdx.x; i < size; i += kThreads) keys[i] = 0;
+    __syncthreads();
+    for (int run = 2; run <= size; run <<= 1)
+        for (int step = run >> 1; step > 0; step >>= 1) {
+            for (int p = threadIdx.x; p < size / 2; p += kThreads) {
+                const int i = 2 * p - (p & (step - 1));
+                const u64 a = keys[i], b = keys[i + step];
+                if ((a < b) == ((i & run) == 0)) {
+                    keys[i] = b;
+                    keys[i + step] = a;
+                }
+            }
+            // Up to 32 apart, both are one warp's own, and were in the step before.
+            if (step > 32 || (step == 1 && run >= 64))
+                __syncthreads();
+            else
+                __syncwarp();
+        }
 }

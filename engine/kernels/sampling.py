@@ -23,7 +23,7 @@ _ON, _BIASED, _MARKED, _FILTERED = 1, 2, 4, 8
 _ROW = struct.Struct("<2i5fid q16x")
 _WORDS = _ROW.size // 4
 _BINS, _LISTED = 2048, 4096
-_THREADS, _EACH, _DRAW_THREADS = 512, 8, 1024
+_THREADS, _EACH = 512, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +77,15 @@ class Sampling:
     rows: torch.Tensor  # int32 [batch, 16]: packed; zeros leave the row to the head
     bias: torch.Tensor  # float32 [batch, vocabulary]
     marks: torch.Tensor  # int32 [batch, vocabulary]: seen, barred, times generated; counted on by the kernels
-    logits: torch.Tensor  # float32 [batch, vocabulary]: the head's, then adjusted
+    logits: torch.Tensor  # float32 [batch, vocabulary]: the head's
+    adjusted: torch.Tensor  # the same after bias and penalties
     parts: torch.Tensor  # float32 [batch, blocks, 4]
     counts: torch.Tensor  # int64 [batch, bins]
     masses: torch.Tensor  # int64 [batch, bins]
     listed: torch.Tensor  # int32 [batch]
-    candidates: torch.Tensor  # int64 [batch, 4096]: logit less the best by temperature, and id
+    arrived: torch.Tensor  # int32 [batch]
+    cuts: torch.Tensor  # int64 [batch, 4]
+    candidates: torch.Tensor  # int64 [batch, 4096]
 
     def first(self, batch: int) -> Sampling:
         """The same memory for fewer rows."""
@@ -130,10 +133,13 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
         bias=zeros(batch, vocabulary, dtype=torch.float32),
         marks=zeros(batch, vocabulary, dtype=torch.int32),
         logits=zeros(batch, vocabulary, dtype=torch.float32),
+        adjusted=zeros(batch, vocabulary, dtype=torch.float32),
         parts=zeros(batch, blocks(vocabulary), 4, dtype=torch.float32),
         counts=zeros(batch, _BINS, dtype=torch.int64),
         masses=zeros(batch, _BINS, dtype=torch.int64),
         listed=zeros(batch, dtype=torch.int32),
+        arrived=zeros(batch, dtype=torch.int32),
+        cuts=zeros(batch, 4, dtype=torch.int64),
         candidates=zeros(batch, _LISTED, dtype=torch.int64),
     )
 
@@ -141,23 +147,23 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
 def sampling(library: Kernels, state: Sampling, choice: Choice, places: Places) -> tuple[Launch, ...]:
     """choice.best = the best token of each row that asks for it, its logits in state.logits; counts it in the marks."""
     batch, vocabulary = state.logits.shape
-    shared = Shape((blocks(vocabulary), batch, 1), _THREADS)
-    whole = Shape((batch, 1, 1), _DRAW_THREADS)
+    shared, whole = Shape((blocks(vocabulary), batch, 1), _THREADS), Shape((batch, 1, 1), _THREADS)
     common: dict[str, Argument] = {
         "rows": state.rows,
         "position": places.position,
-        "logits": state.logits,
+        "adjusted": state.adjusted,
         "parts": state.parts,
-        "counts": state.counts,
-        "masses": state.masses,
         "trigger": int(Trigger.AT_ENTRY),
     }
+    histogram: dict[str, Argument] = {"counts": state.counts, "masses": state.masses}
     chosen: dict[str, Argument] = {"listed": state.listed, "best": choice.best}
+    listed: dict[str, Argument] = {"list": state.candidates, "cuts": state.cuts, **chosen}
+    given: dict[str, Argument] = {"logits": state.logits, "bias": state.bias, "marks": state.marks}
     stages: tuple[tuple[str, Shape, dict[str, Argument]], ...] = (
-        ("adjust", shared, {"bias": state.bias, "marks": state.marks, **chosen}),
-        ("bins", shared, {}),
-        ("sift", shared, {"list": state.candidates, **chosen}),
-        ("draw", whole, {"list": state.candidates, "marks": state.marks, **chosen}),
+        ("adjust", shared, {"arrived": state.arrived, **given, **histogram, **chosen}),
+        ("bins", shared, {"arrived": state.arrived, "cuts": state.cuts, **histogram}),
+        ("sift", shared, listed),
+        ("draw", whole, {"marks": state.marks, **histogram, **listed}),
     )
     defines = {"OP_VOCABULARY": vocabulary}
     return tuple(

@@ -39,6 +39,9 @@ class Bed:
         state.counts.fill_(1 << 40)
         state.masses.fill_(1 << 60)
         state.listed.fill_(77)
+        state.arrived.fill_(5)
+        state.cuts.fill_(3)
+        state.adjusted.fill_(float("inf"))
         state.candidates.fill_(-1)
         for at, row in enumerate(rows):
             state.place(at, row)
@@ -115,6 +118,7 @@ FILTERS = [
     replace(PLAIN, min_p=0.02),
     replace(PLAIN, min_p=1.0, top_k=9),
     replace(PLAIN, top_k=5000, top_p=0.9),
+    replace(PLAIN, top_k=6000),
     replace(PLAIN, top_k=10**9, top_p=0.97),
     replace(PLAIN, temperature=1e-30, top_p=0.9),
     replace(PLAIN, temperature=1e-3, top_k=40),
@@ -133,8 +137,10 @@ def test_filters(library: KernelLibrary, launcher: Launcher, kind: str, vocabula
         bed = Bed.of(rows, vocabulary)
         for _ in range(3):
             logits = make_logits(kind, len(rows), vocabulary)
-            check(bed, rows, logits, run(library, launcher, bed, logits))
-            bed.places.position += 1
+            found = run(library, launcher, bed, logits)
+            bed.state.marks.zero_()  # as they were for the step
+            check(bed, rows, logits, found)
+            bed.places.position.add_(1)
 
 
 def test_penalties_bias_and_barred_tokens(library: KernelLibrary, launcher: Launcher) -> None:
@@ -176,7 +182,7 @@ def test_penalties_bias_and_barred_tokens(library: KernelLibrary, launcher: Laun
                 assert not (barred and int(bed.places.position[at]) + 1 < row.free_from)
                 met += barred
         bed.state.marks[:] = after
-        bed.places.position += 1
+        bed.places.position.add_(1)
     assert met, "no barred token came back"
 
 
@@ -245,7 +251,7 @@ def test_draws_follow_the_weights(library: KernelLibrary, launcher: Launcher) ->
         for token in bed.chosen():
             assert token is not None
             seen[token] += 1
-        bed.places.position += 1
+        bed.places.position.add_(1)
     heat = (logits - logits.max()).cpu() / torch.tensor(row.heat)
     weights = heat.double().exp() * reference.kept(heat, row)
     wanted = weights / weights.sum() * draws

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.kernels import reference, tokens
+from engine.kernels import reference, sampling, tokens
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher, Trigger
+from engine.kernels.sampling import SampledRow
 from engine.kernels.step import (
     ChainPlan,
     LayerWeights,
@@ -344,3 +345,46 @@ def test_long_run_over_the_split_border(library: KernelLibrary, launcher: Launch
             found = buffers.choice.logits[row].double()
             assert (found - wanted).norm() / wanted.norm() < 3e-2, (step, row)
             fed[row] = ring_of(buffers, row, step + 1)[-1][0]
+
+
+def test_sampled_rows_among_plain_ones(library: KernelLibrary, launcher: Launcher) -> None:
+    """Rows that sample draw by their own logits and history; the others say what they say without such company."""
+    torch.manual_seed(13)
+    model = Model("bf16", 1200)
+    results = []
+    for sampled in (False, True):
+        model.pool.zero_()
+        torch.manual_seed(14)
+        buffers = allocate(model.weights, 4, MOST, 64)
+        place_rows(buffers, [(row + 1, 0) for row in range(4)])
+        buffers.choice.temperature[2] = 0.9
+        buffers.choice.noise_key.copy_(torch.arange(4) * 977 + 5)
+        state = sampling.allocate(4, VOCABULARY, torch.device("cuda"))
+        filtered = SampledRow(temperature=0.8, top_k=20, top_p=0.9, noise_key=977 + 5)
+        penalised = SampledRow(temperature=0.0, marked=True, presence=2.0, frequency=9.0)
+        state.place(1, filtered)
+        state.place(3, penalised)
+        chain = prepare_step(library, model.weights, buffers, plan(), state if sampled else None)
+        launcher.enqueue([prepare_start(library, model.weights, buffers)])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launcher.enqueue(chain)
+        for step in range(40):
+            graph.replay()
+            torch.cuda.synchronize()
+            if sampled:
+                scores = reference.scores(
+                    state.logits[1], filtered, step + 1, torch.zeros_like(state.bias[1]), state.marks[1]
+                )
+                token, _ = ring_of(buffers, 1, step + 1)[-1]
+                assert scores is not None
+                assert float(scores.max() - scores[token]) < 2e-5
+                assert ring_of(buffers, 3, step + 1)[-1][0] == int(state.adjusted[3].argmax())
+        results.append([ring_of(buffers, row, 40) for row in range(4)])
+        if sampled:
+            made = torch.tensor([token for token, _ in results[-1][3]], device="cuda")
+            assert torch.equal(state.marks[3] & sampling.COUNT, torch.bincount(made, minlength=VOCABULARY).int())
+    plain, mixed = results
+    assert mixed[0] == plain[0]
+    assert mixed[2] == plain[2]
+    assert len({token for token, _ in mixed[3]}) > len({token for token, _ in plain[3]})

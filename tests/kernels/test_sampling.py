@@ -203,7 +203,7 @@ def test_stages_in_order(recorder: Any) -> None:
     chain = sampling(recorder, state, choice, places)
     assert [launch.kernel.name for launch in chain] == ["adjust", "bins", "sift", "draw"]
     assert [launch.shape.grid for launch in chain] == [(blocks(vocabulary), 3, 1)] * 3 + [(3, 1, 1)]
-    assert state.parts.shape[1] == blocks(vocabulary) == 3
+    assert state.parts.shape[1] == blocks(vocabulary) == 5
     assert {launch.values["best"] for launch in chain if "best" in launch.values} == {choice.best.data_ptr()}
 
 
