@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
 from engine.api import GenerationRequest
 from engine.kernels.sampling import SampledRow, Sampling
 from engine.noise import seed_key
 from engine.sequence import Sequence
 
 
-def sampled_row(request: GenerationRequest) -> SampledRow | None:
-    """The parameters of a request that the head cannot serve; None where it can: greedy, or temperature alone."""
+def sampled_row(request: GenerationRequest, made: int = 0) -> SampledRow | None:
+    """What the head cannot serve, of a request that has made so many tokens; None where it can: greedy, or temperature
+    alone."""
     one, stopping = request.sampling, request.stopping
-    barred = stopping.min_tokens > 0 and bool(stopping.stop_token_ids)
+    barred = stopping.min_tokens > made and bool(stopping.stop_token_ids)
     penalised = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) != (1.0, 0.0, 0.0)
     filtered = one.temperature > 0 and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)
     if not (barred or penalised or filtered or one.logit_bias):
@@ -31,17 +34,21 @@ def sampled_row(request: GenerationRequest) -> SampledRow | None:
     )
 
 
-def place(state: Sampling, at: int, sequence: Sequence) -> bool:
-    """Puts a sequence into a row, with what it has generated so far; whether the row needs the sampling stages."""
+def needed(sequence: Sequence, fresh: int = 0) -> bool:
+    """Whether a sequence needs the sampling stages, so many tokens after its last."""
+    return sampled_row(sequence.request, sequence.output_length + fresh) is not None
+
+
+def place(state: Sampling, at: int, sequence: Sequence, fresh: Tokens[int] = ()) -> None:
+    """Puts a sequence into a row, with what it has generated so far and `fresh` after that."""
     request = sequence.request
-    row = sampled_row(request)
+    row = sampled_row(request, sequence.output_length + len(fresh))
     if row is None:
         state.leave(at)
-        return False
+        return
     if row.biased:
         state.set_bias(at, request.sampling.logit_bias)
     if row.marked:
-        prompt, output = sequence.token_ids[: sequence.prompt_length], sequence.token_ids[sequence.prompt_length :]
-        state.set_marks(at, prompt, output, request.stopping.stop_token_ids)
+        output = [*sequence.token_ids[sequence.prompt_length :], *fresh]
+        state.set_marks(at, request.token_ids, output, request.stopping.stop_token_ids)
     state.place(at, row)
-    return True

@@ -112,12 +112,15 @@ def test_the_oracle_is_the_eager_sampler(
     logits = make_logits(kind, vocabulary, salt)
     state = allocate(1, vocabulary, CPU)
     wanted = eager(sequence, logits)
-    row = sampled.sampled_row(sequence.request)
-    assert sampled.place(state, 0, sequence) == (row is not None)
+    kept = len(output) // 2  # the rest is not the sequence's yet
+    whole, sequence = sequence, make(params, stopping, prompt, output[:kept])
+    sampled.place(state, 0, sequence, output[kept:])
+    row = sampled.sampled_row(sequence.request, len(output))
+    assert sampled.needed(sequence, len(output) - kept) == sampled.needed(whole) == (row is not None)
     if row is None:
         assert params.temperature == 0 or (params.top_k, params.top_p, params.min_p) == (0, 1.0, 0.0)
         return
-    found = reference.sample(logits, row, len(sequence.token_ids), state.bias[0], state.marks[0])
+    found = reference.sample(logits, row, len(whole.token_ids), state.bias[0], state.marks[0])
     assert found == wanted
 
 
@@ -140,7 +143,7 @@ def test_rows_the_head_can_serve_are_left_to_it() -> None:
     assert sampled.sampled_row(make(greedy, stopping, [1], []).request) is None
     state = allocate(2, 10, CPU)
     state.rows.fill_(7)
-    assert not sampled.place(state, 1, make(PLAIN, stopping, [1], []))
+    sampled.place(state, 1, make(PLAIN, stopping, [1], []))
     assert state.rows[1].tolist() == [0] * 16
     assert state.rows[0].tolist() == [7] * 16
 
@@ -225,3 +228,9 @@ def test_a_step_with_and_without(
     assert head["best"] == chain[-2].values["best"] == advance["best"]
     alone = prepare_step(recorder, weights, buffers, ChainPlan(132, dependent=False), state)
     assert not any(launch.dependent for launch in alone)
+
+
+def test_stages_are_needed_until_stop_tokens_are_free() -> None:
+    request = make(replace(PLAIN, temperature=0.0), Stopping(max_tokens=9, min_tokens=3, stop_token_ids=(4,)), [1], [])
+    assert [sampled.needed(request, made) for made in range(5)] == [True, True, True, False, False]
+    assert not sampled.needed(make(PLAIN, Stopping(max_tokens=9, min_tokens=3), [1], []))

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from engine.checkpoint import Progress
+from engine.decoders import sampled
 from engine.decoders.graph.flight import BUCKETS, MOST_STOPS, SIZES, Seat, bucket
 from engine.errors import EngineFailed
+from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Launcher
+from engine.kernels.sampling import Sampling
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
 from engine.settings import PAGE_SIZE
 
@@ -107,6 +110,8 @@ class Bench:
     state: State
     start: Launch
     reaches: tuple[Steps, ...]  # shortest first
+    sampling: Sampling
+    sampled: tuple[Steps, ...]  # as `reaches`, for seats of which some need the sampling stages
     ring: memoryview  # of 64-bit words [seats · RING]
 
 
@@ -121,6 +126,9 @@ class GraphCard:
         self._launcher = Launcher()
         self._benches: dict[int, Bench] = {}
         self._here: Bench | None = None
+        vocabulary, device = weights.head.rows, weights.table.device
+        self._sampling = sampling.allocate(self._sizes[-1], vocabulary, device)  # all benches', one at a time
+        self._draws = False  # whether the sampling stages are needed here
         self._looks = 0
         self._idle = False  # all that was launched has ended, so its entries are there
         self.graphs = True  # False: launches one by one
@@ -137,13 +145,16 @@ class GraphCard:
         properties = torch.cuda.get_device_properties(device)
         plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
-        reaches = []
-        for longest in lengths:
-            chain = prepare_step(self._library, self._weights, buffers, replace(plan, longest=longest))
-            reaches.append(Steps(longest, chain, {}))
+        draws = self._sampling.first(seats)
+
+        def reaches(how: Sampling | None) -> tuple[Steps, ...]:
+            plans = [replace(plan, longest=longest) for longest in lengths]
+            chains = [prepare_step(self._library, self._weights, buffers, each, how) for each in plans]
+            return tuple(Steps(longest, chain, {}) for longest, chain in zip(lengths, chains, strict=True))
+
         start = prepare_start(self._library, self._weights, buffers)
         ring = _words(buffers.progress.ring)
-        self._benches[seats] = Bench(buffers, state, start, tuple(reaches), ring)
+        self._benches[seats] = Bench(buffers, state, start, reaches(None), draws, reaches(draws), ring)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything."""
@@ -154,8 +165,15 @@ class GraphCard:
         wanted = [(steps, size) for bench in self._benches.values() for steps in bench.reaches for size in SIZES]
         for done, (steps, size) in enumerate(wanted):
             progress("graphs", done, len(wanted))
-            steps.graphs[size] = self._capture(steps.chain, size)
+            self._graph(steps, size)
         progress("graphs", len(wanted), len(wanted))
+
+    def _graph(self, steps: Steps, size: int) -> torch.cuda.CUDAGraph:
+        """Captured when it is first wanted: those with sampling stages by the first request that needs them."""
+        found = steps.graphs.get(size)
+        if found is None:
+            found = steps.graphs[size] = self._capture(steps.chain, size)
+        return found
 
     def _capture(self, chain: tuple[Launch, ...], times: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -183,8 +201,11 @@ class GraphCard:
             for each in self._benches.values():
                 each.buffers.progress.ring.zero_()
         bench.state.block.copy_(fill(seats, bench.buffers.batch, number).block, non_blocking=True)
+        self._draws = any(sampled.needed(seat.sequence, len(seat.fresh)) for seat in seats)
         for at, seat in enumerate(seats):
             self.add_pages(at, 0, seat.pages)
+            if self._draws:
+                sampled.place(bench.sampling, at, seat.sequence, seat.fresh)
         self._launcher.enqueue([bench.start])
 
     def add_pages(self, seat: int, first: int, pages: Rows[int]) -> None:
@@ -198,9 +219,10 @@ class GraphCard:
     def launch(self, steps: int, longest: int) -> None:
         """Steps of all rows."""
         self._idle = False
-        reach = next(reach for reach in self._bench.reaches if reach.longest >= longest)
+        reaches = self._bench.sampled if self._draws else self._bench.reaches
+        reach = next(reach for reach in reaches if reach.longest >= longest)
         if self.graphs:
-            reach.graphs[steps].replay()
+            self._graph(reach, steps).replay()
             return
         for _ in range(steps):
             self._launcher.enqueue(reach.chain)

@@ -43,6 +43,8 @@ class Seat:
     temperature: float
     noise_key: int
     pages: tuple[int, ...]
+    sequence: Sequence
+    fresh: tuple[int, ...]  # tokens that the sequence has not been given yet
 
 
 class Card(Protocol):
@@ -90,19 +92,9 @@ def bucket(rows: int) -> int:
 
 
 def can_sample(row: Row) -> bool:
-    """Whether the kernels choose this row's tokens: greedy, or by temperature alone."""
-    request, sampling = row.sequence.request, row.sequence.request.sampling
-    stopping = request.stopping
-    filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return (
-        not filtered
-        and penalties == (1.0, 0.0, 0.0)
-        and not sampling.logit_bias
-        and request.logprobs is None
-        and len(stopping.stop_token_ids) <= MOST_STOPS
-        and row.sequence.output_length >= (stopping.min_tokens if stopping.stop_token_ids else 0)
-    )
+    """Whether the kernels choose this row's tokens: all but those with logprobs or many stop tokens."""
+    request = row.sequence.request
+    return request.logprobs is None and len(request.stopping.stop_token_ids) <= MOST_STOPS
 
 
 class Flight:
@@ -223,6 +215,8 @@ class Flight:
             temperature=sampling.temperature,
             noise_key=seed_key(sampling.seed),
             pages=tuple(lane.pages),
+            sequence=sequence,
+            fresh=tuple(lane.fresh),
         )
 
     def _extend(self, lanes: Rows[Lane]) -> None:
