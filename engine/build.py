@@ -9,20 +9,20 @@ from pathlib import Path
 
 import torch
 
-from engine import digest
 from engine.api import ModelInfo
-from engine.checkpoint import Checkpoint, Progress, check_tensors
-from engine.decoders import DECODERS, DecoderEntry, choose
-from engine.decoders.parts import Parts
-from engine.dummy import DummyWeights
-from engine.errors import InvalidModel, Unsupported
+from engine.checkpoint import Progress
+from engine.decoders import DECODERS, Choice, Decoder, DecoderEntry, choose
+from engine.decoders.parts import Parts, Unfit
+from engine.decoders.prefill import stage as prefill
+from engine.errors import Unsupported
+from engine.formats import read_format
 from engine.hardware import pick_device, pick_dtype, pick_threads
-from engine.linear import Place, load_dense
+from engine.linear import Place
+from engine.loading import Loaded, Loading, load
 from engine.model.config import ModelConfig, load_config
 from engine.model.kv import KvPool, KvShape
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
-from engine.model.weights import HEAD, Weights, dense_tensors, load_weights
 from engine.room import Room, make_room
 from engine.runner import ModelRunner
 from engine.sampling import Sampler
@@ -33,20 +33,13 @@ TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch say
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """Weights, and the SHA-256 of what they and their config are."""
-
-    weights: Weights
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """All that a decoder is made from, and what is told of it."""
 
     parts: Parts
     room: Room
     digest: str
+    weight_format: str
 
 
 def build(settings: EngineSettings, progress: Progress) -> ModelRunner:
@@ -59,12 +52,14 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     folder = Path(settings.model)
     config = load_config(folder)
     device = pick_device(settings.device)
-    place = Place(pick_dtype(settings.dtype, config.dtype, device), device)
+    form = read_format(folder, settings.quantization)
+    place = Place(pick_dtype(settings.dtype, config.dtype, device, form.in_memory is not None), device)
+    what = Loading(config, form, place, exact=settings.dtype == "float32")
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:
         with torch.inference_mode():
-            loaded = _load(settings, folder, config, place, progress)
+            loaded = load(settings, folder, what, progress)
             return _assemble(settings, config, loaded, place)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
@@ -74,35 +69,15 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
         raise Unsupported(_no_room(folder, device, error)) from error
 
 
-def _load(settings: EngineSettings, folder: Path, config: ModelConfig, place: Place, progress: Progress) -> Loaded:
-    expected = dense_tensors(config)
-    if settings.load_format == "dummy":
-        source = DummyWeights(expected, settings.seed, place)
-        weights = load_weights(config, source, load_dense, place)
-        return Loaded(weights, digest.of_text("dummy", str(settings.seed), repr(config), str(place.dtype)))
-    if config.quantization is not None:
-        raise InvalidModel(
-            f"{folder / 'config.json'}: quantization_config names {config.quantization!r}, which is not served; "
-            "use the bf16 or fp16 model"
-        )
-    checkpoint = Checkpoint(folder, progress)
-    fingerprint = digest.WeightsDigest((*checkpoint.files, folder / "config.json"))
-    try:
-        check_tensors(checkpoint, expected, ignored=(f"{HEAD}.weight",) if config.tied_head else ())
-        weights = load_weights(config, checkpoint, load_dense, place)
-        checkpoint.close()
-        return Loaded(weights, fingerprint.result())
-    finally:
-        fingerprint.close()
-
-
 def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, place: Place) -> Prepared:
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     room = make_room(settings, config.max_context, shape, place)
     model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, place.device), place)
     pool = KvPool(shape, room.pages, place, heads_outside=place.device.type == "cpu")
     sampler = Sampler(config.vocab_size, settings.max_sequences, place.device)
-    return Prepared(Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest)
+    return Prepared(
+        Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest, loaded.weight_format
+    )
 
 
 def make_runner(
@@ -120,7 +95,7 @@ def make_runner(
     config, place = parts.model.config, parts.model.place
     info = ModelInfo(
         architecture=config.architecture,
-        weight_format="dense",
+        weight_format=prepared.weight_format,
         dtype=str(place.dtype).removeprefix("torch."),
         device=_device_name(place.device),
         decoder=choice.name,
@@ -134,13 +109,26 @@ def make_runner(
         weights_digest=prepared.digest,
         tokens_per_step=choice.decoder.tokens_per_step,
     )
-    last = registry[-1]
-    fallback = choice.decoder if choice.name == last.name else last.make(parts)
+    runner = ModelRunner(info, parts, (choice.decoder, *_others(choice, parts, registry[-1], progress)))
     for name, enabled in (("graphs", settings.graphs), ("fused_kernels", settings.fused_kernels)):
         if not enabled:
             with contextlib.suppress(Unsupported):  # a decoder without it needs no turning off
-                choice.decoder.switch(name, False)
-    return ModelRunner(info, parts, choice.decoder, fallback)
+                runner.set_optimization(name, False)
+    return runner
+
+
+def _others(choice: Choice, parts: Parts, last: DecoderEntry, progress: Progress) -> tuple[Decoder, ...]:
+    """What does the rows that the chosen decoder leaves: prompts in graphs where that can be, the last of the registry
+    everything."""
+    if choice.name == last.name:
+        return ()
+    try:
+        prompts = prefill.make(parts)
+    except Unfit as unfit:
+        _log.info("prompts are left to %s: %s", last.name, unfit)
+        return (last.make(parts),)
+    prompts.warmup(progress)
+    return prompts, last.make(parts)
 
 
 def _device_name(device: torch.device) -> str:

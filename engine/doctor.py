@@ -16,21 +16,23 @@ from typing import get_args
 import torch
 
 from engine import hardware
-from engine.checkpoint import Checkpoint, check_tensors
+from engine.checkpoint import Checkpoint
 from engine.decoders import DECODERS
 from engine.decoders.parts import Parts
-from engine.errors import EngineError, InvalidModel, Unsupported
-from engine.linear import Place, load_dense
+from engine.dummy import DummyLinears
+from engine.errors import EngineError, Unsupported
+from engine.formats import SERVED, Format, read_format
+from engine.linear import Place
+from engine.linear.quantized import loader_of, quantized_loader
+from engine.loading import check_folder
 from engine.model.config import ModelConfig, load_config
 from engine.model.kv import KvPool, KvShape
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
-from engine.model.weights import HEAD, dense_tensors, load_weights
+from engine.model.weights import dense_tensors, load_weights
 from engine.room import make_room
 from engine.sampling import Sampler
-from engine.settings import DecoderChoice, Device, Dtype, EngineSettings
-
-SERVED_FORMATS = ("dense",)
+from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def _settings(argv: Sequence[str]) -> EngineSettings:
     parser.add_argument("--model", default="")
     parser.add_argument("--device", default="auto", choices=get_args(Device))
     parser.add_argument("--dtype", default="auto", choices=get_args(Dtype))
+    parser.add_argument("--quantization", default="auto", choices=get_args(Quantization))
     parser.add_argument("--decoder", default="auto", choices=get_args(DecoderChoice))
     return EngineSettings(**vars(parser.parse_args(argv)))
 
@@ -104,13 +107,15 @@ def examine(settings: EngineSettings) -> Report:
         device = hardware.pick_device(settings.device)
         report.device = device.type
         config = load_config(Path(settings.model)) if settings.model else None
-        dtype = hardware.pick_dtype(settings.dtype, None if config is None else config.dtype, device)
+        form = read_format(Path(settings.model), settings.quantization) if settings.model else Format(None)
+        stated = None if config is None else config.dtype
+        dtype = hardware.pick_dtype(settings.dtype, stated, device, form.in_memory is not None)
         report.dtypes = _dtypes(device, dtype, settings)
-        report.formats = _formats(config)
-        place = Place(dtype, device)
-        report.decoders = _decoders(settings, None if config is None else _parts(config, place))
-        if config is not None:
-            report.model = _model(settings, config, place)
+        report.formats = _formats(None if config is None else form)
+        parts = None if config is None else _parts(config, form, Place(dtype, device))
+        report.decoders = _decoders(settings, parts)
+        if parts is not None:
+            report.model = _model(settings, form, parts)
         if not any(one.chosen for one in report.decoders):
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)
             raise Unsupported(f"no decoder can serve this model here ({reasons})")
@@ -144,12 +149,22 @@ def _dtype_reason(name: str, device: torch.device, settings: EngineSettings) -> 
     return f"not what the model was saved in: --dtype {name} asks for it"
 
 
-def _formats(config: ModelConfig | None) -> list[Option]:
-    found = [Option(name, config is None or config.quantization is None, None) for name in SERVED_FORMATS]
-    if config is not None and config.quantization is not None:
-        found = [Option(one.name, False, "the folder holds quantized weights") for one in found]
-        found.append(Option(config.quantization, False, "not in this build"))
-    return found
+def _formats(form: Format | None) -> list[Option]:
+    """Every format that is served, the folder's own by its full name."""
+    if form is None:
+        return [Option(name, False, None) for name in SERVED]
+    found = [Option(name, False, _format_reason(name, form)) for name in SERVED if not _is(form, name)]
+    return sorted([*found, Option(form.name, True, None)], key=lambda one: not one.chosen)
+
+
+def _is(form: Format, family: str) -> bool:
+    return form.name == family or form.name.startswith(f"{family}-")
+
+
+def _format_reason(name: str, form: Format) -> str:
+    if name == "int8" and form.spec is None:
+        return "--quantization int8 asks for it"
+    return "int8 was asked for" if form.int8 else "the folder holds other weights"
 
 
 def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
@@ -188,38 +203,36 @@ class _Shapes:
         return torch.empty(self._expected[name], dtype=self._dtype, device="meta")
 
 
-def _parts(config: ModelConfig, place: Place) -> Parts:
+def _parts(config: ModelConfig, form: Format, place: Place) -> Parts:
     """What a decoder judges a model by: weights without memory, one page, one slot."""
     nowhere = Place(place.dtype, torch.device("meta"))
-    weights = load_weights(config, _Shapes(dense_tensors(config), place.dtype), load_dense, nowhere)
+    spec = form.in_memory
+    read = quantized_loader(None, None) if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device), None)
+    weights = load_weights(config, _Shapes(dense_tensors(config), place.dtype), read, nowhere)
     model = Transformer(config, weights, rope_table(config.rope, 1, place.device), place)
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     pool = KvPool(shape, 1, place, heads_outside=place.device.type == "cpu")
     return Parts(model, pool, Sampler(config.vocab_size, 1, place.device), 1, config.max_context)
 
 
-def _model(settings: EngineSettings, config: ModelConfig, place: Place) -> ModelReport:
+def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
     """Raises InvalidModel or Unsupported for what would keep it from being served."""
-    folder = Path(settings.model)
-    if config.quantization is not None:
-        raise InvalidModel(
-            f"{folder / 'config.json'}: quantization_config names {config.quantization!r}, which is not served; "
-            "use the bf16 or fp16 model"
-        )
-    expected = dense_tensors(config)
+    folder, config, place = Path(settings.model), parts.model.config, parts.model.place
     checkpoint = Checkpoint(folder)
     try:
-        check_tensors(checkpoint, expected, ignored=(f"{HEAD}.weight",) if config.tied_head else ())
+        if form.spec is None:
+            read_format(folder, "auto", checkpoint.names())
+        check_folder(checkpoint, config, form)
     finally:
         checkpoint.close()
-    parameters = sum(_count(shape) for shape in expected.values())
-    size = parameters * place.dtype.itemsize
+    parameters = sum(_count(shape) for shape in dense_tensors(config).values())
+    size = parts.model.weights.nbytes
     free = hardware.free_bytes(place.device)
     if size > free:
         raise Unsupported(f"{folder}: the weights take {size} bytes, {free} are free; use a smaller model or device")
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     room = make_room(settings, config.max_context, shape, place)
-    return ModelReport(config.architecture, "dense", parameters, size, room.max_context, room.pages)
+    return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages)
 
 
 def _count(shape: tuple[int, ...]) -> int:

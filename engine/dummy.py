@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Collection
+from typing import Final
 
 import torch
 
-from engine.linear import Place
+from engine.linear import Place, TensorSource
+from quant.errors import BadConfig
+from quant.spec import WHOLE_ROW, AwqSpec, PackedSpec, QuantSpec
+from quant.weights import Dense, Int4Groups, Int8Rows, Linear, Weight
+
+_SPREAD: Final = 2.0  # of a row's product with activations near 1
+_INT4_STD: Final = math.sqrt((16**2 - 1) / 12)  # of 0…15, all alike
+_INT8_STD: Final = math.sqrt((255**2 - 1) / 12)  # of -127…127
 
 
 class DummyWeights:
@@ -36,7 +44,65 @@ class DummyWeights:
         shape = self._shapes[name]
         if len(shape) == 1 and not name.endswith(".bias"):
             return torch.ones(shape, dtype=self._place.dtype, device=self._place.device)
-        generator = torch.Generator(self._place.device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)
-        std = 0.02 if len(shape) == 1 else 2.0 / math.sqrt(shape[1])
+        generator = _generator(name, self._seed, self._place.device)
+        std = 0.02 if len(shape) == 1 else _SPREAD / math.sqrt(shape[1])
         found = torch.empty(shape, dtype=self._place.dtype, device=self._place.device)
         return found.normal_(0.0, std, generator=generator)
+
+
+class DummyLinears:
+    """Reads quantized layers that no file holds: packed noise of the same spread, made where it will lie."""
+
+    def __init__(self, spec: QuantSpec, seed: int, device: torch.device) -> None:
+        self._spec = spec
+        self._seed = seed
+        self._device = device
+
+    def __call__(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> Linear:
+        """Biases, and layers that the config leaves plain, come from `source`."""
+        name = f"{prefix}.bias"
+        bias = source.tensor(name) if name in source.names() else None
+        return Linear(self._weight(source, prefix, inputs, outputs), bias)
+
+    def _weight(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> Weight:
+        if not self._spec.covers(prefix):
+            return Dense(source.tensor(f"{prefix}.weight"))
+        std = _SPREAD / math.sqrt(inputs)
+        group = self._group(prefix)
+        if group is None:
+            return self._int8(prefix, outputs, inputs, std)
+        size = inputs if group == WHOLE_ROW else group
+        if inputs % size or inputs % 2:
+            raise BadConfig("group_size", f"what divides the {inputs} inputs of {prefix}", size)
+        return self._int4(prefix, (outputs, inputs), size, std)
+
+    def _group(self, prefix: str) -> int | None:
+        """Inputs that share a scale; None: eight bits."""
+        if isinstance(self._spec, AwqSpec):
+            return self._spec.group
+        scheme = self._spec.scheme(prefix) if isinstance(self._spec, PackedSpec) else None
+        return None if scheme is None or scheme.bits == 8 else scheme.group
+
+    def _int4(self, prefix: str, shape: tuple[int, int], group: int, std: float) -> Int4Groups:
+        (outputs, inputs), device = shape, self._device
+        generator = _generator(prefix, self._seed, device)
+        groups = (outputs, inputs // group)
+        packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device, generator=generator)
+        scale = torch.rand(groups, device=device, generator=generator).mul_(0.4).add_(0.8).mul_(std / _INT4_STD)
+        # 7 and 8 alike, so that weights are 0 on average
+        zero = torch.randint(7, 9, groups, dtype=torch.uint8, device=device, generator=generator)
+        return Int4Groups(packed, scale.half(), zero, group)
+
+    def _int8(self, prefix: str, outputs: int, inputs: int, std: float) -> Int8Rows:
+        device = self._device
+        generator = _generator(prefix, self._seed, device)
+        q = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device=device, generator=generator)
+        scale = torch.rand(outputs, device=device, generator=generator).mul_(0.4).add_(0.8).mul_(std / _INT8_STD)
+        return Int8Rows(q, scale)
+
+
+def _generator(name: str, seed: int, device: torch.device) -> torch.Generator | None:
+    """None where there are shapes but no numbers."""
+    if device.type == "meta":
+        return None
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)

@@ -25,12 +25,15 @@ def pick_device(wanted: Device) -> torch.device:
     return torch.device("cpu")
 
 
-def pick_dtype(wanted: Dtype, stated: str | None, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own on a GPU; on a CPU bfloat16 only where it is native, else float32."""
+def pick_dtype(wanted: Dtype, stated: str | None, device: torch.device, quantized: bool = False) -> torch.dtype:
+    """auto: the checkpoint's own on a GPU, but bfloat16 around quantized weights, whose kernels read nothing else; on a
+    CPU bfloat16 only where it is native, else float32."""
     if wanted != "auto":
         return DTYPES[wanted]
     own = DTYPES[stated] if stated is not None else torch.float32
     if device.type == "cuda":
+        if quantized:
+            own = torch.bfloat16
         if own == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.float16
         return own

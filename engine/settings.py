@@ -12,6 +12,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DecoderChoice = Literal["auto", "graph", "eager"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class EngineSettings:
     dtype: Dtype = "auto"
     decoder: DecoderChoice = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "auto"  # auto: as the folder has its weights; int8: plain ones become eight bits
     max_sequences: int = 16  # sequences that run at once
     max_batch_tokens: int = 512  # prompt tokens a step may take, decode rows not counted
     max_context: int | None = None  # tokens; None: the model's own

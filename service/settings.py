@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.settings import DecoderChoice, Device, Dtype, EngineKind, EngineSettings, FakeSettings, LoadFormat
+from engine.settings import (
+    DecoderChoice,
+    Device,
+    Dtype,
+    EngineKind,
+    EngineSettings,
+    FakeSettings,
+    LoadFormat,
+    Quantization,
+)
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+):(\d{1,5})")
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -121,6 +130,9 @@ class Settings(BaseSettings):
     dtype: Dtype = "auto"
     decoder: DecoderChoice = "auto"
     load_format: LoadFormat = Field(default="auto", description="`dummy` makes random weights from config.json alone")
+    quantization: Quantization = Field(
+        default="auto", description="`int8` quantizes plain weights while loading; auto: as the folder has them"
+    )
     seed: int = Field(default=0, ge=0, description="of dummy weights")
     config: Path | None = Field(default=None, description="YAML file with this same tree")
     listen: str = Field(default="127.0.0.1:50051", description="data port")
@@ -181,6 +193,7 @@ class Settings(BaseSettings):
             dtype=self.dtype,
             decoder=self.decoder,
             load_format=self.load_format,
+            quantization=self.quantization,
             max_sequences=self.scheduler.max_sequences,
             max_batch_tokens=self.scheduler.max_batch_tokens,
             max_context=self.scheduler.max_context,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.errors import InvalidModel
 from engine.model.fields import Fields, read_json
 from engine.model.rope_config import RopeConfig, context_limit, parse_rope
 
@@ -48,7 +47,6 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # one a layer: how many positions back it sees, itself included; None: all
     rope: RopeConfig
     dtype: str | None  # of the checkpoint, as it says
-    quantization: str | None  # method named by the folder, None where weights are plain
 
     @property
     def layers(self) -> int:
@@ -96,7 +94,6 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
         windows=_windows(fields, family),
         rope=rope,
         dtype=_dtype(fields),
-        quantization=_quantization(fields),
     )
 
 
@@ -175,12 +172,3 @@ def _dtype(fields: Fields) -> str | None:
     if name not in WEIGHT_DTYPES:
         fields.refuse("dtype", f"{name!r} is not served", f"use one of {', '.join(WEIGHT_DTYPES)}")
     return name
-
-
-def _quantization(fields: Fields) -> str | None:
-    raw = fields.raw.get("quantization_config")
-    if raw is None:
-        return None
-    if not isinstance(raw, dict):
-        raise InvalidModel(f"{fields.file}: quantization_config must be an object; mend the config")
-    return str(raw.get("quant_method", "unnamed")).lower()

@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="FOLDER", help="check this model, too")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--quantization", default="auto", choices=("auto", "int8"))
     parser.add_argument("--decoder", default="auto", metavar="NAME", help="as for whippet serve")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT")
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT")
@@ -70,6 +71,7 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
 def _ask_engine(flags: argparse.Namespace) -> dict[str, Any]:
     """The report of `engine.doctor`; `problems` alone where it gives none."""
     asked = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
+    asked += ["--quantization", flags.quantization]
     if flags.model is not None:
         asked += ["--model", flags.model]
     try:

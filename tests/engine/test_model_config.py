@@ -139,11 +139,6 @@ def test_qwen3() -> None:
     assert parse(written_by_5) == config
 
 
-def test_a_quantization_is_named() -> None:
-    assert parse(QWEN_3).quantization is None
-    assert parse(QWEN_3, quantization_config={"quant_method": "AWQ"}).quantization == "awq"
-
-
 values = st.one_of(
     st.none(),
     st.booleans(),
