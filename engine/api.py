@@ -76,6 +76,8 @@ class GenerationRequest:
     priority: Priority = Priority.NORMAL
     deadline: float | None = None  # past it the request fails
     expires_at: float | None = None  # past it the request finishes with TIME_BUDGET
+    prefix_root: bytes = b""  # keys and values are shared among requests with equal ones: one a tenant
+    bypass_prefix: bool = False  # neither uses shared keys and values nor leaves any
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Finish:
 
     reason: FinishReason
     stop_token_id: int | None  # where a stop token ended it; it is then also the last of the token ids
-    cached_tokens: int
+    cached_tokens: int  # of the prompt, whose keys and values were there
     queue: float  # arrival → first planned, seconds
     prefill: float  # first planned → first token
     decode: float  # first token → last
@@ -152,9 +154,12 @@ class EngineLoad:
     running: int = 0
     waiting: int = 0
     paused: int = 0
-    used_pages: int = 0
+    used_pages: int = 0  # that live sequences need
+    kept_pages: int = 0  # that nobody needs now, kept for prompts that begin alike
     total_pages: int = 0
     steps: int = 0
+    prompt_tokens: int = 0  # of sequences that have begun
+    cached_tokens: int = 0  # of those, whose keys and values were there
     generated_tokens: int = 0
     preemptions: int = 0
 

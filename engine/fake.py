@@ -4,7 +4,8 @@ Ids are a function of the tokens so far (and of the seed, unless greedy). Up to 
 printable ASCII, above that anything but the first three, whole code points or not. About one in 64 is the request's
 first stop token, where it has one. Fields of SamplingParams that need logits change nothing, since there are none.
 
-It keeps a shadow of the page pool and refuses a plan that reads what was not computed or was overwritten. With
+It keeps a shadow of the page pool and refuses a plan that reads what was not computed or was overwritten. A full page
+holds a digest of all tokens up to its end, so that a sequence which begins with the work of others is held to it. With
 `FakeSettings.faults`, a prompt that begins with (0, fault, n) breaks once n ids have been generated.
 """
 
@@ -16,9 +17,12 @@ import hashlib
 import itertools
 import os
 import signal
+import struct
 import time
+from collections.abc import Sequence as Items
 from typing import Any
 
+from cache.api import BlockLayout
 from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob
 from engine.errors import EngineFailed, Unsupported
 from engine.plan import Row, RowResult, StepPlan, StepResult
@@ -43,7 +47,18 @@ class Fault(enum.IntEnum):
 class _Shadow:
     """What was fed of the sequence that owns a slot."""
 
-    __slots__ = ("computed", "digest", "digested", "noise", "overwritten", "pages", "plain", "sequence", "stamp")
+    __slots__ = (
+        "computed",
+        "digest",
+        "digested",
+        "noise",
+        "overwritten",
+        "pages",
+        "plain",
+        "sequence",
+        "stamp",
+        "written",
+    )
 
     def __init__(self, sequence: Sequence, stamp: int, faults: bool) -> None:
         request = sequence.request
@@ -52,6 +67,7 @@ class _Shadow:
         self.computed = 0
         self.pages: list[int] = []  # as of the last row
         self.overwritten = False  # one of them by another sequence
+        self.written = 1  # digest of token_ids[:computed]
         self.digest = 1  # of token_ids[:digested]
         self.digested = 0
         self.noise = request.sampling.seed % _PRIME if request.sampling.temperature else 0
@@ -90,6 +106,8 @@ class FakeRunner:
         self._stamps = itertools.count(1)
         self._stamped: dict[int, _Shadow] = {}
         self._writers = [0] * fake.total_pages  # stamps
+        self._readers: dict[int, list[_Shadow]] = {}  # page → who begins with it without having written it
+        self._pages = _FakePages(fake.total_pages)
         self._ids = range(32, 127) if fake.vocab_size <= 256 else range(3, fake.vocab_size)
         if fake.vocab_size < 127:
             raise Unsupported(f"the fake engine needs a vocabulary of at least 127, not {fake.vocab_size}")
@@ -115,12 +133,16 @@ class FakeRunner:
     def info(self) -> ModelInfo:
         return self._info
 
+    @property
+    def pages(self) -> _FakePages:
+        return self._pages
+
     def run(self, plan: StepPlan) -> StepResult:
         started = time.monotonic()
         for slot in plan.fresh_slots:
             old = self._shadows.get(slot)
             if old is not None:
-                del self._stamped[old.stamp]
+                self._drop(old)
             self._shadows[slot] = None
         if len({row.sequence.slot for row in plan.rows}) < len(plan.rows):
             raise BrokenPlan("two rows share a slot")
@@ -135,6 +157,13 @@ class FakeRunner:
     def close(self) -> None:
         pass
 
+    def _drop(self, shadow: _Shadow) -> None:
+        del self._stamped[shadow.stamp]
+        for page in shadow.pages:
+            readers = self._readers.get(page, [])
+            if shadow in readers:
+                readers.remove(shadow)
+
     def _row(self, row: Row) -> RowResult | None:
         sequence = row.sequence
         shadow = self._shadows.get(sequence.slot)
@@ -146,16 +175,18 @@ class FakeRunner:
         for token_id in sequence.token_ids[shadow.digested : end]:
             digest = (digest * _FACTOR + token_id) % _PRIME
         shadow.digest, shadow.digested = digest, end
+        self._write(shadow, sequence.token_ids[shadow.computed : end])
         if not row.sample:
-            self._write(shadow, end)
             return None
         if not shadow.plain and self._breaks(sequence):
             return RowResult(())
         count = self._fake.tokens_per_step
         if count > 1:
             count = min(count, len(sequence.pages) * PAGE_SIZE - end + 1)
-        self._write(shadow, end + count - 1)
-        return self._draw(shadow, count)
+        result = self._draw(shadow, count)
+        if count > 1:
+            self._write(shadow, result.token_ids[:-1])
+        return result
 
     def _new_shadow(self, sequence: Sequence) -> _Shadow:
         if sequence.slot not in self._shadows or sequence.slot >= self._info.max_sequences:
@@ -169,6 +200,8 @@ class FakeRunner:
         pages = sequence.pages
         if shadow.sequence is not sequence:
             raise BrokenPlan("a slot changed hands unannounced")
+        if row.start > shadow.computed:
+            self._adopt(row, shadow)
         if row.start != shadow.computed:
             raise BrokenPlan(f"{shadow.computed} tokens were computed, the row begins at {row.start}")
         if pages != shadow.pages:
@@ -183,16 +216,39 @@ class FakeRunner:
         if row.sample != (end == len(sequence.token_ids)):
             raise BrokenPlan("a row samples behind the last token, and only there")
 
-    def _write(self, shadow: _Shadow, end: int) -> None:
-        """Marks the pages of computed … end - 1 as this sequence's."""
-        pages, writers = shadow.pages, self._writers
-        for index in range(shadow.computed // PAGE_SIZE, (end - 1) // PAGE_SIZE + 1):
-            stamp = writers[pages[index]]
+    def _adopt(self, row: Row, shadow: _Shadow) -> None:
+        """Begins, or goes on, with full pages that others computed, as far as they are what they must be."""
+        if shadow.computed % PAGE_SIZE or row.start % PAGE_SIZE:
+            return
+        sequence = row.sequence
+        for place in range(shadow.computed // PAGE_SIZE, min(row.start // PAGE_SIZE, len(sequence.pages))):
+            digest, page = shadow.written, sequence.pages[place]
+            for token_id in sequence.token_ids[place * PAGE_SIZE : (place + 1) * PAGE_SIZE]:
+                digest = (digest * _FACTOR + token_id) % _PRIME
+            if self._pages.full[page] != digest:
+                raise BrokenPlan(f"page {page} does not hold what the sequence begins with")
+            shadow.written = digest
+            shadow.computed += PAGE_SIZE
+            shadow.pages[place:] = [page]
+            self._readers.setdefault(page, []).append(shadow)
+
+    def _write(self, shadow: _Shadow, token_ids: Items[int]) -> None:
+        """Puts these tokens, from the first that was not computed on, into the sequence's pages."""
+        pages, writers, full = shadow.pages, self._writers, self._pages.full
+        position, digest = shadow.computed, shadow.written
+        for token_id in token_ids:
+            digest = (digest * _FACTOR + token_id) % _PRIME
+            page = pages[position // PAGE_SIZE]
+            stamp = writers[page]
             if stamp != shadow.stamp:
                 if stamp in self._stamped:
                     self._stamped[stamp].overwritten = True
-                writers[pages[index]] = shadow.stamp
-        shadow.computed = end
+                writers[page] = shadow.stamp
+            for reader in self._readers.pop(page, ()):
+                reader.overwritten = True
+            position += 1
+            full[page] = None if position % PAGE_SIZE else digest
+        shadow.computed, shadow.written = position, digest
 
     def _draw(self, shadow: _Shadow, count: int) -> RowResult:
         digest, ids = shadow.digest, self._ids
@@ -247,6 +303,30 @@ class FakeRunner:
                 while True:
                     time.sleep(3600)
         return fault == Fault.SICK_ROW
+
+
+class _FakePages:
+    """Implements engine.plan.PageAccess: sixteen times a full page's digest."""
+
+    def __init__(self, total: int) -> None:
+        self.full: list[int | None] = [None] * total  # digest of all tokens up to a full page's end
+
+    @property
+    def layout(self) -> BlockLayout:
+        return BlockLayout(layers=1, kv_heads=1, head_dim=4, dtype="digest", item_bytes=1, page_size=PAGE_SIZE)
+
+    def buffer(self, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def read(self, pages: Items[int], into: memoryview) -> None:
+        digests = [self.full[page] or 0 for page in pages]
+        into[:] = b"".join(struct.pack("<Q", digest) * PAGE_SIZE for digest in digests)
+
+    def write(self, pages: Items[int], source: memoryview) -> None:
+        size = len(source) // len(pages)
+        for at, page in enumerate(pages):
+            held = set(struct.unpack(f"<{PAGE_SIZE}Q", source[at * size : (at + 1) * size]))
+            self.full[page] = held.pop() if len(held) == 1 else None
 
 
 class BrokenPlan(Exception):

@@ -12,21 +12,24 @@ from engine.events import Event, Failure
 from engine.frames import Cancel, Command, Configure, FrameError, Pause, Resume, Step, Submit, Switch, Switched
 from engine.link import Link
 from engine.plan import Runner, StepPlan
+from engine.prefix_tier import BlockTier
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
+_FETCH_INTERVAL = 0.001  # seconds between two looks at what is on its way, while there is nothing else to do
 _MOST_FAILURES = 3  # steps in a row after which the process gives up
 
 
 class Loop:
     """Runs until the front goes (returns) or the runner is beyond hope (raises EngineFailed)."""
 
-    def __init__(self, link: Link, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, link: Link, runner: Runner, scheduler: Scheduler, tier: BlockTier | None = None) -> None:
         self._link = link
         self._runner = runner
         self._scheduler = scheduler
+        self._tier = tier
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
         self._failures = 0  # steps in a row
@@ -42,10 +45,15 @@ class Loop:
                 return
             for command in commands:
                 self._obey(command)
+            self._scheduler.collect()
             busy = self._step()
+            if self._tier is not None and self._tier.spare():
+                busy = True
 
     def _patience(self) -> float | None:
         """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""
+        if self._scheduler.fetching:
+            return _FETCH_INTERVAL
         return _LOAD_INTERVAL if self._scheduler.live else None
 
     def _obey(self, command: Command) -> None:
@@ -68,13 +76,19 @@ class Loop:
                 raise FrameError("configured twice")
 
     def _switch(self, command: Switch) -> str | None:
-        if command.name == "batching":
-            self._scheduler.set_batching(command.enabled)
-            return None
-        try:
-            self._runner.set_optimization(command.name, command.enabled)
-        except EngineError as error:
-            return str(error)
+        match command.name:
+            case "batching":
+                self._scheduler.set_batching(command.enabled)
+            case "prefix_cache":
+                self._scheduler.set_prefix_cache(command.enabled)
+            case "prefix_redis":
+                if self._tier is not None:  # else there is nothing to turn off, and turning it on waits for a Redis
+                    self._tier.set_enabled(command.enabled)
+            case _:
+                try:
+                    self._runner.set_optimization(command.name, command.enabled)
+                except EngineError as error:
+                    return str(error)
         return None
 
     def _step(self) -> bool:

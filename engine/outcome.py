@@ -18,7 +18,7 @@ def take(row: Row, brought: RowResult | None, max_context: int, now: float) -> E
     if kept < len(ids):
         ids = ids[:kept]
     sequence.token_ids += ids
-    sequence.computed = row.start + row.count + kept - 1
+    sequence.advance(row.start + row.count + kept - 1)
     sequence.last_token_at = now
     begun = None
     if sequence.first_token_at is None:
@@ -33,7 +33,9 @@ def take(row: Row, brought: RowResult | None, max_context: int, now: float) -> E
 
 def _start(sequence: Sequence, now: float) -> Start:
     planned = now if sequence.first_planned_at is None else sequence.first_planned_at
-    return Start(cached_tokens=0, queue=planned - sequence.request.arrived_at, prefill=now - planned)
+    return Start(
+        cached_tokens=sequence.cached_tokens, queue=planned - sequence.request.arrived_at, prefill=now - planned
+    )
 
 
 def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple[int, FinishReason | None]:
@@ -58,7 +60,7 @@ def finish(sequence: Sequence, reason: FinishReason, now: float, stop_token_id: 
     return Finish(
         reason=reason,
         stop_token_id=stop_token_id,
-        cached_tokens=0,
+        cached_tokens=sequence.cached_tokens,
         queue=planned - sequence.request.arrived_at,
         prefill=first - planned,
         decode=last - first,

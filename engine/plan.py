@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
+from cache.api import BlockLayout
 from engine.api import ModelInfo, TokenLogprob
 from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's share of a step: feed `sequence.token_ids[start:start + count]`, whose pages it already holds."""
+    """One sequence's share of a step: feed `sequence.token_ids[start:start + count]`, whose pages it already holds.
+
+    Full pages before `start` may be shared with other sequences and be their work: the first row of a sequence may
+    start anywhere on a page's border, and a later row of its prompt further on than the one before has ended. Pages
+    that no row has reached yet may be exchanged for others between two rows.
+    """
 
     sequence: Sequence  # to be read, never written, by the runner
     start: int  # first position; what lies before is in the page pool
@@ -48,11 +55,28 @@ class StepResult:
     rows: tuple[RowResult | None, ...]
 
 
+class PageAccess(Protocol):
+    """The bytes of full pages, one page after the other, in an order that `layout` names."""
+
+    @property
+    def layout(self) -> BlockLayout: ...
+
+    def buffer(self, size: int) -> memoryview:
+        """Host memory to fetch into."""
+
+    def read(self, pages: Items[int], into: memoryview) -> None: ...
+
+    def write(self, pages: Items[int], source: memoryview) -> None: ...
+
+
 class Runner(Protocol):
     """Does steps: `engine.runner` with torch, `engine.fake` without."""
 
     @property
     def info(self) -> ModelInfo: ...
+
+    @property
+    def pages(self) -> PageAccess: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
 

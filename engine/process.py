@@ -25,6 +25,8 @@ from engine.link import Link
 from engine.loop import Loop
 from engine.pages import PagePool
 from engine.plan import Runner
+from engine.prefix import PrefixIndex, kv_identity
+from engine.prefix_tier import BlockTier
 from engine.scheduler import Limits, Scheduler
 from engine.settings import EngineSettings
 
@@ -57,16 +59,19 @@ def _serve(link: Link) -> int:
     settings = _settings(link)
     try:
         runner = _build(settings, _Told(link))
+        pool, index, tier = _prefixes(settings, runner)
     except (InvalidModel, Unsupported) as error:
         kind: Literal["invalid_model", "unsupported"]
         kind = "invalid_model" if isinstance(error, InvalidModel) else "unsupported"
         link.send(Refused(kind, str(error)))
         return 2
-    scheduler = _scheduler(settings, runner.info)
+    scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier)
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
     link.send(Ready(runner.info))
-    Loop(link, runner, scheduler).run()
+    Loop(link, runner, scheduler, tier).run()
+    if tier is not None:
+        tier.close()
     runner.close()
     return 0
 
@@ -88,14 +93,25 @@ def _build(settings: EngineSettings, progress: _Told) -> Runner:
     return build(settings, progress)
 
 
-def _scheduler(settings: EngineSettings, info: ModelInfo) -> Scheduler:
-    limits = Limits(
+def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
+    return Limits(
         max_sequences=info.max_sequences,
         max_batch_tokens=settings.max_batch_tokens,
         max_context=info.max_context,
         tokens_per_step=info.tokens_per_step,
     )
-    return Scheduler(limits, PagePool(info.total_pages), settings.batching)
+
+
+def _prefixes(settings: EngineSettings, runner: Runner) -> tuple[PagePool, PrefixIndex, BlockTier | None]:
+    """Pages, what is known of them, and the tier beyond. Raises Unsupported."""
+    prefix, pages = settings.prefix, runner.pages
+    pool = PagePool(runner.info.total_pages)
+    index = PrefixIndex(pool, kv_identity(runner.info, pages.layout), prefix.enabled)
+    if prefix.redis_url is None:
+        return pool, index, None
+    from engine.blocks_link import open_store  # what it needs beyond the standard library may not be installed
+
+    return pool, index, BlockTier(open_store(prefix, pages.layout), pages, index, prefix.shared)
 
 
 class _Told:

@@ -7,52 +7,59 @@ import torch
 from engine.api import ModelInfo
 from engine.decoders import Decoder
 from engine.decoders.parts import Parts
-from engine.plan import Row, RowResult, StepPlan, StepResult
+from engine.errors import Unsupported
+from engine.model.pages import PoolPages
+from engine.plan import RowResult, StepPlan, StepResult
 
 
 class ModelRunner:
     """One model on one device."""
 
-    def __init__(self, info: ModelInfo, parts: Parts, decoder: Decoder, fallback: Decoder) -> None:
+    def __init__(self, info: ModelInfo, parts: Parts, decoders: tuple[Decoder, ...]) -> None:
         self._info = info
         self._parts = parts
-        self._decoder = decoder
-        self._fallback = fallback
+        self._decoders = decoders  # each does what those before it left; the last does every row
+        self._pages = PoolPages(parts.pool)
 
     @property
     def info(self) -> ModelInfo:
         """What was loaded."""
         return self._info
 
+    @property
+    def pages(self) -> PoolPages:
+        """Keys and values as bytes."""
+        return self._pages
+
     def run(self, plan: StepPlan) -> StepResult:
         """One step."""
         with torch.inference_mode():
             if plan.fresh_slots:
                 self._parts.sampler.forget(plan.fresh_slots)
-                self._decoder.forget(plan.fresh_slots)
-            share = self._decoder.share(plan)
-            if len(share) == len(plan.rows):
-                return self._decoder.run(plan)
-            if not share:
-                return self._fallback.run(plan)
-            return self._run_both(plan, share)
-
-    def _run_both(self, plan: StepPlan, share: tuple[Row, ...]) -> StepResult:
-        """The decoder's rows, then the others."""
-        taken = {id(row) for row in share}
-        others = tuple(row for row in plan.rows if id(row) not in taken)
-        results: dict[int, RowResult | None] = {}
-        for decoder, rows in ((self._decoder, share), (self._fallback, others)):
-            found = decoder.run(StepPlan(rows, ())).rows
-            results |= {id(row): result for row, result in zip(rows, found, strict=True)}
-        return StepResult(tuple(results[id(row)] for row in plan.rows))
+                for decoder in self._decoders:
+                    decoder.forget(plan.fresh_slots)
+            results: dict[int, RowResult | None] = {}
+            left = plan.rows
+            for decoder in self._decoders:
+                share = decoder.share(StepPlan(left, ())) if left else ()
+                if share:
+                    found = decoder.run(StepPlan(share, ())).rows
+                    results |= {id(row): result for row, result in zip(share, found, strict=True)}
+                    left = tuple(row for row in left if id(row) not in results)
+            return StepResult(tuple(results[id(row)] for row in plan.rows))
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """The decoder's switches."""
-        self._decoder.switch(name, enabled)
+        """The decoders' switches. Raises Unsupported for a name that none of them has."""
+        refused = 0
+        for decoder in self._decoders:
+            try:
+                decoder.switch(name, enabled)
+            except Unsupported:
+                refused += 1
+        if refused == len(self._decoders):
+            raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
         """Ends the decoders."""
-        self._decoder.close()
-        if self._fallback is not self._decoder:
-            self._fallback.close()
+        for decoder in self._decoders:
+            decoder.close()

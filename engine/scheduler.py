@@ -18,7 +18,9 @@ from engine.ordered import Ordered
 from engine.outcome import finish, take
 from engine.pages import PagePool
 from engine.plan import Row, StepPlan, StepResult
-from engine.sequence import Sequence
+from engine.prefix import PrefixIndex
+from engine.prefix_tier import BlockTier
+from engine.sequence import PrefixPage, Sequence
 from engine.settings import PAGE_SIZE
 
 AGING = 10.0  # seconds of waiting that weigh as much as one priority level
@@ -43,11 +45,20 @@ def rank(sequence: Sequence) -> tuple[float, int]:
 class Scheduler:
     """plan → run → commit, with admit, cancel, pause and resume in between."""
 
-    def __init__(self, limits: Limits, pool: PagePool, batching: bool = True) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        pool: PagePool,
+        batching: bool = True,
+        prefixes: PrefixIndex | None = None,
+        tier: BlockTier | None = None,
+    ) -> None:
         if limits.max_context > pool.total * PAGE_SIZE:
             raise ValueError("one sequence must fit into the page pool")
         self._limits = limits
-        self._pool = pool
+        self._total_pages = pool.total
+        self._prefixes = prefixes or PrefixIndex(pool, enabled=False)
+        self._tier = tier
         self._live: dict[int, Sequence] = {}
         self._running: list[Sequence] = []  # lowest rank first
         self._waiting = Ordered()
@@ -56,7 +67,10 @@ class Scheduler:
         self._fresh_slots: dict[int, None] = {}
         self._width = limits.max_sequences if batching else 1
         self._paused = 0
+        self._fetching: dict[int, Sequence] = {}
         self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
         self._generated_tokens = 0
         self._preemptions = 0
 
@@ -72,7 +86,10 @@ class Scheduler:
         if request.stopping.max_tokens < 1:
             raise ValueError("max_tokens is below 1")
         self._live[sequence.key] = sequence
-        self._waiting.add(*rank(sequence))
+        if self._tier is not None and self._tier.ask(sequence):
+            sequence.fetching = True
+            self._fetching[sequence.key] = sequence
+        self._enqueue(sequence)
         when = _timer(sequence)
         if when is not None:
             self._timers.add(when, sequence.key)
@@ -100,8 +117,7 @@ class Scheduler:
             return
         sequence.paused = False
         self._paused -= 1
-        if sequence.slot < 0:
-            self._waiting.add(*rank(sequence))
+        self._enqueue(sequence)
 
     def set_batching(self, enabled: bool) -> None:
         """Off: one sequence runs at a time. The others give up their pages and wait."""
@@ -111,7 +127,25 @@ class Scheduler:
             for sequence in [one for one in self._running if one is not kept]:
                 self._preempt(sequence)
 
+    def set_prefix_cache(self, enabled: bool) -> None:
+        """Off: every prompt is computed whole, and what was kept is dropped."""
+        self._prefixes.set_enabled(enabled)
+
     # What the loop asks for
+
+    @property
+    def fetching(self) -> int:
+        """Sequences that wait for the shared tier; `collect` is to be called soon."""
+        return len(self._fetching)
+
+    def collect(self) -> None:
+        """Lets those wait for a slot whose keys and values have arrived, or will not."""
+        if self._tier is None or not self._fetching:
+            return
+        for key in self._tier.arrived():
+            sequence = self._fetching.pop(key)
+            sequence.fetching = False
+            self._enqueue(sequence)
 
     def expire(self, now: float) -> list[Event]:
         """Ends those whose time is up, running or not."""
@@ -135,6 +169,8 @@ class Scheduler:
         for sequence in tuple(self._running):  # lowest rank first, so that no planned row loses its pages
             if sequence.paused or sequence.slot < 0:
                 continue
+            if sequence.first_token_at is None:
+                self._prefixes.catch_up(sequence)
             start = sequence.computed
             count = len(sequence.token_ids) - start
             sample = True
@@ -167,12 +203,16 @@ class Scheduler:
             if sequence.slot < 0:  # it has ended or lost its pages meanwhile
                 continue
             if not row.sample:
-                sequence.computed = row.start + row.count
+                sequence.advance(row.start + row.count)
+                self._prefixes.note(sequence)
                 continue
             event = take(row, brought, self._limits.max_context, now)
             self._generated_tokens += len(event.token_ids)
+            self._prefixes.note(sequence)
+            if event.start is not None:
+                self._begun(sequence)
             if event.finish is not None or event.failure is not None:
-                self._remove(sequence)
+                self._remove(sequence, sound=event.failure is None)
             events.append(event)
         return events
 
@@ -180,7 +220,8 @@ class Scheduler:
         """Ends all that a broken step was to feed."""
         sequences = [row.sequence for row in plan.rows if row.sequence.slot >= 0]
         for sequence in sequences:
-            self._remove(sequence)
+            self._remove(sequence, sound=False)
+        self._fresh_slots |= dict.fromkeys(plan.fresh_slots)  # nobody knows whether the runner heard of them
         return [Event(sequence.key, failure=Failure.STEP) for sequence in sequences]
 
     @property
@@ -191,14 +232,17 @@ class Scheduler:
     @property
     def load(self) -> EngineLoad:
         """How busy it is now."""
-        waiting = len(self._waiting)
+        waiting = len(self._waiting) + sum(not sequence.paused for sequence in self._fetching.values())
         return EngineLoad(
             running=len(self._live) - waiting - self._paused,
             waiting=waiting,
             paused=self._paused,
-            used_pages=self._pool.used,
-            total_pages=self._pool.total,
+            used_pages=self._prefixes.used,
+            kept_pages=self._prefixes.kept,
+            total_pages=self._total_pages,
             steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
         )
@@ -208,27 +252,36 @@ class Scheduler:
     def _start_waiting(self) -> None:
         """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
         while (first := self._waiting.first()) is not None:
+            if not self._may_start():
+                return
             sequence = self._live[first[1]]
-            pages = self._pages_for(len(sequence.token_ids) + self._limits.tokens_per_step - 1)
-            if not self._make_room(pages):
+            found = self._prefixes.find(sequence)
+            pages = self._pages_for(len(sequence.token_ids) + self._limits.tokens_per_step - 1) - len(found)
+            if not self._make_room(pages, found):
                 return
             self._waiting.discard(*first)
-            sequence.pages = self._pool.allocate(pages) or []
+            self._prefixes.begin(sequence, found)
+            sequence.pages += self._prefixes.allocate(pages, after=found[-1].number if found else None) or []
             sequence.slot = self._free_slots.pop()
             self._fresh_slots[sequence.slot] = None
             insort(self._running, sequence, key=rank)
 
-    def _make_room(self, pages: int) -> bool:
-        """Whether one more sequence may start; takes from the paused what it lacks.
+    def _may_start(self) -> bool:
+        """Whether one more sequence would have a slot, if need be a paused one's."""
+        return len(self._running) < self._width or sum(not one.paused for one in self._running) < self._width
+
+    def _make_room(self, pages: int, found: list[PrefixPage]) -> bool:
+        """Whether one more sequence may start with so many pages besides those found; takes from the paused what it
+        lacks.
 
         It may if afterwards each that runs could still get another page, lest it be thrown out again at once.
         """
+        prefixes = self._prefixes
         paused = [sequence for sequence in self._running if sequence.paused]
-        active = len(self._running) - len(paused)
-        wanted = pages + active
-        if active >= self._width or wanted > self._pool.free + sum(len(sequence.pages) for sequence in paused):
+        wanted = pages + len(self._running) - len(paused)
+        if wanted > prefixes.room - prefixes.idle(found) + prefixes.reclaimable(paused, found):
             return False
-        while len(self._running) >= self._width or wanted > self._pool.free:
+        while len(self._running) >= self._width or wanted > prefixes.room - prefixes.idle(found):
             self._preempt(paused.pop())
         return True
 
@@ -236,10 +289,12 @@ class Scheduler:
         """Gives a running sequence pages for its first `end` tokens; False where it had to yield instead."""
         while True:
             held = sequence.pages
-            pages = self._pool.allocate(self._pages_for(end) - len(held), after=held[-1])
+            pages = self._prefixes.allocate(self._pages_for(end) - len(held), after=held[-1])
             if pages is not None:
                 held += pages
                 return True
+            if self._prefixes.let_go(sequence):
+                continue
             victim = next((one for one in reversed(self._running) if one.paused), self._running[-1])
             self._preempt(victim)
             if victim is sequence:
@@ -248,14 +303,25 @@ class Scheduler:
     def _pages_for(self, tokens: int) -> int:
         return -(-min(tokens, self._limits.max_context) // PAGE_SIZE)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages away; once it runs again, prompt and output are computed anew."""
-        self._preemptions += 1
-        self._stop_running(sequence)
-        if not sequence.paused:
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Lets it wait for a slot, if it has none and nothing else to wait for."""
+        if sequence.slot < 0 and not sequence.paused and not sequence.fetching:
             self._waiting.add(*rank(sequence))
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _begun(self, sequence: Sequence) -> None:
+        """Its first token has come."""
+        self._prompt_tokens += sequence.prompt_length
+        self._cached_tokens += sequence.cached_tokens
+        if self._tier is not None:
+            self._tier.begun(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes slot and pages away; once it runs again, what of prompt and output was not kept is computed anew."""
+        self._preemptions += 1
+        self._stop_running(sequence)
+        self._enqueue(sequence)
+
+    def _remove(self, sequence: Sequence, sound: bool = True) -> None:
         """Ends a live sequence, wherever it is."""
         del self._live[sequence.key]
         when = _timer(sequence)
@@ -263,14 +329,15 @@ class Scheduler:
             self._timers.discard(when, sequence.key)
         self._paused -= sequence.paused
         if sequence.slot >= 0:
-            self._stop_running(sequence)
-        else:
+            self._stop_running(sequence, sound)
+        elif self._fetching.pop(sequence.key, None) is None:
             self._waiting.discard(*rank(sequence))
+        elif self._tier is not None:
+            self._tier.leave(sequence.key)
 
-    def _stop_running(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence, sound: bool = True) -> None:
         self._running.remove(sequence)
-        self._pool.release(sequence.pages)
-        sequence.pages = []
+        self._prefixes.release(sequence, sound)
         sequence.computed = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

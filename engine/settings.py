@@ -28,6 +28,21 @@ class FakeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSettings:
+    """Which keys and values are used again, and where they are kept beyond the device."""
+
+    enabled: bool = True  # optimizations.prefix_cache
+    shared: bool = True  # optimizations.prefix_redis; without a redis_url there is nothing it could do
+    redis_url: str | None = None  # None: on the device alone
+    redis_password_file: str | None = None
+    redis_ca_file: str | None = None
+    key_file: str | None = None  # of names and values; needed with redis_url
+    ttl: float = 3600.0  # seconds
+    chunk_bytes: int = 1 << 20  # aimed at, of one value
+    min_tokens: int = 128  # shorter prefixes are computed rather than fetched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """Everything the engine process needs to know."""
 
@@ -45,6 +60,7 @@ class EngineSettings:
     threads: int | None = None  # torch's, on a CPU; None: all cores but the one that the front needs
     seed: int = 0  # of dummy weights
     batching: bool = True  # optimizations.batching
+    prefix: PrefixSettings = PrefixSettings()
     graphs: bool = True  # optimizations.graphs
     fused_kernels: bool = True  # optimizations.fused_kernels
     fake: FakeSettings = FakeSettings()

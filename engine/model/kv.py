@@ -44,6 +44,7 @@ class KvPool:
             size = (shape.layers, 2, pages, heads, PAGE_SIZE, dim)
             self._storage = torch.zeros(size, dtype=place.dtype, device=place.device)
             paged = self._storage
+        self.whole = paged  # [layers, 2, pages, kv_heads, 16, head_dim], whatever the order in memory
         self._paged = tuple(paged.unbind(0))
         self._by_token = tuple(layer.permute(1, 3, 0, 2, 4) for layer in self._paged)  # [pages, 16, 2, heads, dim]
         # With heads outside alone: [2 · heads, slots, dim], and keys and values [1, heads, slots, dim].

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
+from collections import Counter
 from types import FrameType
 
 import pytest
@@ -17,6 +18,7 @@ from engine.events import Event, Failure
 from engine.fake import FakeRunner, plain_request
 from engine.pages import PagePool
 from engine.plan import RowResult, StepPlan, StepResult
+from engine.prefix import PrefixIndex
 from engine.scheduler import AGING, Limits, Scheduler, rank
 from engine.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
@@ -26,25 +28,35 @@ class Bench:
     """A scheduler, its pool and a fake runner, driven by hand. Time is a number that the test moves."""
 
     def __init__(
-        self, *, sequences: int = 4, batch: int = 64, pages: int = 32, ids: int = 1, batching: bool = True
+        self,
+        *,
+        sequences: int = 4,
+        batch: int = 64,
+        pages: int = 32,
+        ids: int = 1,
+        batching: bool = True,
+        prefix: bool = True,
     ) -> None:
         context = pages * PAGE_SIZE
         fake = FakeSettings(max_context=context, total_pages=pages, tokens_per_step=ids)
         self.runner = FakeRunner(EngineSettings(model="", kind="fake", max_sequences=sequences, fake=fake))
         self.pool = PagePool(pages)
         limits = Limits(max_sequences=sequences, max_batch_tokens=batch, max_context=context, tokens_per_step=ids)
-        self.scheduler = Scheduler(limits, self.pool, batching)
+        self.prefixes = PrefixIndex(self.pool, enabled=prefix)
+        self.scheduler = Scheduler(limits, self.pool, batching, self.prefixes)
         self.limits = limits
         self.now = 1000.0
         self.sequences: dict[int, Sequence] = {}
         self.events: dict[int, list[Event]] = {}
         self.plans: list[StepPlan] = []
 
-    def admit(self, prompt: int = 5, output: int = 8, **changes: object) -> int:
+    def admit(self, prompt: int = 5, output: int = 8, text: object = None, **changes: object) -> int:
+        """Prompts with the same `text` begin alike."""
         key = len(self.sequences) + 1
-        ids = tuple(random.Random(key).randrange(1, 256) for _ in range(prompt))
-        request = plain_request(ids, output, **{"arrived_at": self.now, **changes})
-        self.sequences[key] = Sequence(request, list(ids), key=key)
+        rng = random.Random(key if text is None else str(text))
+        ids = tuple(rng.randrange(1, 256) for _ in range(prompt))
+        request = dataclasses.replace(plain_request(ids, output, arrived_at=self.now), **changes)  # type: ignore[arg-type]
+        self.sequences[key] = Sequence(request, list(request.token_ids), key=key)
         self.scheduler.admit(self.sequences[key])
         self.events[key] = []
         return key
@@ -83,7 +95,7 @@ class Bench:
 
 def alone(request: GenerationRequest, pages: int) -> list[int]:
     """What the request brings with the engine to itself and all the time: the oracle for everything below."""
-    bench = Bench(pages=pages, batch=100_000)
+    bench = Bench(pages=pages, batch=100_000, prefix=False)
     request = dataclasses.replace(request, deadline=None, expires_at=None)
     sequence = Sequence(request, list(request.token_ids), key=1)
     bench.sequences[1], bench.events[1] = sequence, []
@@ -107,7 +119,7 @@ def test_a_lone_request_is_planned_at_once() -> None:
     assert bench.step() is None
     assert bench.reason(key) is FinishReason.LENGTH
     assert len(bench.output(key)) == 3
-    assert bench.pool.used == 0
+    assert bench.scheduler.load.used_pages == 0
     assert bench.scheduler.live == 0
 
 
@@ -199,7 +211,7 @@ def test_the_youngest_of_the_lowest_yields_its_pages_and_loses_nothing() -> None
     assert bench.scheduler.load.preemptions > 0
     for key, request in requests.items():
         assert bench.output(key) == alone(request, 8)
-    assert bench.pool.used == 0
+    assert bench.scheduler.load.used_pages == 0
 
 
 def test_a_paused_sequence_keeps_its_pages_until_someone_needs_them() -> None:
@@ -309,7 +321,7 @@ def test_deadline_and_budget_hold_running_and_waiting(running: bool) -> None:
     bench.step(0.5)
     assert bench.events[late][-1].failure is Failure.DEADLINE
     bench.run()
-    assert bench.pool.used == 0
+    assert bench.scheduler.load.used_pages == 0
 
 
 def test_stop_tokens_end_it_and_are_the_last_id() -> None:
@@ -455,9 +467,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages=st.integers(2, 12),
         ids=st.sampled_from([1, 1, 4]),
         batching=st.booleans(),
+        prefix=st.sampled_from([True, True, False]),
     )
-    def start(self, sequences: int, batch: int, pages: int, ids: int, batching: bool) -> None:
-        self.bench = Bench(sequences=sequences, batch=batch, pages=pages, ids=ids, batching=batching)
+    def start(self, sequences: int, batch: int, pages: int, ids: int, batching: bool, prefix: bool) -> None:
+        self.bench = Bench(sequences=sequences, batch=batch, pages=pages, ids=ids, batching=batching, prefix=prefix)
 
     def live(self) -> list[int]:
         return [key for key in self.bench.sequences if key not in self.cancelled and not self.bench.ended(key)]
@@ -475,7 +488,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             deadline=data.draw(maybe),
             expires_at=data.draw(maybe),
+            text=data.draw(st.sampled_from([None, 1, 1, 2])),
+            prefix_root=data.draw(st.sampled_from([b"", b"", b"other"])),
+            bypass_prefix=data.draw(st.integers(0, 9)) == 0,
         )
+
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        """The next turn of a conversation: what was asked and answered, and a little more."""
+        bench = self.bench
+        ended = [one for key, one in bench.sequences.items() if bench.ended(key)]
+        if not ended:
+            return
+        before = data.draw(st.sampled_from(ended))
+        ids = (*before.token_ids, 1, 2, 3)[: bench.limits.max_context - 1]
+        bench.admit(token_ids=ids, output=data.draw(st.integers(1, 40)), prefix_root=before.request.prefix_root)
+
+    @rule(enabled=st.booleans())
+    def set_prefix_cache(self, enabled: bool) -> None:
+        self.bench.scheduler.set_prefix_cache(enabled)
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 1.0]), count=st.integers(1, 12))
     def step(self, seconds: float, count: int) -> None:
@@ -542,8 +573,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pages_and_slots_are_accounted_for(self) -> None:
         bench = self.bench
         everyone = bench.sequences.values()
-        held = [page for sequence in everyone for page in sequence.pages]
-        assert len(held) == len(set(held)) == bench.pool.used
+        expected: Counter[int] = Counter()
+        users: dict[int, int] = {}
+        for sequence in everyone:
+            expected.update(sequence.pages)
+            assert len(set(sequence.pages)) == len(sequence.pages)
+            for place, page in enumerate(sequence.prefix.pages):
+                users[page.number] = page.users
+                assert page.users >= 1
+                assert page.hash == sequence.prefix.hashes[place]
+        chains = Counter(page.number for one in everyone for page in one.prefix.pages)
+        assert chains == users, "a page has other users than it knows of"
+        needed = set(expected) | set(chains)
+        assert len(needed) == bench.prefixes.used == bench.scheduler.load.used_pages
+        assert bench.prefixes.room == bench.pool.total - len(needed)
+        assert bench.prefixes.kept == bench.prefixes.room - bench.pool.free
+        for page, count in expected.items():
+            assert bench.pool.holders(page) == count + (page in chains)
+        writable = [page for one in everyone for page in one.pages[one.computed // PAGE_SIZE :]]
+        assert len(set(writable)) == len(writable)
+        assert all(bench.pool.holders(page) == 1 for page in writable), "a page that is shared would be written to"
         slots = [sequence.slot for sequence in everyone if sequence.slot >= 0]
         assert len(slots) == len(set(slots))
         assert all(slot < bench.limits.max_sequences for slot in slots)
@@ -560,7 +609,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.paused == sum(sequence.paused for sequence in live)
         assert load.running == sum(sequence.slot >= 0 and not sequence.paused for sequence in live)
         assert load.waiting == len(live) - load.paused - load.running
-        assert load.used_pages == self.bench.pool.used
 
     def teardown(self) -> None:
         bench = self.bench
@@ -568,7 +616,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             bench.scheduler.resume(key)
         bench.run()
         assert self.live() == []
-        assert bench.pool.used == 0
+        assert bench.scheduler.load.used_pages == 0
         for key, sequence in bench.sequences.items():
             ends = sum(event.finish is not None or event.failure is not None for event in bench.events[key])
             assert ends == (key not in self.cancelled)
