@@ -5,7 +5,7 @@
 // bytes of a token each two products, since what is called k is free to be any order. Weights become whole numbers in
 // bf16, exact; scales multiply float32 sums, of a group (four bits) or of a row (eight).
 #include "copies.cuh"
-#include "formats.cuh"
+#include "store.cuh"
 
 constexpr bool kInt4Weights = OP_FORMAT == kInt4;
 constexpr int kWarpCount = 8, kThreads = kWarpCount * 32, kRows = 128, kTokens = OP_TOKENS;
@@ -202,28 +202,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kTokens >= 64 ? 1 : 2)
                 tile[token * kOutRow + row_warp * kWarpRows + m * 16 + c / 2 * 8 + g] = sums.of[m][n][c];
             }
     __syncthreads();
-    for (int i = threadIdx.x; i < kTokens * kRows / 2; i += kThreads) {
-        const int token = i / (kRows / 2), r = i % (kRows / 2) * 2, row = problem.row0 + r;
-        if (problem.token0 + token >= tokens || row >= rows) continue;
-        float v[2] = {tile[token * kOutRow + r], tile[token * kOutRow + r + 1]};
-        const bool both = row + 1 < rows;
-        if constexpr (!kInt4Weights) v[0] *= row_scale[row], v[1] *= both ? row_scale[row + 1] : 0.f;
-        const u64 to = (u64(blockIdx.z) * tokens + problem.token0 + token) * rows + row;
-        if constexpr (OP_SPLIT) {
-            float* target = reinterpret_cast<float*>(out) + to;
-            if (both && rows % 2 == 0)
-                *reinterpret_cast<Float2*>(target) = Float2{v[0], v[1]};
-            else
-                for (int c = 0; c <= int(both); ++c) target[c] = v[c];
-        } else {
-            if (bias != nullptr) v[0] += bias[row], v[1] += both ? bias[row + 1] : 0.f;
-            u16* target = reinterpret_cast<u16*>(out) + to;
-            if (both && rows % 2 == 0) {
-                *reinterpret_cast<u32*>(target) = pack_bf16(v[0], v[1]);
-            } else {
-                target[0] = to_bf16(v[0]);
-                if (both) target[1] = to_bf16(v[1]);
-            }
-        }
-    }
+    store_tile<kTokens, kRows>(tile, kOutRow, problem.row0, problem.token0, row_scale, bias, out, rows, tokens);
 }

@@ -1,8 +1,13 @@
-"""Wrapper of the matrix kernel for many tokens: four- and eight-bit weights, read where decode steps read them."""
+"""Wrapper of the matrix kernels for many tokens: four- and eight-bit weights, read where decode steps read them.
+
+`gemm.cu` serves every card and takes columns as they come. From 64 tokens on `gemm_wide.cu` serves cards of compute
+capability 9.0; it wants the columns of its tokens in the order that `ordered` gives them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,7 +19,9 @@ from engine.kernels.weights import Format, Matrix
 BLOCK_ROWS = 128
 TILES = (16, 32, 64, 128)  # tokens of a block
 MOST_SLICES = 8
+WIDE_TILES = (64, 128)  # of a warpgroup's products
 _STAGES = 4
+_MOST_STAGES = 8
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
 
 
@@ -24,6 +31,7 @@ class CardShape:
 
     multiprocessors: int
     shared: int  # bytes of shared memory that a block may ask for
+    warpgroups: bool = False  # compute capability 9.0, whose products only its own code has
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class Division:
     tokens: int  # of a block
     slices: int  # of the columns
     stages: int
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +56,9 @@ class Batch:
 
 def card_shape(device: torch.device) -> CardShape:
     """Of a CUDA device."""
-    found = torch.cuda.get_device_properties(device)
-    return CardShape(found.multi_processor_count, found.shared_memory_per_block_optin)
+    found: Any = torch.cuda.get_device_properties(device)  # its stub lacks what a block may ask for
+    warpgroups = (found.major, found.minor) == (9, 0)
+    return CardShape(found.multi_processor_count, found.shared_memory_per_block_optin, warpgroups)
 
 
 def why_not(matrix: Matrix) -> str | None:
@@ -56,17 +66,19 @@ def why_not(matrix: Matrix) -> str | None:
     return "plain weights are torch's business" if matrix.format is Format.BF16 else None
 
 
-def stage_bytes(matrix: Matrix, tokens: int) -> int:
+def stage_bytes(matrix: Matrix, tokens: int, *, wide: bool = False) -> int:
     """Shared memory of a stage: 64 bytes of each row, scales, and the same columns of the tokens."""
     scales = 4 * BLOCK_ROWS * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
-    return BLOCK_ROWS * 64 + scales + tokens * matrix.format.span * 2
+    size = BLOCK_ROWS * 64 + scales + tokens * matrix.format.span * 2
+    return _ceil(size, 1024) * 1024 if wide else size
 
 
 def divide(matrix: Matrix, tokens: int, card: CardShape, most_slices: int = MOST_SLICES) -> Division:
     """The division whose blocks, wave by wave, take the fewest stages."""
     tile = next((one for one in TILES if tokens <= one), TILES[-1])
-    size = stage_bytes(matrix, tile)
-    stages = min(_STAGES, card.shared // size)
+    wide = card.warpgroups and tile in WIDE_TILES
+    size = stage_bytes(matrix, tile, wide=wide)
+    stages = min(_MOST_STAGES if wide else _STAGES, card.shared // size)
     if stages < 2:
         raise ValueError(f"two stages take {2 * size} bytes of shared memory, a block has {card.shared}")
     units = matrix.columns // matrix.format.span
@@ -78,11 +90,26 @@ def divide(matrix: Matrix, tokens: int, card: CardShape, most_slices: int = MOST
         return _ceil(blocks * slices, resident) * (_ceil(units, slices) + _RAMP) + (slices > 1)
 
     slices = min((n for n in range(1, min(most_slices, units) + 1)), key=lambda n: (cost(n), n))
-    return Division(tile, slices, stages)
+    return Division(tile, slices, stages, wide)
+
+
+def order(matrix: Matrix, how: Division) -> Format:
+    """The order that a product wants its tokens' columns in: a format's own, or plain, which BF16 stands for."""
+    return matrix.format if how.wide else Format.BF16
+
+
+def ordered(x: torch.Tensor, form: Format) -> torch.Tensor:
+    """x [tokens, columns] in the order of `order.cuh`; the same tensor where that is plain."""
+    if form is Format.BF16:
+        return x
+    products = 2 if form is Format.INT4 else 4
+    # group of columns, lane, product, half, pair → product, half, lane, pair
+    parts = x.view(x.shape[0], -1, 4, products, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    return parts.reshape(x.shape)
 
 
 def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launch:
-    """batch.out = batch.x · Wᵀ (+ bias)."""
+    """batch.out = batch.x · Wᵀ (+ bias); the columns of batch.x in the order that `order` tells."""
     tokens = batch.x.shape[0]
     defines = {
         "OP_FORMAT": int(matrix.format),
@@ -91,7 +118,7 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launc
         "OP_STAGES": how.stages,
         "OP_SPLIT": int(how.slices > 1),
     }
-    shared = how.stages * stage_bytes(matrix, how.tokens)
+    shared = how.stages * stage_bytes(matrix, how.tokens, wide=how.wide)
     grid = (_ceil(tokens, how.tokens), _ceil(matrix.rows, BLOCK_ROWS), how.slices)
     values: dict[str, Argument] = {
         "x": batch.x,
@@ -103,7 +130,7 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launc
         **weight_values(matrix),
         **CHAIN,
     }
-    kernel = library.kernel("gemm", "gemm", defines, shared)
+    kernel = library.kernel("gemm_wide" if how.wide else "gemm", "gemm", defines, shared)
     return prepare(kernel, Shape(grid, 256, shared), values)
 
 

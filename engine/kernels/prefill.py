@@ -10,6 +10,7 @@ from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
+from engine.kernels.weights import Format
 
 _THREADS = 256
 _QUERIES = 64  # tokens of a block of attention
@@ -56,6 +57,7 @@ class Stream:
     residual: torch.Tensor  # float32 [tokens, hidden]
     x: torch.Tensor  # bfloat16 [tokens, hidden]
     eps: float
+    order: Format = Format.BF16  # of the columns of x: as `gemm.order` tells of the product that reads it
 
 
 def embed(library: Kernels, chunk: Chunk, table: torch.Tensor, gain: torch.Tensor, stream: Stream) -> Launch:
@@ -86,14 +88,16 @@ def add_norm(library: Kernels, product: Parts, gain: torch.Tensor, stream: Strea
 
 def _of_stream(library: Kernels, entry: str, stream: Stream, values: dict[str, Argument], *, split: bool) -> Launch:
     tokens, hidden = stream.residual.shape
-    kernel = library.kernel("prefill_stream", entry, {"OP_COLUMNS": hidden, "OP_SLICES": int(split)})
+    defines = {"OP_COLUMNS": hidden, "OP_SLICES": int(split), "OP_ORDER": int(stream.order)}
+    kernel = library.kernel("prefill_stream", entry, defines)
     return prepare(kernel, Shape((tokens, 1, 1), _THREADS), {**values, **CHAIN})
 
 
-def gate(library: Kernels, product: Parts, out: torch.Tensor) -> Launch:
-    """out bfloat16 [tokens, half] = silu(gate) · up."""
+def gate(library: Kernels, product: Parts, out: torch.Tensor, order: Format = Format.BF16) -> Launch:
+    """out bfloat16 [tokens, half] = silu(gate) · up, columns in the order named."""
     tokens, half = out.shape
-    kernel = library.kernel("prefill_gate", "gate", {"OP_HALF": half, "OP_SLICES": int(product.split)})
+    defines = {"OP_HALF": half, "OP_SLICES": int(product.split), "OP_ORDER": int(order)}
+    kernel = library.kernel("prefill_gate", "gate", defines)
     shape = Shape((-(-half // (2 * _THREADS)), tokens, 1), _THREADS)
     return prepare(kernel, shape, {"out": out, "tokens": tokens, **product.values(), **CHAIN})
 
@@ -129,8 +133,10 @@ class ChunkAttention:
         kernel = self.library.kernel("prefill_heads", "heads", defines)
         return prepare(kernel, shape, {**values, **CHAIN})
 
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor) -> Launch:
-        """out bfloat16 [tokens, heads · dim]; zeros for tokens past the count."""
+    def attend(
+        self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format = Format.BF16
+    ) -> Launch:
+        """out bfloat16 [tokens, heads · dim], columns in the order named; zeros for tokens past the count."""
         layout, tokens = self.layout, queries.shape[0]
         values: dict[str, Argument] = {
             "queries": queries,
@@ -146,7 +152,8 @@ class ChunkAttention:
         keys = 16 if layout.dim > 128 else 64
         shared = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2
         shape = Shape((-(-tokens // _QUERIES), layout.queries, 1), 128, shared)
-        kernel = self.library.kernel("prefill_attention", "prefill_attention", self._defines, shared)
+        defines = self._defines | {"OP_ORDER": int(order)}
+        kernel = self.library.kernel("prefill_attention", "prefill_attention", defines, shared)
         return prepare(kernel, shape, {**values, **CHAIN})
 
     @property

@@ -3,6 +3,7 @@
 // A block has 64 tokens of one head, a warp 16 of them. Keys and values come by tiles of kKeys, the next on its way while
 // one is worked on; the maximum and the sum of the exponents run along.
 #include "copies.cuh"
+#include "order.cuh"
 
 constexpr int kPage = 16, kWarps = 4, kThreads = kWarps * 32, kQueries = kWarps * 16;
 constexpr int kDim = OP_HEAD_DIM, kKeys = kDim > 128 ? 16 : 64;
@@ -138,10 +139,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int m = first + warp * 16 + g + 8 * r;
         if (m >= tokens) continue;
         const float inverse = m < count ? 1.f / rows.sum[r] : 0.f;  // tokens past the count: zeros
-        u16* to = out + (u64(m) * OP_Q_HEADS + head) * kDim + 2 * t;
+        u16* to = out + u64(m) * OP_Q_HEADS * kDim;
 #pragma unroll
         for (int d = 0; d < kDim / 8; ++d)
-            *reinterpret_cast<u32*>(to + d * 8) =
+            *reinterpret_cast<u32*>(to + ordered_column(head * kDim + d * 8 + 2 * t)) =
                 m < count ? pack_bf16(rows.out[d][2 * r] * inverse, rows.out[d][2 * r + 1] * inverse) : 0u;
     }
 }

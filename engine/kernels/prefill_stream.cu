@@ -1,5 +1,6 @@
 // The residual stream of a chunk of tokens: embedded, or moved on by a product, and normed for the product that follows.
 // A block a token.
+#include "order.cuh"
 #include "parts.cuh"
 
 constexpr int kThreads = 256;
@@ -22,7 +23,8 @@ __device__ __forceinline__ void norm(const Float2 (&v)[kEach], const float* gain
     for (int i = 0; i < kEach; ++i) {
         const int n = 2 * (threadIdx.x + i * kThreads);
         if (n < OP_COLUMNS)
-            *reinterpret_cast<u32*>(x + n) = pack_bf16(v[i].x * factor * gain[n], v[i].y * factor * gain[n + 1]);
+            *reinterpret_cast<u32*>(x + ordered_column(n)) =
+                pack_bf16(v[i].x * factor * gain[n], v[i].y * factor * gain[n + 1]);
     }
 }
 

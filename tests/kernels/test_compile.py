@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import sampling
+from engine.kernels import gemm, prefill, sampling
+from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import compile_with_nvrtc, source_text
+from engine.kernels.launch import Launch
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
+from engine.kernels.weights import to_matrix
+from quant.weights import Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]
 
@@ -71,3 +76,56 @@ def test_a_step_compiles(
     for name, defines in sorted(asked):
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), arch)
         assert code.startswith(b"\x7fELF")
+
+
+def chunk_stages(
+    library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, card: gemm.CardShape
+) -> list[Launch]:
+    """Every kernel that a prompt takes, once."""
+    layout = Heads(4, 2, 64, True)
+    chunk = prefill.Chunk(torch.zeros(2), torch.zeros(4), torch.zeros(tokens))
+    gain, pool = torch.ones(256), torch.zeros(2, 4, 2, 16, 64)
+    matrix = to_matrix(weight)
+    how = replace(gemm.divide(matrix, tokens, card), slices=slices)
+    order = gemm.order(matrix, how)
+    stream = prefill.Stream(torch.zeros(tokens, 256), torch.zeros(tokens, 256), 1e-6, order)
+    size = (tokens, 512) if slices == 1 else (slices, tokens, 512)
+    out = torch.zeros(size, dtype=torch.bfloat16 if slices == 1 else torch.float32)
+    product = prefill.Parts(out, None if slices == 1 else torch.zeros(512))
+    own = LayerAttention(pool[0], pool[1], gain, gain)
+    queries = torch.zeros(tokens, 4, 64)
+    attention = prefill.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1), 1e-6))
+    return [
+        prefill.embed(library, chunk, torch.zeros(9, 256), gain, stream),
+        gemm.gemm(library, matrix, gemm.Batch(stream.x, out), how),
+        attention.heads(own, product, queries),
+        attention.attend(own, queries, torch.zeros(tokens, 256), order),
+        prefill.add_norm(library, product, gain, stream),
+        prefill.gate(library, product, torch.zeros(tokens, 256), order),
+    ]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("tokens", "slices", "group"), [(16, 2, 128), (32, 1, 64), (64, 2, 32), (128, 1, 128), (128, 2, 0)]
+)
+def test_a_prompt_compiles(
+    recorder: Any,
+    compiler: Callable[[str, str, Mapping[str, int], str], bytes],
+    tokens: int,
+    slices: int,
+    group: int,
+    arch: str,
+) -> None:
+    packed = torch.zeros(512, 128, dtype=torch.uint8)
+    parts = torch.zeros(512, 256 // (group or 256))
+    weight: Int8Rows | Int4Groups | None = Int4Groups(packed, parts, parts.to(torch.uint8), group) if group else None
+    card = gemm.CardShape(132, 227 << 10, arch == "sm_90a")
+    weight = weight or Int8Rows(torch.zeros(512, 256, dtype=torch.int8), torch.ones(512))
+    launches = chunk_stages(recorder, weight, tokens, slices, card)
+    assert all(one.shape.shared <= 227 << 10 for one in launches)
+    assert ("gemm_wide" in {name for name, *_ in recorder.asked}) == (card.warpgroups and tokens >= 64)
+    for name, entry, defines, _ in recorder.asked:
+        if name.startswith("gemm") or tokens == 128:
+            code = compiler(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), arch)
+            assert code.startswith(b"\x7fELF"), entry

@@ -18,13 +18,14 @@ from engine.kernels.gemm import (
     Division,
     divide,
     gemm,
+    ordered,
     stage_bytes,
     why_not,
 )
 from engine.kernels.prefill import Parts
 from engine.kernels.weights import Format, Matrix
 
-H100, SMALL = CardShape(132, 227 << 10), CardShape(28, 99 << 10)
+H100, SMALL = CardShape(132, 227 << 10, True), CardShape(28, 99 << 10)
 
 
 def matrix(form: Format, rows: int, columns: int, group: int = 128) -> Matrix:
@@ -47,15 +48,36 @@ def test_a_division_fits_the_card_and_leaves_no_slice_empty(
     assert how.tokens in TILES
     assert how.tokens >= min(tokens, TILES[-1])
     assert 1 <= how.slices <= min(MOST_SLICES, units)
-    assert how.stages * stage_bytes(one, how.tokens) <= card.shared
+    assert how.stages * stage_bytes(one, how.tokens, wide=how.wide) <= card.shared
+    assert how.wide == (card is H100 and how.tokens >= 64)
+    assert how.stages >= (4 if how.wide else 2)
     # what is left of the stages at the end holds a tile of float32 results
-    assert how.stages * stage_bytes(one, how.tokens) >= how.tokens * (BLOCK_ROWS + 4) * 4
+    assert how.stages * stage_bytes(one, how.tokens, wide=how.wide) >= how.tokens * (BLOCK_ROWS + 4) * 4
 
 
 def test_few_rows_are_sliced_so_that_every_multiprocessor_has_work() -> None:
     how = divide(matrix(Format.INT4, 4096, 14336), 128, H100)
     assert how.slices * (4096 // BLOCK_ROWS) >= 0.75 * H100.multiprocessors
     assert divide(matrix(Format.INT4, 28672, 4096), 512, H100).slices == 1
+
+
+@pytest.mark.parametrize("form", [Format.INT8, Format.INT4])
+def test_the_order_of_columns_is_what_a_lane_of_the_kernel_expects(form: Format) -> None:
+    x = torch.arange(256).repeat(3, 1)
+    assert ordered(x, Format.BF16) is x
+    found = ordered(x, form)
+    assert torch.equal(found.sort(-1).values, x)
+    width, span = (8, 32) if form is Format.INT4 else (16, 64)  # columns that a lane has of a row at a time, of span
+    for lane in range(4):
+        for k in range(width // 4):  # its products of sixteen places: two pairs each
+            for half in range(2):
+                place = 16 * k + 8 * half + 2 * lane
+                expected = width * lane + 4 * k + 2 * half
+                for group in range(0, 256, span):
+                    assert found[1, group + place : group + place + 2].tolist() == [
+                        group + expected,
+                        group + expected + 1,
+                    ]
 
 
 def test_a_card_with_too_little_shared_memory_is_told() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import TILES, Batch, Division, card_shape, divide, gemm, stage_bytes
-from engine.kernels.launch import Launcher
+from engine.kernels.gemm import TILES, Batch, Division, card_shape, divide, gemm, order, ordered, stage_bytes
+from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Matrix, to_matrix
 from quant.weights import Int4Groups, Int8Rows
 
@@ -48,6 +48,11 @@ def poisoned(matrix: Matrix, tokens: int, how: Division) -> torch.Tensor:
     return torch.full(shape, float("nan"), device="cuda", dtype=dtype)
 
 
+def product(library: KernelLibrary, matrix: Matrix, batch: Batch, how: Division) -> Launch:
+    """Of tokens whose columns lie plainly."""
+    return gemm(library, matrix, replace(batch, x=ordered(batch.x, order(matrix, how))), how).alone()
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("rows", "columns"), [(264, 256), (1040, 896), (4096, 4096), (1024, 14336)])
 def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: str, rows: int, columns: int) -> None:
@@ -60,7 +65,7 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
         for slices in {1, how.slices, 2, 3}:
             one = replace(how, slices=min(slices, columns // matrix.format.span))
             out = poisoned(matrix, tokens, one)
-            launcher.enqueue([gemm(library, matrix, Batch(x, out), one).alone()])
+            launcher.enqueue([product(library, matrix, Batch(x, out), one)])
             if one.slices == 1:
                 assert error(out, expected) < ROUNDED, (tokens, one)
             else:
@@ -71,14 +76,20 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
 @pytest.mark.parametrize("tile", TILES)
 def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form: str, tile: int) -> None:
     matrix, exact = made(form, 392, 1024)
+    narrow = replace(card_shape(torch.device("cuda")), warpgroups=False)
     card = card_shape(torch.device("cuda"))
     bias = torch.randn(392, device="cuda")
     for tokens in (1, tile - 3, tile, 2 * tile + 5):
         x = torch.randn(tokens, 1024, device="cuda").bfloat16()
         how = Division(tile, 1, min(4, card.shared // stage_bytes(matrix, tile)))
-        out = poisoned(matrix, tokens, how)
-        launcher.enqueue([gemm(library, matrix, Batch(x, out, bias), how).alone()])
-        assert error(out, x.double() @ exact.T + bias) < ROUNDED
+        for one in {
+            how,
+            replace(divide(matrix, tile, narrow), slices=1),
+            replace(divide(matrix, tile, card), slices=1),
+        }:
+            out = poisoned(matrix, tokens, one)
+            launcher.enqueue([product(library, matrix, Batch(x, out, bias), one)])
+            assert error(out, x.double() @ exact.T + bias) < ROUNDED
 
 
 def test_rows_of_eight_bits_are_any_number(library: KernelLibrary, launcher: Launcher) -> None:
@@ -88,21 +99,28 @@ def test_rows_of_eight_bits_are_any_number(library: KernelLibrary, launcher: Lau
     for slices in (1, 2):
         one = replace(how, slices=slices)
         out = poisoned(matrix, 77, one)
-        launcher.enqueue([gemm(library, matrix, Batch(x, out), one).alone()])
+        launcher.enqueue([product(library, matrix, Batch(x, out), one)])
         found = out if slices == 1 else out.double().sum(0)
         assert error(found, x.double() @ exact.T) < ROUNDED
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_token_does_not_depend_on_the_others(library: KernelLibrary, launcher: Launcher, form: str) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_token_does_not_depend_on_the_others(
+    library: KernelLibrary, launcher: Launcher, form: str, wide: bool
+) -> None:
     matrix, _ = made(form, 512, 1024)
+    card = card_shape(torch.device("cuda"))
+    if wide and not card.warpgroups:
+        pytest.skip("needs compute capability 9.0")
     x = torch.randn(300, 1024, device="cuda").bfloat16()
-    how = Division(64, 2, 3)
+    how = replace(divide(matrix, 64, replace(card, warpgroups=wide)), slices=2)
+    assert how.wide == wide
     together = poisoned(matrix, 300, how)
-    launcher.enqueue([gemm(library, matrix, Batch(x, together), how).alone()])
+    launcher.enqueue([product(library, matrix, Batch(x, together), how)])
     for first, last in ((0, 1), (5, 70), (64, 128), (299, 300)):
         part = poisoned(matrix, last - first, how)
-        launcher.enqueue([gemm(library, matrix, Batch(x[first:last].contiguous(), part), how).alone()])
+        launcher.enqueue([product(library, matrix, Batch(x[first:last].contiguous(), part), how)])
         assert torch.equal(part, together[:, first:last])
 
 
@@ -110,7 +128,7 @@ def test_a_token_does_not_depend_on_the_others(library: KernelLibrary, launcher:
 def test_older_cards(older_library: KernelLibrary, launcher: Launcher, form: str) -> None:
     matrix, exact = made(form, 1040, 896)
     x = torch.randn(100, 896, device="cuda").bfloat16()
-    how = Division(128, 1, 2)
+    how = Division(128, 1, 3)
     out = poisoned(matrix, 100, how)
-    launcher.enqueue([gemm(older_library, matrix, Batch(x, out), how).alone()])
+    launcher.enqueue([product(older_library, matrix, Batch(x, out), how)])
     assert error(out, x.double() @ exact.T) < ROUNDED

@@ -9,7 +9,9 @@ from engine.kernels import prefill as ops
 from engine.kernels import reference
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import KernelLibrary
+from engine.kernels.gemm import ordered
 from engine.kernels.launch import Launch, Launcher
+from engine.kernels.weights import Format
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +42,35 @@ def run(launcher: Launcher, *launches: Launch) -> None:
 def close(found: torch.Tensor, expected: torch.Tensor, slack: float = 1e-5) -> None:
     distance = (found.double() - expected).abs() - expected.abs() * ROUNDED
     assert float(distance.nan_to_num(nan=float("inf")).max()) <= slack * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("order", [Format.INT8, Format.INT4])
+def test_columns_lie_as_the_reader_wants(library: KernelLibrary, launcher: Launcher, order: Format) -> None:
+    """Each of the three that write activations, against its own plain result."""
+    product = ops.Parts(torch.randn(16, 1024, device="cuda").bfloat16())
+    layout = Heads(4, 2, 64, False)
+    chunk = chunk_of(16, 0, 16, 4)
+    pool = torch.randn(2, 4, 2, 16, 64, device="cuda").bfloat16()
+    queries = torch.randn(16, 4, 64, device="cuda").bfloat16()
+    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6))
+    gain = torch.rand(1024, device="cuda")
+    found = []
+    for one in (Format.BF16, order):
+        x, inner, attended = (
+            torch.full((16, width), NAN, device="cuda", dtype=torch.bfloat16) for width in (1024, 512, 256)
+        )
+        stream = ops.Stream(torch.zeros(16, 1024, device="cuda"), x, 1e-5, one)
+        layer = LayerAttention(pool[0], pool[1], None, None)
+        run(
+            launcher,
+            ops.add_norm(library, product, gain, stream).alone(),
+            ops.gate(library, product, inner, one).alone(),
+            attention.attend(layer, queries, attended, one).alone(),
+        )
+        found.append((x, inner, attended))
+    for plain, moved in zip(*found, strict=True):
+        assert torch.equal(ordered(plain, order), moved)
+        assert not torch.equal(plain, moved)
 
 
 def sliced(value: torch.Tensor, slices: int) -> ops.Parts:

@@ -1,0 +1,1 @@
+"""Prompts on a card, in captured graphs."""

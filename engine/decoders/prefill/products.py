@@ -1,0 +1,78 @@
+"""Products of a chunk with any linear of a model on a card."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kernels import gemm as many
+from engine.kernels import prefill as ops
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launcher
+from engine.kernels.weights import Format, Matrix
+from engine.linear import DenseLinear, Linear
+from engine.linear.card import CardLinear
+
+
+def why_not(linear: Linear) -> str | None:
+    """Why there is no product with it, or None."""
+    if isinstance(linear, DenseLinear):
+        return None
+    if isinstance(linear, CardLinear):
+        return many.why_not(linear.matrix)
+    return f"linears of type {type(linear).__name__}"
+
+
+class Products:
+    """Multiplies a chunk by any linear, into a buffer that all products share."""
+
+    def __init__(self, library: Kernels, launcher: Launcher, device: torch.device) -> None:
+        self._library = library
+        self._launcher = launcher
+        self._card = many.card_shape(device)
+
+    def order(self, linear: Linear, tokens: int) -> Format:
+        """How the columns of what it multiplies are to lie."""
+        if not isinstance(linear, CardLinear):
+            return Format.BF16
+        return many.order(linear.matrix, many.divide(linear.matrix, tokens, self._card))
+
+    def bytes_of(self, linear: Linear, tokens: int) -> int:
+        """What the product of so many tokens takes."""
+        if isinstance(linear, CardLinear):
+            slices = many.divide(linear.matrix, tokens, self._card).slices
+            return tokens * linear.matrix.rows * (2 if slices == 1 else 4 * slices)
+        return tokens * _dense(linear).weight.shape[0] * 2
+
+    def __call__(self, linear: Linear, x: torch.Tensor, room: torch.Tensor) -> ops.Parts:
+        """x bfloat16 [tokens, columns], in the linear's order, · Wᵀ."""
+        if isinstance(linear, CardLinear):
+            return self._quantized(linear.matrix, linear.bias, x, room)
+        dense = _dense(linear)
+        out = _view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)
+        if dense.bias is None:
+            torch.mm(x, dense.weight.t(), out=out)
+        else:
+            torch.addmm(dense.bias, x, dense.weight.t(), out=out)
+        return ops.Parts(out)
+
+    def _quantized(self, matrix: Matrix, bias: torch.Tensor | None, x: torch.Tensor, room: torch.Tensor) -> ops.Parts:
+        tokens = x.shape[0]
+        how = many.divide(matrix, tokens, self._card)
+        if how.slices == 1:
+            out = _view(room, (tokens, matrix.rows), torch.bfloat16)
+            self._launcher.enqueue([many.gemm(self._library, matrix, many.Batch(x, out, bias), how)])
+            return ops.Parts(out)
+        out = _view(room, (how.slices, tokens, matrix.rows), torch.float32)
+        self._launcher.enqueue([many.gemm(self._library, matrix, many.Batch(x, out), how)])
+        return ops.Parts(out, bias)
+
+
+def _dense(linear: Linear) -> DenseLinear:
+    if not isinstance(linear, DenseLinear):
+        raise TypeError(f"no product with {type(linear).__name__}")
+    return linear
+
+
+def _view(room: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return room[: count * dtype.itemsize].view(dtype).view(shape)

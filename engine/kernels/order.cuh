@@ -1,0 +1,11 @@
+// Where an activation's columns go, so that those which a lane of the matrix kernel has of a row of weights meet them in
+// one product: of 16 places, 2t, 2t + 1 and 8 + 2t, 9 + 2t belong to lane t. A pair of columns stays a pair.
+#pragma once
+#include "formats.cuh"
+
+// n even.
+__device__ __forceinline__ int ordered_column(int n) {
+    if constexpr (OP_ORDER == kInt4) return n / 32 * 32 + n / 4 % 2 * 16 + n / 2 % 2 * 8 + n / 8 % 4 * 2;
+    if constexpr (OP_ORDER == kInt8) return n / 64 * 64 + n / 4 % 4 * 16 + n / 2 % 2 * 8 + n / 16 % 4 * 2;
+    return n;
+}
