@@ -89,16 +89,19 @@ class Caches:
             return None
         return self._ground.partitions.of(tenant, epoch)
 
-    def join(self, question: Question, generate: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+    def join(
+        self, question: Question, generate: Generate, allowance: Allowance | None = None
+    ) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         """The answer, generated once for all who ask the same at the same time. For deterministic questions alone:
-        raises ValueError for others."""
+        raises ValueError for others. Without allowance left, other replicas are not asked."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
         epoch = self._ground.epochs.known(question.tenant) or b""
         key = self.responses.key(question, epoch, question.max_tokens)
         if self._shared is None:
             return self._flights.join(key, generate)
-        return self._flights.join(key, partial(self._shared.flights.around, key, generate))
+        within = None if allowance is None else allowance.left
+        return self._flights.join(key, partial(self._shared.flights.around, key, generate, within))
 
     async def flush_tenant(self, tenant: str) -> None:
         """Everything of a tenant, on every replica, at once. Raises StoreFault, in which case nothing was flushed."""
@@ -166,6 +169,8 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
     keyring = open_keyring(settings.key_file)
     partitions = Partitions(keyring, identity)
     redis = settings.redis
+    if redis is not None and not keyring.shared:
+        log.warning("cache: no key file: what lies in Redis is of no use to other replicas, nor to this one later")
     store: Store = MemoryStore(settings.memory_bytes) if redis is None else RedisStore(redis, counter)
     largest = max(settings.response.max_bytes, settings.semantic.max_bytes)
     envelope = Envelope(keyring, largest, counter)

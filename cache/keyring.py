@@ -99,5 +99,5 @@ def open_keyring(path: Path | None) -> Keyring:
     """From the file, or generated, which the log says."""
     if path is not None:
         return Keyring.read(path)
-    log.warning("cache: no key file; entries can be read by this process alone, and are lost with it")
+    log.info("cache: no key file; entries can be read by this process alone, and are lost with it")
     return Keyring.generate()

@@ -50,12 +50,14 @@ class Leases:
         self._patient = patient  # for reads that block; its budget is longer than BLOCK
         self._settings = settings
 
-    async def take(self, answer: CacheKey) -> tuple[Lease, bool]:
-        """The lease that stands, and whether it was taken now."""
+    async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
+        """The lease that stands, and whether it was taken now. `within` shortens the budget, in seconds."""
         key = CacheKey(Kind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
-        standing = await self._urgent.write(lambda client: client.set(key.name, token, px=lease, nx=True, get=True))
+        standing = await self._urgent.write(
+            lambda client: client.set(key.name, token, px=lease, nx=True, get=True), within
+        )
         if standing is None:
             return Lease(key, token), True
         held = cast("bytes", standing).decode("ascii", "replace")

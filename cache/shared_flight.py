@@ -39,12 +39,15 @@ class SharedFlights:
         self._counter = counter
         self._publishing: set[asyncio.Task[None]] = set()
 
-    async def around(self, answer: CacheKey, generate: Generate) -> AsyncGenerator[Chunk, None]:
-        """The answer, from whichever replica generates it. Raises what `generate` raises."""
+    async def around(
+        self, answer: CacheKey, generate: Generate, within: float | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """The answer, from whichever replica generates it. Raises what `generate` raises. `within`: seconds that asking
+        for the lease may take."""
         delivered: list[Chunk] = []
         alone = False
         while True:
-            source = generate() if alone else self._source(answer, generate)
+            source = generate() if alone else self._source(answer, generate, within)
             async with aclosing(source), aclosing(resume(delivered, source)) as rest:
                 try:
                     async for chunk in rest:
@@ -64,8 +67,8 @@ class SharedFlights:
         if self._publishing:
             await asyncio.wait(self._publishing)
 
-    async def _source(self, answer: CacheKey, generate: Generate) -> AsyncGenerator[Chunk, None]:
-        lease, taken = await self._leases.take(answer)
+    async def _source(self, answer: CacheKey, generate: Generate, within: float | None) -> AsyncGenerator[Chunk, None]:
+        lease, taken = await self._leases.take(answer, within)
         self._counter.count("flight_shared", "lead" if taken else "follow")
         async with aclosing(self._lead(lease, generate) if taken else self._follow(lease)) as chunks:
             async for chunk in chunks:

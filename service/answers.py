@@ -10,7 +10,7 @@ from engine.api import Engine, EngineState, SamplingParams, TokenLogprob
 from engine.settings import PAGE_SIZE
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.request import Ending, EndReason, PromptFacts
+from service.request import CacheSource, Ending, EndReason, PromptFacts, Served
 from service.switches import Switch
 
 _INT64 = 1 << 63
@@ -19,6 +19,11 @@ _REASONS = {
     EndReason.LENGTH: pb.FINISH_REASON_LENGTH,
     EndReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     EndReason.TIME_BUDGET: pb.FINISH_REASON_TIME_BUDGET,
+}
+_SOURCES = {
+    CacheSource.NONE: pb.CACHE_SOURCE_NONE,
+    CacheSource.RESPONSE: pb.CACHE_SOURCE_RESPONSE,
+    CacheSource.SEMANTIC: pb.CACHE_SOURCE_SEMANTIC,
 }
 _STATES = {
     EngineState.LOADING: admin_pb2.ENGINE_STATE_LOADING,
@@ -56,18 +61,24 @@ def finish(ending: Ending) -> pb.Finish:
         ),
         timings=pb.Timings(
             queue=_duration(ending.queue),
-            cache_lookup=_duration(0.0),
+            cache_lookup=_duration(ending.served.lookup),
             prefill=_duration(ending.prefill),
             decode=_duration(ending.decode),
         ),
-        cache_source=pb.CACHE_SOURCE_NONE,
+        cache_source=_SOURCES[ending.served.source],
         sampling=sampling(ending.sampling),
     )
+    if ending.served.entry_id:
+        message.cache_hit.CopyFrom(_cache_hit(ending.served))
     if ending.stop_string is not None:
         message.stop_string = ending.stop_string
     elif ending.stop_token_id is not None:
         message.stop_token_id = ending.stop_token_id
     return message
+
+
+def _cache_hit(served: Served) -> pb.CacheHit:
+    return pb.CacheHit(entry_id=served.entry_id, age=_duration(served.age), similarity=served.similarity)
 
 
 def sampling(params: SamplingParams) -> pb.SamplingOptions:

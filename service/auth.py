@@ -67,6 +67,10 @@ class OpenHouse:
         """Never refuses."""
         return self._everyone
 
+    def tenants(self) -> frozenset[str]:
+        """The one there is."""
+        return frozenset((self._everyone.tenant,))
+
 
 class TokenFile:
     """The tokens of one file."""
@@ -86,6 +90,11 @@ class TokenFile:
         if right not in caller.rights:
             raise PermissionDenied(f"the token lacks the right to {right}")
         return caller
+
+    def tenants(self) -> frozenset[str]:
+        """All that have a token."""
+        self._refresh()
+        return frozenset(entry.caller.tenant for entry in self._entries)
 
     def _find(self, digest: bytes) -> Caller | None:
         """Looks at every entry, so that time tells nothing."""

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from cache.api import Mode
 from cache.settings import CacheSettings, RedisSettings, ResponseSettings, SemanticSettings
-from service.group import Group, Seconds
+from service.group import Group
 
 Lifetime = Annotated[float, Field(gt=0, le=90 * 86_400, allow_inf_nan=False)]
 _STRICT = 0.80  # cosine, for questions of the same words

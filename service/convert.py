@@ -9,12 +9,16 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from cache.api import Kind
 from engine.api import Priority, SamplingParams
 from service.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
+from service.flush import Flush
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.request import (
+    Access,
     Ask,
+    CacheAsk,
     ChatPrompt,
     Delivery,
     ModelFacts,
@@ -42,6 +46,8 @@ _GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they ar
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _ANSWER_MARGIN = 0.2  # seconds before a deadline in which the answer still arrives
 _SEEDS = 1 << 64
+_MAX_TENANT = 64  # characters
+_ENTRY_ID = re.compile(r"[0-9a-f]{8,128}")
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 _PRIORITIES = {
@@ -51,6 +57,18 @@ _PRIORITIES = {
     pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
 }
 
+
+_KINDS = {
+    admin_pb2.CACHE_KIND_UNSPECIFIED: (),
+    admin_pb2.CACHE_KIND_RESPONSE: (Kind.RESPONSE,),
+    admin_pb2.CACHE_KIND_SEMANTIC: (Kind.SEMANTIC,),
+}
+_ACCESS = {
+    pb.CACHE_MODE_OFF: Access(read=False, write=False),
+    pb.CACHE_MODE_READ: Access(read=True, write=False),
+    pb.CACHE_MODE_WRITE: Access(read=False, write=True),
+    pb.CACHE_MODE_READ_WRITE: Access(read=True, write=True),
+}
 
 _Request = TypeVar("_Request", bound=Message)
 
@@ -69,8 +87,9 @@ def check_model(name: str, facts: ModelFacts) -> None:
         raise UnknownModel(name)
 
 
-def read_generation(message: GenerationMessage, facts: ModelFacts) -> Ask:
-    """What `message` asks. Raises UnknownModel, InvalidRequest or Unimplemented."""
+def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: bool) -> Ask:
+    """What `message` asks; `semantic` says whether there is such a cache. Raises UnknownModel, InvalidRequest or
+    Unimplemented."""
     check_model(message.model, facts)
     found = Violations()
     ask = Ask(
@@ -82,11 +101,12 @@ def read_generation(message: GenerationMessage, facts: ModelFacts) -> Ask:
         priority=_priority(message.priority, found),
         time_budget=_time_budget(message, found),
         delivery=_delivery(message.delivery, found),
+        cache=_cache(message.cache, found),
+        seeded=message.sampling.HasField("seed"),
     )
-    _check_cache(message.cache, found)
     found.number("speculation.max_draft_tokens", message.speculation.max_draft_tokens, 0, None)
     found.raise_any()
-    _refuse_unimplemented(message, ask.prompt, facts)
+    _refuse_unimplemented(message, ask, facts, semantic)
     return ask
 
 
@@ -136,6 +156,21 @@ def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
     within = found.duration("timeout", message.timeout, None)
     found.raise_any()
     return within
+
+
+def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
+    """What to forget. Raises InvalidRequest, or Unimplemented."""
+    found = Violations()
+    if message.kind not in admin_pb2.CacheKind.values():
+        found.add("kind", "is no known kind of cache")
+    if message.entry_id and not _ENTRY_ID.fullmatch(message.entry_id):
+        found.add("entry_id", "is no id that an answer told")
+    if len(message.tenant) > _MAX_TENANT:
+        found.add("tenant", f"must have at most {_MAX_TENANT} characters")
+    found.raise_any()
+    if message.kind == admin_pb2.CACHE_KIND_PREFIX:
+        raise Unimplemented("kind", "keys and values are forgotten with all else of a tenant: leave kind unset")
+    return Flush(message.tenant, _KINDS[message.kind], message.entry_id)
 
 
 def _request_id(given: str, found: Violations) -> str:
@@ -284,23 +319,36 @@ def _delivery(given: pb.DeliveryOptions, found: Violations) -> Delivery:
     return Delivery(tokens, found.duration("delivery.max_delay", given.max_delay, MAX_DELAY))
 
 
-def _check_cache(given: pb.CacheOptions, found: Violations) -> None:
-    for field, mode in (("cache.response", given.response), ("cache.semantic", given.semantic)):
-        if mode not in pb.CacheMode.values():
-            found.add(field, "is no known cache mode")
-    if given.HasField("max_age"):
-        found.duration("cache.max_age", given.max_age, None)
+def _cache(given: pb.CacheOptions, found: Violations) -> CacheAsk:
+    max_age = found.duration("cache.max_age", given.max_age, None) if given.HasField("max_age") else None
+    threshold = given.semantic_threshold if given.HasField("semantic_threshold") else None
+    found.number("cache.semantic_threshold", given.semantic_threshold, 0, 1)
+    return CacheAsk(
+        response=_access("cache.response", given.response, found),
+        semantic=_access("cache.semantic", given.semantic, found),
+        bypass_prefix=given.bypass_prefix,
+        max_age=max_age,
+        threshold=threshold,
+    )
 
 
-def _refuse_unimplemented(message: GenerationMessage, prompt: Prompt, facts: ModelFacts) -> None:
-    absent = (pb.CACHE_MODE_READ, pb.CACHE_MODE_WRITE, pb.CACHE_MODE_READ_WRITE)
-    if message.cache.response in absent:
-        raise Unimplemented("cache.response", "this server has no response cache")
-    if message.cache.semantic in absent:
+def _access(field: str, given: int, found: Violations) -> Access | None:
+    if given == pb.CACHE_MODE_UNSPECIFIED:
+        return None
+    access = _ACCESS.get(given)  # type: ignore[call-overload]
+    if access is None:
+        found.add(field, "is no known cache mode")
+        return None
+    return Access(read=access.read, write=access.write)
+
+
+def _refuse_unimplemented(message: GenerationMessage, ask: Ask, facts: ModelFacts, semantic: bool) -> None:
+    wished = ask.cache.semantic
+    if not semantic and wished is not None and (wished.read or wished.write):
         raise Unimplemented("cache.semantic", "this server has no semantic cache")
     if message.speculation.max_draft_tokens > 0:
         raise Unimplemented("speculation.max_draft_tokens", "this server has no draft model")
-    _refuse_chat(prompt, facts)
+    _refuse_chat(ask.prompt, facts)
 
 
 def _refuse_chat(prompt: Prompt, facts: ModelFacts) -> None:

@@ -51,7 +51,7 @@ class Sink(Protocol):
 
 
 async def _send_metadata(context: Context, facts: PromptFacts) -> None:
-    await context.send_initial_metadata((("x-request-id", facts.request_id), ("x-cache", "none")))
+    await context.send_initial_metadata((("x-request-id", facts.request_id), ("x-cache", facts.cache)))
 
 
 class Whole:
@@ -98,12 +98,13 @@ class Whole:
 class Messages:
     """The messages of a streamed answer."""
 
-    def __init__(self, writer: Writer, ask: Ask) -> None:
-        # An answer that a stop string may end is read token by token, and waits here for its message to fill.
+    def __init__(self, writer: Writer, ask: Ask, chunked: bool = False) -> None:
+        # An answer that a stop string may end is read token by token, and waits here for its message to fill; so does
+        # one whose source does not batch.
         self.batch = _EACH_TOKEN if ask.stops.strings else ask.delivery
         self._writer = writer
         self._limit = ask.delivery.max_tokens
-        self._delay = ask.delivery.max_delay if ask.stops.strings else 0.0
+        self._delay = ask.delivery.max_delay if ask.stops.strings or chunked else 0.0
         self._want_ids = ask.output.token_ids
         self._facts: PromptFacts | None = None  # until the first message took it
         self._text = ""

@@ -8,6 +8,7 @@ ServiceError
 ├── Unimplemented       this build or model lacks the option
 ├── Overloaded          a limit is reached: try again later
 ├── Draining            the server is stopping: try another one, or later
+├── CacheUnavailable    the caches' store does not answer an operator
 ├── Unauthenticated     no token, or one that nobody has
 ├── PermissionDenied    the token lacks the right
 ├── StreamStalled       the reader took no message for too long
@@ -85,6 +86,14 @@ class Draining(ServiceError):
 
     def __init__(self, retry_after: float) -> None:
         super().__init__("the server is draining")
+        self.retry_after = retry_after  # seconds
+
+
+class CacheUnavailable(ServiceError):
+    """The caches' store does not answer."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
         self.retry_after = retry_after  # seconds
 
 

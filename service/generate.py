@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.api import (
-    Engine,
     Finish,
     FinishReason,
     GenerationRequest,
@@ -20,11 +20,13 @@ from engine.api import (
     TokenStream,
 )
 from service.admission import Admission, Ticket
+from service.chunks import Generated
 from service.convert import GenerationMessage, read_generation, too_long
 from service.delivery import Sink
 from service.errors import InvalidRequest, Violation
 from service.model import ServedModel
-from service.request import Ask, Ending, EndReason, ModelFacts, Origin, PromptFacts
+from service.request import Ask, CacheSource, Ending, EndReason, ModelFacts, Origin, PromptFacts, Served
+from service.sourcing import Sources
 from service.text import Detokenizer
 
 _REASONS = {
@@ -35,9 +37,9 @@ _REASONS = {
 
 
 class SinkMaker(Protocol):
-    """Makes the sink that a valid request asks for."""
+    """Makes the sink that a valid request asks for. With `chunked`, its messages are for the sink to put together."""
 
-    def __call__(self, ask: Ask) -> Sink: ...
+    def __call__(self, ask: Ask, chunked: bool) -> Sink: ...
 
 
 class Generator:
@@ -46,57 +48,64 @@ class Generator:
     def __init__(
         self,
         model: ServedModel,
-        engine: Engine,
+        sources: Sources,
         admission: Admission,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
-        self._engine = engine
+        self._sources = sources
         self._admission = admission
         self._clock = clock
 
     async def run(self, message: GenerationMessage, origin: Origin, make_sink: SinkMaker) -> None:
         """The whole answer goes to the sink. Raises what `status` knows."""
         facts = self._model.facts()
-        ask = read_generation(message, facts)
+        ask = read_generation(message, facts, self._sources.semantic)
         with self._admission.admit(origin.tenant, ask.request_id, ask.priority, origin.deadline) as ticket:
             ids = await self._model.encode(ask.prompt, facts)
-            request = _engine_request(ask, ids, origin, facts)
-            ticket.count_prompt(len(ids))
-            stream = self._engine.submit(request)
-            try:
-                ticket.attach(stream)
-                sink = make_sink(ask)
-                stream.batch(sink.batch.max_tokens, sink.batch.max_delay)
+            looked = await self._sources.look(ask, _engine_request(ask, ids, origin, facts), origin.tenant)
+            if looked.hit is None:
+                ticket.count_prompt(len(ids))
+            sink = make_sink(ask, looked.chunked)
+            async with self._sources.open(looked, ask, origin, sink.batch) as source:
+                ticket.attach(source.stream)
                 try:
-                    await sink.begin(PromptFacts(ask.request_id, facts.name, len(ids)))
+                    await sink.begin(PromptFacts(ask.request_id, facts.name, len(ids), looked.served.header))
                     detokenizer = self._model.detokenizer(ask)
-                    await _Answer(ask, request, ticket, sink, detokenizer, self._clock).run(stream)
+                    answer = Asked(ask, looked.request, looked.served, source.generated)
+                    await _Answer(answer, ticket, sink, detokenizer, self._clock).run(source.stream)
                 finally:
                     sink.close()
-            finally:
-                stream.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an answer is the answer to, and where it comes from."""
+
+    ask: Ask
+    request: GenerationRequest
+    served: Served
+    generated: Generated | None
 
 
 class _Answer:
-    """One answer on its way from the engine to the sink."""
+    """One answer on its way from its source to the sink."""
 
     def __init__(
         self,
-        ask: Ask,
-        request: GenerationRequest,
+        asked: Asked,
         ticket: Ticket,
         sink: Sink,
         detokenizer: Detokenizer | None,
         clock: Callable[[], float],
     ) -> None:
-        self._ask = ask
-        self._request = request
+        self._asked = asked
         self._ticket = ticket
         self._sink = sink
         self._detokenizer = detokenizer
         self._clock = clock
-        self._want_text = ask.output.text
+        self._want_text = asked.ask.output.text
+        self._include_stop = asked.ask.stops.include
         self._count = 0  # tokens of the answer so far
         self._start = Start(cached_tokens=0, queue=0.0, prefill=0.0)  # until the first ids tell
 
@@ -148,7 +157,7 @@ class _Answer:
     async def _finish(self, events: TokenEvents, finish: Finish) -> None:
         """The engine's last event. The id of a stop token is part of the answer; its text is not, unless asked for."""
         ids, logprobs = events.token_ids, events.logprobs
-        cut = finish.stop_token_id is not None and not self._ask.stops.include
+        cut = finish.stop_token_id is not None and not self._include_stop
         kept = len(ids) - 1 if cut else len(ids)
         stop = await self._take(ids[:kept], logprobs[:kept], last=True)
         if stop is not None:
@@ -166,34 +175,33 @@ class _Answer:
                 await self._sink.flush()
             self._count += 1
             self._sink.add("", ids[kept:], logprobs[kept:])
-        await self._sink.end(
-            Ending(
-                reason=_REASONS[finish.reason],
-                sampling=self._request.sampling,
-                prompt_tokens=len(self._request.token_ids),
-                completion_tokens=self._count,
-                cached_tokens=finish.cached_tokens,
-                queue=finish.queue,
-                prefill=finish.prefill,
-                decode=finish.decode,
-                stop_token_id=finish.stop_token_id,
-            )
-        )
+        await self._sink.end(self._ending(_REASONS[finish.reason], finish, finish.decode))
 
     def _cut(self, stop: str) -> Ending:
         """A stop string matched, so that the engine's own ending never comes."""
         start = self._start
-        first_at = self._request.arrived_at + start.queue + start.prefill
+        first_at = self._asked.request.arrived_at + start.queue + start.prefill
+        return replace(self._ending(EndReason.STOP_STRING, start, self._clock() - first_at), stop_string=stop)
+
+    def _ending(self, reason: EndReason, took: Start | Finish, decode: float) -> Ending:
+        asked, served = self._asked, self._asked.served
+        generated = asked.generated
+        if generated is not None and generated.start is None and served.source is CacheSource.NONE:
+            served = replace(served, source=CacheSource.RESPONSE)  # read along with somebody else's
+        prompt_tokens = len(asked.request.token_ids)
+        stored = served.source is not CacheSource.NONE
+        instant = bool(served.entry_id)
         return Ending(
-            reason=EndReason.STOP_STRING,
-            sampling=self._request.sampling,
-            prompt_tokens=len(self._request.token_ids),
+            reason=reason,
+            sampling=asked.request.sampling,
+            prompt_tokens=prompt_tokens,
             completion_tokens=self._count,
-            cached_tokens=start.cached_tokens,
-            queue=start.queue,
-            prefill=start.prefill,
-            decode=self._clock() - first_at,
-            stop_string=stop,
+            cached_tokens=prompt_tokens if stored else took.cached_tokens,
+            queue=0.0 if instant else max(0.0, took.queue - served.lookup),
+            prefill=0.0 if instant else took.prefill,
+            decode=0.0 if instant else decode,
+            served=served,
+            stop_token_id=took.stop_token_id if isinstance(took, Finish) else None,
         )
 
 

@@ -19,7 +19,9 @@ from engine.client import EngineClient
 from engine.errors import EngineError, InvalidModel, Unsupported
 from service.admission import Admission
 from service.auth import OpenHouse, TokenFile
+from service.caching import AnswerCaches, checked
 from service.delivery import StallWatch
+from service.flush import Flusher
 from service.generate import Generator
 from service.health import SERVICE as HEALTH
 from service.health import Health
@@ -40,6 +42,7 @@ from service.server import (
 from service.servicer import AdminServicer, GenerationServicer, ModelServicer
 from service.settings import BadSettings, Settings
 from service.sources import load
+from service.sourcing import Sources
 from service.switches import Switches
 from service.text import Tokenizer
 
@@ -91,6 +94,7 @@ class _House:
 
     engine: EngineClient
     admission: Admission
+    caches: AnswerCaches
     health: Health
     watch: StallWatch
     data: Port
@@ -106,6 +110,7 @@ async def _serve(settings: Settings) -> int:
     stop = _Signals(asyncio.get_running_loop())
     house = _build(settings)
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(house.caches.aclose)
         stack.push_async_callback(house.engine.close)
         for port in house.ports:
             await port.server.start()
@@ -115,6 +120,7 @@ async def _serve(settings: Settings) -> int:
             stack.callback(task.cancel)
         if not await stop.before(house.engine.start()):
             return STOPPED
+        house.caches.now()
         gc.collect()
         gc.freeze()  # a full collection would otherwise look at every imported module, with all streams waiting
         house.health.refresh()
@@ -127,6 +133,7 @@ def _build(settings: Settings) -> _House:
     """Everything, bound and not yet started."""
     credentials = credentials_of(settings.tls)
     tokens = settings.auth.tokens_file
+    cache_options = checked(settings.cache)
     guard: Guard = OpenHouse() if tokens is None else TokenFile(tokens)
     tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model)
     vocab_size = None if settings.model is None else tokenizer.vocab_size
@@ -141,13 +148,16 @@ def _build(settings: Settings) -> _House:
     health = Health(lambda: engine.state is EngineState.READY and not admission.draining)
     watch = StallWatch(settings.stream.stall_timeout)
     model = ServedModel(settings.served_name, tokenizer, engine)
-    generation = GenerationServicer(Generator(model, engine, admission), model, watch)
-    admin = AdminServicer(engine, admission, Switches(settings.optimizations, engine))
+    switches = Switches(settings.optimizations, engine)
+    caches = AnswerCaches(cache_options, engine, tokenizer.digest)
+    generation = GenerationServicer(Generator(model, Sources(model, engine, caches, switches), admission), model, watch)
+    admin = AdminServicer(engine, admission, switches, caches, Flusher(caches, guard.tenants))
     endpoints = Endpoints(guard)
     data = [*data_handlers(endpoints, generation, ModelServicer(model)), health.handlers()]
     return _House(
         engine=engine,
         admission=admission,
+        caches=caches,
         health=health,
         watch=watch,
         data=open_port(settings.listen, data, DATA_NAMES, credentials),

@@ -62,9 +62,11 @@ class ServedModel:
 
     def detokenizer(self, ask: Ask) -> Detokenizer | None:
         """None where neither text nor stop strings are asked for."""
+        return self.text_maker(ask) if ask.output.text or ask.stops.strings else None
+
+    def text_maker(self, ask: Ask) -> Detokenizer:
+        """For whoever reads the answer's text, sent or not."""
         stops = ask.stops
-        if not ask.output.text and not stops.strings:
-            return None
         continues = not isinstance(ask.prompt, ChatPrompt)
         return Detokenizer(self._tokenizer, stops.strings, stops.include, stops.min_tokens, continues)
 

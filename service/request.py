@@ -77,6 +77,25 @@ class Stops:
     include: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a request may do with a cache."""
+
+    read: bool
+    write: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheAsk:
+    """Which caches may answer or learn."""
+
+    response: Access | None = None  # None: the server's own setting, as below
+    semantic: Access | None = None
+    bypass_prefix: bool = False
+    max_age: float | None = None  # seconds
+    threshold: float | None = None  # cosine; tightens the server's
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A valid request, its prompt not yet tokenized."""
@@ -89,6 +108,8 @@ class Ask:
     priority: Priority
     time_budget: float | None  # seconds
     delivery: Delivery
+    cache: CacheAsk
+    seeded: bool  # by the caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +128,27 @@ class PromptFacts:
     request_id: str
     model: str
     prompt_tokens: int
+    cache: str  # what the caches were asked and said: `x-cache`
+
+
+class CacheSource(enum.Enum):
+    """Which cache an answer came from."""
+
+    NONE = enum.auto()
+    RESPONSE = enum.auto()
+    SEMANTIC = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Where an answer comes from."""
+
+    header: str  # as in PromptFacts.cache
+    source: CacheSource = CacheSource.NONE
+    lookup: float = 0.0  # seconds that asking the caches took
+    entry_id: str = ""
+    age: float = 0.0  # seconds
+    similarity: float | None = None
 
 
 class EndReason(enum.Enum):
@@ -130,5 +172,6 @@ class Ending:
     queue: float
     prefill: float
     decode: float
+    served: Served
     stop_string: str | None = None
     stop_token_id: int | None = None

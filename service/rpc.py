@@ -33,6 +33,9 @@ class Guard(Protocol):
 
     def authorize(self, metadata: Metadata, right: Right) -> Caller: ...
 
+    def tenants(self) -> frozenset[str]:
+        """Everybody who may call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -6,9 +6,10 @@ from engine.api import Engine
 from service import answers
 from service.admission import Admission
 from service.auth import DEFAULT_TENANT
-from service.convert import check_model, read_detokenize, read_drain, read_switch, read_tokenize
+from service.caching import AnswerCaches
+from service.convert import check_model, read_detokenize, read_drain, read_flush, read_switch, read_tokenize
 from service.delivery import Messages, StallWatch, Whole, Writer
-from service.errors import Unimplemented
+from service.flush import Flusher
 from service.generate import Generator
 from service.model import ServedModel
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
@@ -29,7 +30,7 @@ class GenerationServicer:
         """The whole answer in one message."""
         response = generation_pb2.GenerateResponse()
 
-        def sink(ask: Ask) -> Whole:
+        def sink(ask: Ask, chunked: bool) -> Whole:
             return Whole(call.context, ask, response)
 
         await self._generator.run(request, call.origin, sink)
@@ -39,8 +40,8 @@ class GenerationServicer:
         """The answer as it grows."""
         with Writer(call.context, self._watch) as writer:
 
-            def sink(ask: Ask) -> Messages:
-                return Messages(writer, ask)
+            def sink(ask: Ask, chunked: bool) -> Messages:
+                return Messages(writer, ask, chunked)
 
             await self._generator.run(request, call.origin, sink)
 
@@ -76,10 +77,14 @@ class ModelServicer:
 class AdminServicer:
     """whippet.v1.AdminService."""
 
-    def __init__(self, engine: Engine, admission: Admission, switches: Switches) -> None:
+    def __init__(
+        self, engine: Engine, admission: Admission, switches: Switches, caches: AnswerCaches, flusher: Flusher
+    ) -> None:
         self._engine = engine
         self._admission = admission
         self._switches = switches
+        self._caches = caches
+        self._flusher = flusher
 
     async def abort_generation(
         self, request: admin_pb2.AbortGenerationRequest, call: Call
@@ -91,11 +96,14 @@ class AdminServicer:
 
     async def get_load(self, request: admin_pb2.GetLoadRequest, call: Call) -> admin_pb2.GetLoadResponse:
         """As of the engine's last report."""
-        return answers.load(self._engine, self._admission.draining)
+        response = answers.load(self._engine, self._admission.draining)
+        response.cache_counts.update(self._caches.named_counts())
+        response.cache_breakers.update(self._caches.breakers())
+        return response
 
     async def flush_cache(self, request: admin_pb2.FlushCacheRequest, call: Call) -> admin_pb2.FlushCacheResponse:
-        """There is no cache yet."""
-        raise Unimplemented("kind", "this server has no cache")
+        """Forgotten when this returns."""
+        return admin_pb2.FlushCacheResponse(entries=await self._flusher.flush(read_flush(request)))
 
     async def list_optimizations(
         self, request: admin_pb2.ListOptimizationsRequest, call: Call

@@ -17,7 +17,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import CliSettingsSource
 
-from service.settings import BadSettings, Group, Settings
+from service.group import Group
+from service.settings import BadSettings, Settings
 
 ENV_PREFIX = "WHIPPET_"
 # Kubernetes injects these for a Service that is called whippet; no setting begins like them.

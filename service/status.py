@@ -109,6 +109,10 @@ def _draining(error: errors.Draining) -> list[Message]:
     return [_info("DRAINING"), _retry(error.retry_after)]
 
 
+def _cache_unavailable(error: errors.CacheUnavailable) -> list[Message]:
+    return [_info("CACHE_UNAVAILABLE"), _retry(error.retry_after)]
+
+
 def _engine_unavailable(error: engine_errors.EngineUnavailable) -> list[Message]:
     return [_info("ENGINE_UNAVAILABLE"), _retry(error.retry_after)]
 
@@ -131,6 +135,7 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.Unimplemented: (_C.UNIMPLEMENTED, _unimplemented),
     errors.Overloaded: (_C.RESOURCE_EXHAUSTED, _overloaded),
     errors.Draining: (_C.UNAVAILABLE, _draining),
+    errors.CacheUnavailable: (_C.UNAVAILABLE, _cache_unavailable),
     errors.Unauthenticated: (_C.UNAUTHENTICATED, _nothing),
     errors.PermissionDenied: (_C.PERMISSION_DENIED, _nothing),
     errors.StreamStalled: (_C.ABORTED, _only("STREAM_STALLED")),

@@ -9,6 +9,10 @@ from engine.api import Engine
 from service.errors import Unimplemented
 from service.settings import OptimizationOptions
 
+RESPONSE_CACHE = "response_cache"
+SEMANTIC_CACHE = "semantic_cache"
+_OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # whoever uses them asks `on`; all others are the engine's
+
 
 @dataclass(frozen=True, slots=True)
 class Switch:
@@ -34,12 +38,17 @@ class Switches:
         """By name."""
         return tuple(self._switches.values())
 
+    def on(self, name: str) -> bool:
+        """Whether it is in force."""
+        return self._switches[name].enabled
+
     async def set(self, name: str, enabled: bool) -> Switch:
         """Returns when it is in force. Raises Unimplemented for a name that there is not."""
         async with self._lock:
             switch = self._switches.get(name)
             if switch is None:
                 raise Unimplemented("name", "this build has no optimisation of that name")
-            await self._engine.set_optimization(name, enabled)
+            if name not in _OURS:
+                await self._engine.set_optimization(name, enabled)
             self._switches[name] = replace(switch, enabled=enabled)
             return self._switches[name]

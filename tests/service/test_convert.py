@@ -36,7 +36,7 @@ FACTS = ModelFacts(name="m", vocab_size=1000, max_context=64, chat=True, eos_tok
 def read(request: pb.GenerateRequest) -> Ask:
     if request.WhichOneof("input") is None:
         request.text = "x"
-    return read_generation(request, FACTS)
+    return read_generation(request, FACTS, semantic=True)
 
 
 def fields(request: pb.GenerateRequest) -> set[str]:

@@ -26,13 +26,17 @@ from engine.api import (
 )
 from engine.errors import EngineFailed
 from service.admission import Admission
+from service.cache_options import CacheOptions, SemanticCacheOptions
+from service.caching import AnswerCaches
 from service.delivery import Context, Messages, StallWatch, Writer
 from service.errors import StreamStalled
 from service.generate import Generator
 from service.model import ServedModel
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.request import Ask, Origin
-from service.settings import LimitOptions
+from service.settings import LimitOptions, OptimizationOptions
+from service.sourcing import Sources
+from service.switches import Switches
 from service.text import Tokenizer
 
 INFO = ModelInfo(
@@ -134,16 +138,24 @@ class ScriptedEngine:
     async def close(self) -> None: ...
 
 
+def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:
+    """Without caches."""
+    model = ServedModel("m", Tokenizer.of_bytes(), engine)
+    caches = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), engine, "")
+    switches = Switches(OptimizationOptions(response_cache=False, semantic_cache=False), engine)
+    return Generator(model, Sources(model, engine, caches, switches), admission)
+
+
 async def answer(script: Script, slow: float = 0.0, **fields: Any) -> tuple[Recorder, ScriptedEngine]:
     """Runs one streamed request."""
     recorder, engine = Recorder(slow), ScriptedEngine(script)
     admission = Admission(LimitOptions(), lambda: 8)
-    generator = Generator(ServedModel("m", Tokenizer.of_bytes(), engine), engine, admission)
+    generator = generator_of(engine, admission)
     request = pb.GenerateStreamRequest(text="x", **fields)
     with Writer(cast(Context, recorder), StallWatch(30)) as writer:
 
-        def sink(ask: Ask) -> Messages:
-            return Messages(writer, ask)
+        def sink(ask: Ask, chunked: bool) -> Messages:
+            return Messages(writer, ask, chunked)
 
         try:
             await generator.run(request, Origin("t", 0.0, None), sink)
@@ -268,11 +280,11 @@ async def test_a_slow_write_delays_the_next_message_but_loses_none() -> None:
 
 async def test_a_failure_in_the_middle_comes_after_what_was_said() -> None:
     recorder, engine = Recorder(), ScriptedEngine([(0.0, TokenEvents((65,))), (0.0, EngineFailed("x"))])
-    generator = Generator(ServedModel("m", Tokenizer.of_bytes(), engine), engine, Admission(LimitOptions(), lambda: 8))
+    generator = generator_of(engine, Admission(LimitOptions(), lambda: 8))
     with Writer(cast(Context, recorder), StallWatch(30)) as writer:
 
-        def sink(ask: Ask) -> Messages:
-            return Messages(writer, ask)
+        def sink(ask: Ask, chunked: bool) -> Messages:
+            return Messages(writer, ask, chunked)
 
         with pytest.raises(EngineFailed):
             await generator.run(pb.GenerateStreamRequest(text="x"), Origin("t", 0.0, None), sink)
@@ -303,7 +315,7 @@ async def test_cancellation_in_a_late_write_leaves_no_task_behind() -> None:
 async def test_a_stalled_write_ends_the_stream_and_nothing_else(stops: list[str]) -> None:
     recorder, engine = Recorder(slow=60.0), ScriptedEngine([(0.0, TokenEvents((65,))), (60.0, TokenEvents((66,)))])
     admission = Admission(LimitOptions(), lambda: 8)
-    generator = Generator(ServedModel("m", Tokenizer.of_bytes(), engine), engine, admission)
+    generator = generator_of(engine, admission)
     watch = StallWatch(0.1)
     watching = asyncio.create_task(watch.run())
     request = pb.GenerateStreamRequest(text="x", stopping=pb.StoppingOptions(stop_strings=stops))
@@ -314,8 +326,8 @@ async def test_a_stalled_write_ends_the_stream_and_nothing_else(stops: list[str]
         try:
             with Writer(cast(Context, recorder), watch) as writer:
 
-                def sink(ask: Ask) -> Messages:
-                    return Messages(writer, ask)
+                def sink(ask: Ask, chunked: bool) -> Messages:
+                    return Messages(writer, ask, chunked)
 
                 await generator.run(request, Origin("t", 0.0, None), sink)
         except StreamStalled:

@@ -60,12 +60,12 @@ def test_first_message_says_what_was_asked_and_last_how_it_ended(server: Server)
 def test_headers_come_with_admission(server: Server) -> None:
     call = server.generation.GenerateStream(ask_stream("hello", 4, request_id="named"), timeout=20)
     headers = dict(call.initial_metadata())
-    assert (headers["x-request-id"], headers["x-cache"]) == ("named", "none")
+    assert (headers["x-request-id"], headers["x-cache"]) == ("named", "off")
     list(call)
     _, call = server.generation.Generate.with_call(ask("hello", 4), timeout=20)
     headers = dict(call.initial_metadata())
     assert len(headers["x-request-id"]) >= 16
-    assert headers["x-cache"] == "none"
+    assert headers["x-cache"] == "off"
 
 
 REQUESTS = st.fixed_dictionaries(

@@ -144,8 +144,8 @@ def test_unknown_model(server: Server) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"cache": pb.CacheOptions(response=pb.CACHE_MODE_READ)}, "cache.response"),
-        ({"cache": pb.CacheOptions(response=pb.CACHE_MODE_WRITE)}, "cache.response"),
+        ({"cache": pb.CacheOptions(semantic=pb.CACHE_MODE_READ)}, "cache.semantic"),
+        ({"cache": pb.CacheOptions(semantic=pb.CACHE_MODE_WRITE)}, "cache.semantic"),
         ({"cache": pb.CacheOptions(semantic=pb.CACHE_MODE_READ_WRITE)}, "cache.semantic"),
         ({"speculation": pb.SpeculationOptions(max_draft_tokens=1)}, "speculation.max_draft_tokens"),
     ],

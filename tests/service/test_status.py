@@ -25,6 +25,7 @@ EXPECTED = {
     errors.DuplicateRequest("r"): (C.ALREADY_EXISTS, {"ErrorInfo"}),
     errors.Unimplemented("f", "m"): (C.UNIMPLEMENTED, {"ErrorInfo"}),
     errors.Overloaded("m", "QUEUE_FULL", 0.25): (C.RESOURCE_EXHAUSTED, {"ErrorInfo", "RetryInfo"}),
+    errors.CacheUnavailable("m", 1.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
     errors.Draining(1.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
     errors.Unauthenticated("m"): (C.UNAUTHENTICATED, set()),
     errors.PermissionDenied("m"): (C.PERMISSION_DENIED, set()),

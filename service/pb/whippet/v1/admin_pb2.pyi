@@ -53,7 +53,21 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("state", "running", "waiting", "paused", "used_pages", "total_pages", "page_size", "steps", "generated_tokens", "preemptions", "restarts")
+    __slots__ = ("state", "running", "waiting", "paused", "used_pages", "total_pages", "page_size", "steps", "generated_tokens", "preemptions", "restarts", "cache_counts", "cache_breakers")
+    class CacheCountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CacheBreakersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +79,8 @@ class GetLoadResponse(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BREAKERS_FIELD_NUMBER: _ClassVar[int]
     state: EngineState
     running: int
     waiting: int
@@ -76,7 +92,9 @@ class GetLoadResponse(_message.Message):
     generated_tokens: int
     preemptions: int
     restarts: int
-    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
+    cache_counts: _containers.ScalarMap[str, int]
+    cache_breakers: _containers.ScalarMap[str, str]
+    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., restarts: _Optional[int] = ..., cache_counts: _Optional[_Mapping[str, int]] = ..., cache_breakers: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ("tenant", "kind", "entry_id")

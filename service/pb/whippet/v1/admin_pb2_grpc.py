@@ -86,7 +86,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets cached answers. UNIMPLEMENTED for a cache that this server does not have.
+        """Forgets cached answers, on every server that shares them. UNIMPLEMENTED for a cache that this server does not have,
+        UNAVAILABLE where the store does not answer: then something may be left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

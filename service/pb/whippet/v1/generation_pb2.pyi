@@ -194,16 +194,18 @@ class OutputOptions(_message.Message):
     def __init__(self, text: bool = ..., token_ids: bool = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("response", "semantic", "bypass_prefix", "max_age")
+    __slots__ = ("response", "semantic", "bypass_prefix", "max_age", "semantic_threshold")
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     SEMANTIC_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_FIELD_NUMBER: _ClassVar[int]
     MAX_AGE_FIELD_NUMBER: _ClassVar[int]
+    SEMANTIC_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     response: CacheMode
     semantic: CacheMode
     bypass_prefix: bool
     max_age: _duration_pb2.Duration
-    def __init__(self, response: _Optional[_Union[CacheMode, str]] = ..., semantic: _Optional[_Union[CacheMode, str]] = ..., bypass_prefix: bool = ..., max_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    semantic_threshold: float
+    def __init__(self, response: _Optional[_Union[CacheMode, str]] = ..., semantic: _Optional[_Union[CacheMode, str]] = ..., bypass_prefix: bool = ..., max_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., semantic_threshold: _Optional[float] = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
     __slots__ = ("disable", "max_draft_tokens")
@@ -278,7 +280,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "timings", "cache_source", "sampling")
+    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "timings", "cache_source", "sampling", "cache_hit")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +288,7 @@ class Finish(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SOURCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_string: str
     stop_token_id: int
@@ -293,7 +296,18 @@ class Finish(_message.Message):
     timings: Timings
     cache_source: CacheSource
     sampling: SamplingOptions
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cache_source: _Optional[_Union[CacheSource, str]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ...) -> None: ...
+    cache_hit: CacheHit
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cache_source: _Optional[_Union[CacheSource, str]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., cache_hit: _Optional[_Union[CacheHit, _Mapping]] = ...) -> None: ...
+
+class CacheHit(_message.Message):
+    __slots__ = ("entry_id", "age", "similarity")
+    ENTRY_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    entry_id: str
+    age: _duration_pb2.Duration
+    similarity: float
+    def __init__(self, entry_id: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., similarity: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "draft_proposed", "draft_accepted")
