@@ -1,0 +1,254 @@
+"""One stream of one model: tokens a second, time a token, time to the first token, start and memory; in the engine's
+own loop and, with --grpc, through a server on loopback as well.
+
+    python -m bench.decode --model bench/models/qwen3-0.6b --load-format dummy --context 128 1024 8192 --tokens 512
+
+Prints a table and ends in one JSON line. A rate counts the tokens after the first arrival, median of --rounds answers;
+a token's time is its share of the gap to the arrival before. The roofline is the bytes a token must read, at the
+bandwidth that one large read reaches on the card. CPU is processor time of all processes that serve, in cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from bench.about import device, revision
+from bench.pace import Answer, figures, first_tokens
+from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.build import make_runner, prepare
+from engine.pages import PagePool
+from engine.runner import ModelRunner
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence as Live
+from engine.settings import PAGE_SIZE, DecoderChoice, Device, Dtype, EngineSettings, LoadFormat, Quantization
+
+BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.07}  # TB/s, one kernel over 880 MB
+FIRST_PROMPT = 128  # tokens
+Ask = Callable[[Sequence[int], int], Answer]  # prompt and tokens → answer
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a token must read."""
+
+    weights: int  # bytes, once a token
+    held: int  # bytes of keys and values, once a token of context
+
+    def bytes_at(self, context: float) -> int:
+        """With so many tokens before it."""
+        return self.weights + int(self.held * context)
+
+
+class EngineArm:
+    """The engine's loop without its socket: plan, run, commit."""
+
+    def __init__(self, settings: EngineSettings, sampling: SamplingParams) -> None:
+        began = time.monotonic()
+        prepared = prepare(settings, _silent)
+        self.loaded = time.monotonic() - began  # seconds
+        self.runner: ModelRunner = make_runner(settings, prepared, _silent)
+        self.started = time.monotonic() - began  # seconds
+        model = prepared.parts.model
+        table = 0 if model.config.tied_head else model.weights.embedding.nbytes
+        width = 2 * model.config.layers * model.config.kv_heads * model.config.head_dim * model.place.dtype.itemsize
+        self.reading = Reading(model.weights.nbytes - table, width)
+        self._sampling = sampling
+        self._asked = 0
+
+    def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
+        """One answer."""
+        info = self.runner.info
+        limits = Limits(
+            max_sequences=info.max_sequences,
+            max_batch_tokens=512,
+            max_context=info.max_context,
+            tokens_per_step=info.tokens_per_step,
+        )
+        scheduler = Scheduler(limits, PagePool(info.total_pages))
+        self._asked += 1
+        request = GenerationRequest(
+            request_id=str(self._asked),
+            token_ids=tuple(prompt),
+            sampling=self._sampling,
+            stopping=Stopping(max_tokens=tokens),
+            arrived_at=0.0,
+        )
+        answer, cpu = Answer(time.monotonic()), 0.0
+        scheduler.admit(Live(request, list(prompt), key=self._asked))
+        while (plan := scheduler.plan(0.0)) is not None:
+            events = scheduler.commit(plan, self.runner.run(plan), 0.0)
+            count = sum(len(event.token_ids) for event in events)
+            if count:
+                answer.arrivals.append((time.monotonic(), count))
+                cpu = cpu or time.process_time()
+        answer.cpu = time.process_time() - cpu
+        if answer.tokens != tokens:
+            raise RuntimeError(f"{answer.tokens} of {tokens} tokens came")
+        return answer
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.runner.close()
+        del self.runner
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Random ids, the same in every arm."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(3, vocabulary, (count, length), generator=generator).tolist()
+
+
+def measure(ask: Ask, given: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
+    """All contexts, then first tokens."""
+    rows: dict[int, dict[str, float]] = {}
+    for context in given.context:
+        warm, *asked = prompts(given.rounds + 1, context, vocabulary)
+        ask(warm, given.tokens)
+        rows[context] = figures([ask(prompt, given.tokens) for prompt in asked])
+    warm, *asked = prompts(given.first + 1, min(FIRST_PROMPT, given.longest - 2), vocabulary)
+    ask(warm, 2)
+    return {"contexts": rows, "first_token": first_tokens([ask(prompt, 2).first for prompt in asked])}
+
+
+def engine_settings(given: argparse.Namespace) -> EngineSettings:
+    """One sequence, as long as the longest answer asked for."""
+    return EngineSettings(
+        model=given.model,
+        device=given.device,
+        dtype=given.dtype,
+        decoder=given.decoder,
+        load_format=given.load_format,
+        quantization=given.quantization,
+        max_sequences=given.max_sequences,
+        max_context=given.longest,
+        kv_bytes=given.kv_bytes,
+        threads=given.threads,
+    )
+
+
+def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, Any]:
+    """The engine's own figures, each with its share of the roofline where the card's bandwidth is known."""
+    arm = EngineArm(engine_settings(given), sampling)
+    info, reading = arm.runner.info, arm.reading
+    found = measure(arm.ask, given, info.vocab_size)
+    bandwidth = given.bandwidth or BANDWIDTH.get(device())
+    for context, row in found["contexts"].items():
+        row["bytes"] = reading.bytes_at(context + given.tokens / 2)
+        if bandwidth:
+            row["roofline"] = round(row["bytes"] / (bandwidth * 1e12) * row["tokens_per_second"], 3)
+    cuda = info.device.startswith("cuda")
+    peak = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found |= {"decoder": info.decoder, "dtype": info.dtype, "weights": info.weight_format, "bandwidth": bandwidth}
+    found |= {"load_s": round(arm.loaded, 2), "start_s": round(arm.started, 2), "peak_bytes": peak}
+    found |= {"objections": {one.decoder: one.reason for one in info.objections}, "vocabulary": info.vocab_size}
+    arm.close()
+    return found
+
+
+def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary: int) -> dict[str, Any]:
+    """The same through a stream."""
+    from bench import served  # what a server needs beside torch may not be there
+
+    flags = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in ("device", "dtype", "decoder")]
+    flags += [f"--load-format={given.load_format}", f"--quantization={given.quantization}"]
+    flags += [f"--scheduler.max-context={given.longest}", f"--scheduler.max-sequences={given.max_sequences}"]
+    flags += [] if given.kv_bytes is None else [f"--scheduler.kv-bytes={given.kv_bytes}"]
+    flags += [] if given.threads is None else [f"--scheduler.threads={given.threads}"]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = served.with_tokenizer(Path(given.model).resolve(), Path(scratch) / "model")
+        with served.server([f"--model={folder}", *flags]) as running:
+            found = measure(lambda prompt, tokens: served.ask(running, prompt, tokens, sampling), given, vocabulary)
+            return {**found, "ready_s": round(running.seconds, 2)}
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """One arm's table."""
+    print(f"{name:>9} {'context':>8} {'tok/s':>9} {'p50 µs':>9} {'p95':>9} {'p99':>9} {'CPU':>6} {'roofline':>9}")
+    for context, row in found["contexts"].items():
+        times = " ".join(f"{row[key]:9.1f}" for key in ("tokens_per_second", "us_p50", "us_p95", "us_p99"))
+        roofline = f"{row['roofline']:9.1%}" if "roofline" in row else f"{'-':>9}"
+        print(f"{'':9} {context:8} {times} {row['cpu']:6.2f} {roofline}")
+    first = found["first_token"]
+    print(f"{'':9} first token p50 {first['ms_p50']:.2f} ms, p95 {first['ms_p95']:.2f} ms", flush=True)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for; `longest` is the context that takes the longest prompt and its answer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="a folder; with --load-format dummy its config.json suffices")
+    parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")
+    parser.add_argument("--quantization", choices=get_args(Quantization), default="auto")
+    parser.add_argument("--decoder", choices=get_args(DecoderChoice), default="auto")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
+    parser.add_argument("--context", type=int, nargs="+", default=[128], help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=512, help="new tokens an answer")
+    parser.add_argument("--rounds", type=int, default=5, help="answers a context")
+    parser.add_argument("--first", type=int, default=20, help="answers that the time to the first token is taken from")
+    parser.add_argument("--grpc", action="store_true", help="measure a server's stream as well")
+    parser.add_argument("--max-sequences", type=int, default=1)
+    parser.add_argument("--kv-bytes", type=int, help="of the page pool; by default what the sequences need")
+    parser.add_argument("--threads", type=int, help="on a CPU")
+    for name, plain in (("temperature", 0.0), ("top-p", 1.0), ("min-p", 0.0), ("repetition-penalty", 1.0)):
+        parser.add_argument(f"--{name}", type=float, default=plain)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--bandwidth", type=float, help="TB/s that the roofline stands on")
+    parser.add_argument("--revision", default=os.environ.get("WHIPPET_REVISION"), help="the commit, where git is not")
+    given = parser.parse_args(argv)
+    if given.tokens < 2 or given.rounds < 1 or given.first < 1:
+        parser.error("--tokens must be 2 or more, --rounds and --first 1 or more")
+    # Whole pages, and what is looked ahead beyond an answer.
+    given.longest = -(-(max(given.context) + given.tokens) // PAGE_SIZE) * PAGE_SIZE + 2 * PAGE_SIZE
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    given = arguments(argv)
+    sampling = SamplingParams(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=7,
+    )
+    record: dict[str, Any] = {"bench": "decode", "revision": given.revision or revision(), "device": device()}
+    record |= {"torch": torch.__version__, "settings": vars(given)}
+    found = record["engine"] = in_engine(given, sampling)
+    show("engine", found)
+    print(f"{'':9} {found['decoder']}, started in {found['start_s']} s, peak {found['peak_bytes'] / 1e9:.2f} GB")
+    if given.grpc:
+        served = record["served"] = through_grpc(given, sampling, found["vocabulary"])
+        show("served", served)
+        for context, row in served["contexts"].items():
+            row["of_engine"] = round(row["tokens_per_second"] / found["contexts"][context]["tokens_per_second"], 3)
+        print(f"{'':9} " + ", ".join(f"{row['of_engine']:.1%} at {at}" for at, row in served["contexts"].items()))
+    print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
