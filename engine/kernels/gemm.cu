@@ -4,7 +4,7 @@
 // first operand of the tensor core: two tiles of eight rows fill its 16 rows, and a lane's 16 bytes of weights meet 16
 // bytes of a token each two products, since what is called k is free to be any order. Weights become whole numbers in
 // bf16, exact; scales multiply float32 sums, of a group (four bits) or of a row (eight).
-#include "copies.cuh"
+#include "feed.cuh"
 #include "store.cuh"
 
 constexpr bool kInt4Weights = OP_FORMAT == kInt4;
@@ -16,60 +16,15 @@ constexpr int kMi = kWarpRows / 16, kNi = kWarpTokens / 8;
 static_assert(OP_FORMAT == kInt4 || OP_FORMAT == kInt8, "format");
 static_assert(kTokens % 8 == 0 && kTokenWarps * kWarpTokens == kTokens && kMi >= 1, "tokens");
 
-constexpr int kSpan = kInt4Weights ? 128 : 64;                // columns of a stage
-constexpr int kGroups = kInt4Weights ? kSpan / OP_GROUP : 0;  // of them with scales of their own
-constexpr int kWeightBytes = kRows * 64, kScaleBytes = kGroups * kRows * 4, kTokenBytes = kSpan * 2;
+using From = Feed<OP_FORMAT, OP_GROUP, OP_TOKENS>;
+constexpr int kGroups = From::kGroups, kTokenBytes = From::kSpan * 2;  // of a token, in a stage
+constexpr int kWeightBytes = From::kWeightBytes, kScaleBytes = From::kScaleBytes;
 constexpr int kStage = kWeightBytes + kScaleBytes + kTokens * kTokenBytes;
 constexpr int kOutRow = kRows + 4;  // floats of a token's row of results; the four keep lanes in banks of their own
 static_assert(OP_STAGES >= 2 && OP_STAGES * kStage >= kTokens * kOutRow * 4, "shared memory");
 
-struct Problem {
-    const u16* x;
-    const u8* weights;
-    const u32* scales;
-    int rows, columns, tokens;
-    int row0, token0;
-
-    // Segments of 16 bytes are permuted within a token, so that eight lanes never meet in a bank.
-    __device__ static __forceinline__ int segment(int token, int s) { return kInt4Weights ? s ^ ((token & 1) << 2) : s ^ (token & 1); }
-
-    __device__ __forceinline__ void load_weights(u8* stage, int unit) const {
-        const int units = columns / kSpan;
-        for (int i = threadIdx.x; i < kWeightBytes / 16; i += kThreads) {
-            const u8* from;
-            bool there;
-            if constexpr (kInt4Weights) {  // 512 bytes for eight rows
-                const int tile = row0 / 8 + i / 32;
-                there = tile * 8 < rows;
-                from = weights + (u64(there ? tile : 0) * units + unit) * 512 + i % 32 * 16;
-            } else {
-                const int row = row0 + i / 4;
-                there = row < rows;
-                from = weights + u64(there ? row : 0) * columns + unit * kSpan + i % 4 * 16;
-            }
-            copy_async(stage + i * 16, from, there);
-        }
-        if constexpr (kInt4Weights) {  // [tile][group][8] words, as they lie
-            for (int i = threadIdx.x; i < kScaleBytes / 16; i += kThreads) {
-                const int tile = row0 / 8 + i / (2 * kGroups), part = i % (2 * kGroups);
-                const bool there = tile * 8 < rows;
-                const u32* from = scales + (u64(there ? tile : 0) * units + unit) * kGroups * 8 + part * 4;
-                copy_async(stage + kWeightBytes + i * 16, from, there);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void load_tokens(u8* stage, int unit) const {
-        constexpr int kEach = kTokenBytes / 16;
-        u8* to = stage + kWeightBytes + kScaleBytes;
-        for (int i = threadIdx.x; i < kTokens * kEach; i += kThreads) {
-            const int token = i / kEach, s = i % kEach;
-            const bool there = token0 + token < tokens;
-            const u16* from = x + u64(there ? token0 + token : 0) * columns + unit * kSpan + s * 8;
-            copy_async(to + token * kTokenBytes + segment(token, s) * 16, from, there);
-        }
-    }
-};
+// Segments of 16 bytes are permuted within a token, so that eight lanes never meet in a bank.
+__device__ __forceinline__ int segment_of(int token, int s) { return kInt4Weights ? s ^ ((token & 1) << 2) : s ^ (token & 1); }
 
 __device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero) {
     return fma_bf16x2(((word >> (4 * n)) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, minus_zero);
@@ -108,7 +63,7 @@ struct Sums {
             for (int j = q * kEach; j < (q + 1) * kEach; ++j) {
                 Quad b[kNi];
 #pragma unroll
-                for (int n = 0; n < kNi; ++n) b[n] = load_quad(x + n * 8 * kTokenBytes + Problem::segment(g, j * 4 + t) * 16);
+                for (int n = 0; n < kNi; ++n) b[n] = load_quad(x + n * 8 * kTokenBytes + segment_of(g, j * 4 + t) * 16);
 #pragma unroll
                 for (int m = 0; m < kMi; ++m) {
                     const u32 zero[2] = {__byte_perm(scale[m][0], 0u, 0x3232u), __byte_perm(scale[m][1], 0u, 0x3232u)};
@@ -139,7 +94,7 @@ struct Sums {
         for (int half = 0; half < 2; ++half) {
             Quad b[kNi];
 #pragma unroll
-            for (int n = 0; n < kNi; ++n) b[n] = load_quad(x + n * 8 * kTokenBytes + Problem::segment(g, t * 2 + half) * 16);
+            for (int n = 0; n < kNi; ++n) b[n] = load_quad(x + n * 8 * kTokenBytes + segment_of(g, t * 2 + half) * 16);
 #pragma unroll
             for (int m = 0; m < kMi; ++m)
 #pragma unroll
@@ -163,27 +118,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, kTokens >= 64 ? 1 : 2)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp % kRowWarps, token_warp = warp / kRowWarps;
     if (trigger == 0) let_next_start();
-    const Problem problem{x, weights, scales, rows, columns, tokens, int(blockIdx.y) * kRows, int(blockIdx.x) * kTokens};
-    const int units = columns / kSpan, slices = gridDim.z;
+    const int row0 = blockIdx.y * kRows, token0 = blockIdx.x * kTokens;
+    const int units = columns / From::kSpan, slices = gridDim.z;
     const int first = int(u64(units) * blockIdx.z / slices), last = int(u64(units) * (blockIdx.z + 1) / slices);
+    From from(x, weights, scales, rows, columns, tokens, row0, token0, first);
+    const int own = threadIdx.x / From::kSegments;  // where this thread's part of a token goes
+    const int place = kWeightBytes + kScaleBytes + own * kTokenBytes + segment_of(own, threadIdx.x % From::kSegments) * 16;
+    constexpr int kStep = From::kTogether * kTokenBytes, kAhead = OP_STAGES - 1;  // stages under way
 #pragma unroll
-    for (int s = 0; s < OP_STAGES - 1; ++s)
-        if (first + s < last) problem.load_weights(stages + s * kStage, first + s);
+    for (int s = 0; s < kAhead; ++s)
+        if (first + s < last) from.weights_to(stages + s * kStage);
     wait_for_previous();
     if (trigger == 1) let_next_start();
 #pragma unroll
-    for (int s = 0; s < OP_STAGES - 1; ++s) {
-        if (first + s < last) problem.load_tokens(stages + s * kStage, first + s);
+    for (int s = 0; s < kAhead; ++s) {
+        if (first + s < last) from.tokens_to<kStep>(stages + s * kStage + place);
         end_copy_group();
     }
     Sums sums = {};
-    int at = 0, next = OP_STAGES - 1;
+    int at = 0, next = kAhead;
     for (int unit = first; unit < last; ++unit) {
-        wait_copy_groups<OP_STAGES - 2>();
+        wait_copy_groups<kAhead - 1>();
         __syncthreads();
-        if (unit + OP_STAGES - 1 < last) {
-            problem.load_weights(stages + next * kStage, unit + OP_STAGES - 1);
-            problem.load_tokens(stages + next * kStage, unit + OP_STAGES - 1);
+        if (unit + kAhead < last) {
+            from.weights_to(stages + next * kStage);
+            from.tokens_to<kStep>(stages + next * kStage + place);
         }
         end_copy_group();
         sums.add(stages + at * kStage, row_warp, token_warp, g, t);
@@ -202,5 +161,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kTokens >= 64 ? 1 : 2)
                 tile[token * kOutRow + row_warp * kWarpRows + m * 16 + c / 2 * 8 + g] = sums.of[m][n][c];
             }
     __syncthreads();
-    store_tile<kTokens, kRows>(tile, kOutRow, problem.row0, problem.token0, row_scale, bias, out, rows, tokens);
+    store_tile<kTokens, kRows>(tile, kOutRow, row0, token0, row_scale, bias, out, rows, tokens);
 }

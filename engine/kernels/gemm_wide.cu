@@ -1,17 +1,15 @@
 // out[token][row] = x · Wᵀ as `gemm.cu` has it, for 64 tokens and more on a card of compute capability 9.0: products of a
 // warpgroup, 64 rows of W from registers by all tokens of the block from shared memory, so that each weight is unpacked
 // once for all of them. The tokens' columns come in the order of `order.cuh`, in which a lane's weights lie.
-#include "copies.cuh"
+#include "feed.cuh"
 #include "store.cuh"
 
 constexpr bool kInt4Weights = OP_FORMAT == kInt4;
 constexpr int kThreads = 256, kRows = 128, kTokens = OP_TOKENS;
 constexpr int kSums = kTokens / 2;                            // of a lane
-constexpr int kSpan = kInt4Weights ? 128 : 64;                // columns of a stage
-constexpr int kGroups = kInt4Weights ? kSpan / OP_GROUP : 0;  // of them with scales of their own
-constexpr int kTokenBytes = kSpan * 2 * kTokens;              // runs of 64 columns, [run][token][128 bytes]
-constexpr int kWeightBytes = kRows * 64, kScaleBytes = kGroups * kRows * 4;
-constexpr int kStage = ceil_div(kTokenBytes + kWeightBytes + kScaleBytes, 1024) * 1024;
+using From = Feed<OP_FORMAT, OP_GROUP, OP_TOKENS>;
+constexpr int kGroups = From::kGroups, kTokenBytes = From::kTokenBytes;  // runs of 64 columns, [run][token][128 bytes]
+constexpr int kStage = ceil_div(kTokenBytes + From::kWeightBytes + From::kScaleBytes, 1024) * 1024;
 constexpr int kOutRow = kRows + 4;  // floats of a token's row of results; the four keep lanes in banks of their own
 static_assert(OP_FORMAT == kInt4 || OP_FORMAT == kInt8, "format");
 static_assert(OP_STAGES >= 4 && OP_STAGES * kStage >= kTokens * kOutRow * 4, "shared memory");
@@ -74,52 +72,6 @@ __device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 
-struct Problem {
-    const u16* x;
-    const u8* weights;
-    const u32* scales;
-    int rows, columns, tokens;
-    int row0, token0;
-
-    __device__ __forceinline__ void load_weights(u8* stage, int unit) const {
-        const int units = columns / kSpan;
-        u8* to = stage + kTokenBytes;
-        for (int i = threadIdx.x; i < kWeightBytes / 16; i += kThreads) {
-            const u8* from;
-            bool there;
-            if constexpr (kInt4Weights) {  // 512 bytes for eight rows
-                const int tile = row0 / 8 + i / 32;
-                there = tile * 8 < rows;
-                from = weights + (u64(there ? tile : 0) * units + unit) * 512 + i % 32 * 16;
-            } else {
-                const int row = row0 + i / 4;
-                there = row < rows;
-                from = weights + u64(there ? row : 0) * columns + unit * kSpan + i % 4 * 16;
-            }
-            copy_async(to + i * 16, from, there);
-        }
-        if constexpr (kInt4Weights) {  // [tile][group][8] words, as they lie
-            for (int i = threadIdx.x; i < kScaleBytes / 16; i += kThreads) {
-                const int tile = row0 / 8 + i / (2 * kGroups), part = i % (2 * kGroups);
-                const bool there = tile * 8 < rows;
-                const u32* from = scales + (u64(there ? tile : 0) * units + unit) * kGroups * 8 + part * 4;
-                copy_async(to + kWeightBytes + i * 16, from, there);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void load_tokens(u8* stage, int unit) const {
-        constexpr int kEach = kSpan / 8;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < kTokens * kEach; i += kThreads) {
-            const int token = i / kEach, s = i % kEach;
-            const bool there = token0 + token < tokens;
-            const u16* from = x + u64(there ? token0 + token : 0) * columns + unit * kSpan + s * 8;
-            copy_async(stage + s / 8 * kTokens * 128 + token * 128 + ((s ^ token) & 7) * 16, from, there);
-        }
-    }
-};
-
 __device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero) {
     return fma_bf16x2(((word >> (4 * n)) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, minus_zero);
 }
@@ -131,7 +83,7 @@ struct Sums {
     __device__ __forceinline__ void four_bits(const u8* stage, int warp, int g, int t) {
         constexpr int kEach = 4 / (kGroups > 0 ? kGroups : 1);  // words of a group
         const u8* rows = stage + kTokenBytes + warp * 1024;
-        const u32* words = reinterpret_cast<const u32*>(stage + kTokenBytes + kWeightBytes) + warp * 2 * kGroups * 8 + g;
+        const u32* words = reinterpret_cast<const u32*>(stage + kTokenBytes + From::kWeightBytes) + warp * 2 * kGroups * 8 + g;
         const Quad upper = load_quad(rows + g * 64 + t * 16), lower = load_quad(rows + 512 + g * 64 + t * 16);
         float part[kSums];
 #pragma unroll
@@ -185,18 +137,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) u8 stages[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     if (trigger == 0) let_next_start();
-    const Problem problem{x, weights, scales, rows, columns, tokens, int(blockIdx.y) * kRows, int(blockIdx.x) * kTokens};
-    const int units = columns / kSpan, slices = gridDim.z;
+    const int row0 = blockIdx.y * kRows, token0 = blockIdx.x * kTokens;
+    const int units = columns / From::kSpan, slices = gridDim.z;
     const int first = int(u64(units) * blockIdx.z / slices), last = int(u64(units) * (blockIdx.z + 1) / slices);
-    constexpr int kAhead = OP_STAGES - 1;  // stages under way
+    From from(x, weights, scales, rows, columns, tokens, row0, token0, first);
+    const int own = threadIdx.x / From::kSegments, segment = threadIdx.x % From::kSegments;
+    const int place = segment / 8 * kTokens * 128 + own * 128 + ((segment ^ own) & 7) * 16;
+    constexpr int kStep = From::kTogether * 128, kAhead = OP_STAGES - 1;  // stages under way
 #pragma unroll
     for (int s = 0; s < kAhead; ++s)
-        if (first + s < last) problem.load_weights(stages + s * kStage, first + s);
+        if (first + s < last) from.weights_to(stages + s * kStage + kTokenBytes);
     wait_for_previous();
     if (trigger == 1) let_next_start();
 #pragma unroll
     for (int s = 0; s < kAhead; ++s) {
-        if (first + s < last) problem.load_tokens(stages + s * kStage, first + s);
+        if (first + s < last) from.tokens_to<kStep>(stages + s * kStage + place);
         end_copy_group();
     }
     Sums sums = {};
@@ -206,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         publish_to_products();
         __syncthreads();
         if (unit + kAhead < last) {
-            problem.load_weights(stages + next * kStage, unit + kAhead);
-            problem.load_tokens(stages + next * kStage, unit + kAhead);
+            from.weights_to(stages + next * kStage + kTokenBytes);
+            from.tokens_to<kStep>(stages + next * kStage + place);
         }
         end_copy_group();
         if constexpr (kInt4Weights)
@@ -225,5 +180,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int c = 0; c < 4; ++c)
             tile[(n * 8 + 2 * t + (c & 1)) * kOutRow + warp * 16 + c / 2 * 8 + g] = sums.of[n * 4 + c];
     __syncthreads();
-    store_tile<kTokens, kRows>(tile, kOutRow, problem.row0, problem.token0, row_scale, bias, out, rows, tokens);
+    store_tile<kTokens, kRows>(tile, kOutRow, row0, token0, row_scale, bias, out, rows, tokens);
 }
