@@ -2,21 +2,79 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
 import torch
 
+from engine.kernels.build import BuildError, Kernels, open_library
+from engine.kernels.gemm import Batch, CardShape, card_shape, divide, gemm, order, ordered
+from engine.kernels.launch import Launcher
 from engine.kernels.weights import Matrix, dequantize
 
+_log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 4096  # bounds the plain copy; a multiple of 8
 
 
-class CardLinear:
-    """Products by tiles of dequantized rows: right on every device, and slow. Decoders read `matrix` themselves."""
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    library: Kernels
+    launcher: Launcher
+    card: CardShape
 
-    def __init__(self, matrix: Matrix, bias: torch.Tensor | None) -> None:
+
+class CardKernels:
+    """The matrix kernel of the card that a model's linears are on, opened by the first product."""
+
+    def __init__(self) -> None:
+        self._ready: _Ready | None = None
+        self._tried = False
+
+    def multiply(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x · Wᵀ + bias; None where the kernel does not serve: other devices, types and cards."""
+        if not x.is_cuda or x.dtype != torch.bfloat16:
+            return None
+        ready = self._open(x.device)
+        if ready is None:
+            return None
+        try:
+            how = divide(matrix, x.shape[0], ready.card)
+        except ValueError:  # too little shared memory
+            return None
+        shape = (x.shape[0], matrix.rows) if how.slices == 1 else (how.slices, x.shape[0], matrix.rows)
+        out = x.new_empty(shape, dtype=torch.bfloat16 if how.slices == 1 else torch.float32)
+        batch = Batch(ordered(x.contiguous(), order(matrix, how)), out, bias)
+        ready.launcher.enqueue((gemm(ready.library, matrix, batch, how).alone(),))
+        if how.slices == 1:
+            return out
+        total = out.sum(0)
+        return (total if bias is None else total.add_(bias)).bfloat16()
+
+    def _open(self, device: torch.device) -> _Ready | None:
+        if not self._tried:
+            self._tried = True
+            try:
+                library = open_library(torch.cuda.get_device_capability(device))
+                self._ready = _Ready(library, Launcher(), card_shape(device))
+            except (BuildError, ImportError) as failure:
+                _log.warning("products of quantized weights are slow here: %s", " ".join(str(failure).split())[:300])
+        return self._ready
+
+
+class CardLinear:
+    """Products by the matrix kernel, and where it does not serve by tiles of dequantized rows: right on every device,
+    and slow. Decoders read `matrix` themselves."""
+
+    def __init__(self, matrix: Matrix, bias: torch.Tensor | None, kernels: CardKernels | None = None) -> None:
         self.matrix = matrix
         self.bias = bias  # float32 [rows]
+        self._kernels = kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found = None if self._kernels is None else self._kernels.multiply(x, self.matrix, self.bias)
+        return self._plain(x) if found is None else found
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.matrix.rows
         y = x.new_empty(x.shape[0], rows)
         for first in range(0, rows, _ROWS_AT_ONCE):

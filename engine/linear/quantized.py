@@ -13,7 +13,7 @@ from engine.kernels.weights import to_matrix
 from engine.kernels.weights import why_not as why_not_card
 from engine.linear import DenseLinear, Linear, LinearLoader, Place, Projection, TensorSource, load_dense
 from engine.linear.canonical import CanonicalLinear
-from engine.linear.card import CardLinear
+from engine.linear.card import CardKernels, CardLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.joined import JoinedLinear
 from quant import weights as canonical
@@ -44,28 +44,36 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, exact: b
 def loader_of(read: Reader, plan: DensePlan | None) -> LinearLoader:
     """Any reader's parts, stacked and placed."""
 
+    kernels = CardKernels()
+
     def load(source: TensorSource, projection: Projection, place: Place) -> Linear:
         moved = source if place.device.type == "cpu" else _Moved(source, place.device)
         shapes = zip(projection.prefixes, projection.out_features, strict=True)
         parts = [read(moved, prefix, projection.in_features, rows) for prefix, rows in shapes]
-        return _join(parts, place, plan)
+        return _join(parts, place, plan, kernels)
 
     return load
 
 
-def _join(parts: list[canonical.Linear], place: Place, plan: DensePlan | None) -> Linear:
+def _join(parts: list[canonical.Linear], place: Place, plan: DensePlan | None, kernels: CardKernels) -> Linear:
     biases = [part.bias for part in parts]
     bias = torch.cat([one.float() for one in biases if one is not None]) if None not in biases else None
     one = parts[0].weight if len(parts) == 1 else stack_rows([part.weight for part in parts])
     if one is not None:
         parts.clear()  # what was stacked is not needed beside the stack
-        return place_weight(one, bias, place, plan)
-    return JoinedLinear(tuple(place_weight(part.weight, part.bias, place, plan) for part in parts))
+        return place_weight(one, bias, place, plan, kernels)
+    return JoinedLinear(tuple(place_weight(part.weight, part.bias, place, plan, kernels) for part in parts))
 
 
-def place_weight(weight: Weight, bias: torch.Tensor | None, place: Place, plan: DensePlan | None = None) -> Linear:
-    """A linear with this weight in the layout of its device. `plan`: how a CPU multiplies; None: by plain tiles alone,
-    without rounding activations below the place's own type."""
+def place_weight(
+    weight: Weight,
+    bias: torch.Tensor | None,
+    place: Place,
+    plan: DensePlan | None = None,
+    kernels: CardKernels | None = None,
+) -> Linear:
+    """A linear with this weight in the layout of its device. `plan`: how a CPU multiplies, `kernels`: how a card does;
+    None: by plain tiles alone, without rounding activations below the place's own type."""
     bias = None if bias is None else bias.to(place.device, torch.float32)
     if isinstance(weight, Dense):
         matrix = place.matrix(*weight.shape).copy_(weight.weight)
@@ -73,7 +81,7 @@ def place_weight(weight: Weight, bias: torch.Tensor | None, place: Place, plan: 
     if place.device.type == "cpu":
         return CanonicalLinear(weight, bias) if plan is None else _on_cpu(weight, bias, plan)
     weight = _to_device(weight, place.device)
-    return CanonicalLinear(weight, bias) if why_not_card(weight) else CardLinear(to_matrix(weight), bias)
+    return CanonicalLinear(weight, bias) if why_not_card(weight) else CardLinear(to_matrix(weight), bias, kernels)
 
 
 def _on_cpu(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, plan: DensePlan) -> Linear:
