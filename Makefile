@@ -5,7 +5,7 @@ VENV    ?= .venv
 # Installed before everything else, so that no other requirement chooses a build. For CUDA or ROCm name your own here.
 TORCH   ?= torch==2.13.0
 BUF     ?= 1.75.0
-MODEL   ?= models/demo
+MODEL   ?= models/demo-awq
 ADDRESS ?=
 ARGS    ?=
 

@@ -1,12 +1,12 @@
 #!/bin/sh
 # Starts a server on free ports, runs smoke.sh against it, and stops it again.
-#   scripts/smoke-local.sh [whippet serve flags …]        default: --model models/demo
+#   scripts/smoke-local.sh [whippet serve flags …]        default: --model models/demo-awq
 # WHIPPET and GRPCURL name the two commands. Exit code: smoke.sh's, or 2 where the server does not start or stop well.
 set -u
 
 here=$(dirname "$0")
 whippet=${WHIPPET:-whippet}
-[ $# -gt 0 ] || set -- --model "$here/../models/demo"
+[ $# -gt 0 ] || set -- --model "$here/../models/demo-awq"
 work=$(mktemp -d) || exit 2
 server=
 

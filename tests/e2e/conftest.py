@@ -95,6 +95,13 @@ def demo(serve: Serve) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
+def served_awq(serve: Serve) -> Iterator[Running]:
+    """The demo model in four bits as `make serve` has it, but for its ports and threads."""
+    with serve("--model", str(ROOT / "models" / "demo-awq"), "--device", "cpu", "--scheduler.threads", "1") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def fake(serve: Serve) -> Iterator[Running]:
     """The engine without weights, served once for all tests."""
     with serve("--engine", "fake") as running:

@@ -25,7 +25,7 @@ def script(*command: str | Path, **environ: str | Path) -> Done:
     return subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True, timeout=170)
 
 
-@pytest.fixture(params=["fake", "demo"])
+@pytest.fixture(params=["fake", "served_awq"])
 def address(request: pytest.FixtureRequest) -> str:
     running = request.getfixturevalue(request.param)
     return str(running.data)
