@@ -36,9 +36,10 @@ class SecondUse:
             self._put(name, _Seen.KEPT)
 
     def lost(self, name: str) -> None:
-        """It is not in the store after all: the next use keeps it."""
+        """It is not in the store after all: if it was used before, the next use keeps it."""
         with self._lock:
-            self._put(name, _Seen.ONCE)
+            if name in self._seen:
+                self._put(name, _Seen.ONCE)
 
     def _put(self, name: str, state: _Seen) -> None:
         self._seen[name] = state
