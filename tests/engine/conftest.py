@@ -86,6 +86,7 @@ def drive() -> Drive:
             max_sequences=info.max_sequences,
             max_batch_tokens=budget,
             max_context=min(info.max_context, pages * info.page_size),
+            tokens_per_step=info.tokens_per_step,
         )
         scheduler = Scheduler(limits, PagePool(pages))
         answers = [Answer() for _ in requests]
