@@ -1,0 +1,379 @@
+"""Fronts that share a Redis: one generation for all, each tenant for itself, and no request that a sick Redis harms."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.api import Allowance, CachedCompletion, Chunk, Ending, Question
+from engine.api import ModelInfo
+from service.cache_options import CacheOptions, SemanticCacheOptions
+from service.caching import AnswerCaches
+from service.pb.whippet.v1 import admin_pb2
+from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.cache.conftest import Proxy, RedisServer, free_port
+from tests.service.conftest import Server
+from tests.service.test_cache import as_stream, greedy
+from tests.service.test_delivery import INFO, ScriptedEngine
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+ON = ("--optimizations.response-cache=true", "--fake.step-time=0.002")
+TENANTS = ("acme", "bravo")
+
+
+def write_keys(folder: Path) -> Path:
+    path = folder / "keys"
+    path.write_text(f"names {'ab' * 32}\nfirst {'cd' * 32}\n")
+    return path
+
+
+def write_tokens(folder: Path) -> Path:
+    path = folder / "tokens.yaml"
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in TENANTS}
+    path.write_text(
+        "".join(
+            f'- {{tenant: {name}, sha256: "{hash_}", rights: [generate, admin]}}\n' for name, hash_ in hashes.items()
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"), free_port()).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(serve: Serve, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Two fronts, one Redis, two tenants."""
+    folder = tmp_path_factory.mktemp("secrets")
+    flags = [*ON, f"--cache.redis-url={redis.url}", f"--cache.key-file={write_keys(folder)}"]
+    flags += ["--cache.redis-budget=0.5", f"--auth.tokens-file={write_tokens(folder)}"]  # it is about what, not when
+    with serve(*flags) as one, serve(*flags) as other:
+        yield one, other
+        assert one.stop() == other.stop() == 0
+
+
+def metadata(tenant: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {tenant}"),)
+
+
+def say(server: Server, request: pb.GenerateRequest, tenant: str = "acme") -> tuple[pb.GenerateResponse, str]:
+    response, call = server.generation.Generate.with_call(request, timeout=20, metadata=metadata(tenant))
+    return response, str(dict(call.initial_metadata())["x-cache"])
+
+
+def until(probe: Callable[[], bool], within: float = 10.0) -> None:
+    end = time.monotonic() + within
+    while not probe():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def tokens(server: Server) -> int:
+    return int(server.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=5, metadata=metadata("acme")).generated_tokens)
+
+
+def read_only(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    reading = pb.GenerateRequest.FromString(request.SerializeToString())
+    reading.cache.response = pb.CACHE_MODE_READ
+    return reading
+
+
+def test_two_fronts_and_still_one_generation(pair: tuple[Server, Server]) -> None:
+    before = sum(tokens(server) for server in pair)
+    request = greedy("two fronts", 100)
+    futures = [
+        server.generation.Generate.future(request, timeout=30, metadata=metadata("acme"))
+        for _ in range(25)
+        for server in pair
+    ]
+    streams = [
+        server.generation.GenerateStream(as_stream(request), timeout=30, metadata=metadata("acme"))
+        for _ in range(25)
+        for server in pair
+    ]
+    texts = {"".join(m.text for m in stream) for stream in streams} | {future.result().text for future in futures}
+    assert len(texts) == 1
+    until(lambda: sum(tokens(server) for server in pair) >= before + 100)
+    time.sleep(0.3)
+    assert sum(tokens(server) for server in pair) == before + 100
+
+
+def test_same_tenant_hits_and_other_misses_on_both_fronts(pair: tuple[Server, Server]) -> None:
+    request = greedy("mine alone", 8)
+    text = say(pair[0], request)[0].text
+    for server in pair:
+        until(lambda server=server: say(server, read_only(request))[1] == "hit-response")  # type: ignore[misc]
+        assert say(server, read_only(request))[0].text == text
+        assert say(server, read_only(request), "bravo")[1] == "miss"
+
+
+def test_a_flush_is_in_force_on_every_front_at_once(pair: tuple[Server, Server]) -> None:
+    mine, theirs = greedy("flushed everywhere", 8), greedy("kept by the other", 8)
+    for request, tenant in ((mine, "acme"), (theirs, "bravo")):
+        say(pair[0], request, tenant)
+        for server in pair:
+            until(lambda s=server, r=request, t=tenant: say(s, read_only(r), t)[1] == "hit-response")  # type: ignore[misc]
+    flush = admin_pb2.FlushCacheRequest(tenant="acme")
+    assert pair[1].admin.FlushCache(flush, timeout=10, metadata=metadata("acme")).entries >= 1
+    for server in pair:
+        assert say(server, read_only(mine))[1] == "miss"
+        assert say(server, read_only(theirs), "bravo")[1] == "hit-response"
+    everybody = pair[0].admin.FlushCache(admin_pb2.FlushCacheRequest(), timeout=10, metadata=metadata("acme"))
+    assert everybody.entries >= 1
+    for server in pair:
+        assert say(server, read_only(theirs), "bravo")[1] == "miss"
+
+
+def test_nothing_readable_lies_in_redis(pair: tuple[Server, Server], redis: RedisServer) -> None:
+    request = greedy("a secret question", 8)
+    text = say(pair[0], request)[0].text
+    until(lambda: say(pair[1], read_only(request))[1] == "hit-response")
+    keys = redis.command("KEYS", "*")
+    assert b"r:" in keys
+    assert b"secret" not in keys
+    for name in keys.split(b"\r\n"):
+        if name.startswith(b"r:"):
+            assert text.encode() not in redis.command("GET", name)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "weights": {"weights_digest": "other"},
+    "format": {"weight_format": "awq"},
+    "dtype": {"dtype": "float16"},
+    "architecture": {"architecture": "y"},
+    "tokenizer or template": {},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServer, tmp_path: Path, name: str) -> None:
+    options = CacheOptions(
+        redis_url=redis.url,
+        key_file=write_keys(tmp_path),
+        redis_budget=1.0,
+        semantic=SemanticCacheOptions(mode="off"),
+    )
+
+    async def found(info: ModelInfo, tokenizer: str, put: bool) -> bool:
+        engine = ScriptedEngine([])
+        engine.info = info
+        answers = AnswerCaches(options, engine, tokenizer)
+        caches = answers.now()
+        assert caches is not None
+        try:
+            if put:
+                await caches.responses.put(question(), answer())
+                await asyncio.sleep(0.2)  # it is written in the background
+            return await caches.responses.get(question(), Allowance(1.0)) is not None
+        finally:
+            await answers.aclose()
+
+    async with asyncio.timeout(20):
+        assert await found(INFO, "tokenizer", put=True)
+        assert await found(INFO, "tokenizer", put=False)
+        other = ModelInfo(**{**{f: getattr(INFO, f) for f in INFO.__dataclass_fields__}, **CHANGES[name]})
+        assert not await found(other, "tokenizer" if CHANGES[name] else "other", put=False)
+
+
+def question() -> Question:
+
+    return Question(tenant="t", token_ids=(1, 2), parameters=(), max_tokens=5, deterministic=True)
+
+
+def answer() -> CachedCompletion:
+
+    ending = Ending(reason="stop", prompt_tokens=2, completion_tokens=1)
+    return CachedCompletion(chunks=(Chunk((7,), "a", ending),), max_tokens=5, provenance="test", created_at=time.time())
+
+
+class Threaded:
+    """The proxy on a loop of its own, for tests that block."""
+
+    def __init__(self, target: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.proxy = Proxy(target)
+        self._run(self.proxy.start())
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    def close(self) -> None:
+        self._run(self.proxy.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+class Sick:
+    """A front, its Redis, and what is between."""
+
+    def __init__(self, server: Server, redis: RedisServer, proxy: Proxy) -> None:
+        self.server, self.redis, self.proxy = server, redis, proxy
+        self.asked = 0
+
+    def run(self, count: int) -> list[float]:
+        """So many requests, half of them asked before; seconds that each waited for its caches."""
+        waited = []
+        for _ in range(count):
+            self.asked += 1
+            request = greedy(f"sick {self.asked // 2}", 4)
+            plain = greedy(f"sick {self.asked // 2}", 4, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF))
+            response = self.server.generation.Generate(request, timeout=20)
+            assert response.text == self.server.generation.Generate(plain, timeout=20).text
+            waited.append(response.finish.timings.cache_lookup.ToNanoseconds() / 1e9)
+        return waited
+
+    def counts(self) -> dict[str, int]:
+        return dict(self.server.load().cache_counts)
+
+    def well(self) -> None:
+        """Waits until what is written can be read again, and every breaker of requests is closed."""
+        self.asked += 2
+        request = greedy(f"sick {self.asked // 2} well", 4)
+
+        def hit() -> bool:
+            self.asked += 2
+            fresh = greedy(f"sick {self.asked // 2} fresh", 4)
+            self.server.generation.Generate(fresh, timeout=20)  # a breaker closes when somebody asks
+            _, call = self.server.generation.Generate.with_call(request, timeout=20)
+            states = self.server.load().cache_breakers
+            closed = states["small_reads"] == states["small_writes"] == "closed"
+            time.sleep(0.05)
+            return closed and dict(call.initial_metadata())["x-cache"] == "hit-response"
+
+        until(hit, 20)
+
+
+@pytest.fixture(scope="module")
+def sick(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sick]:
+    """Redis is not there yet when the server starts."""
+    folder = tmp_path_factory.mktemp("sick")
+    redis = RedisServer(folder, free_port())
+    between = Threaded(redis.port)
+    url = between.proxy.url
+    try:
+        with serve(*ON, f"--cache.redis-url={url}", f"--cache.key-file={write_keys(folder)}") as server:
+            yield Sick(server, redis, between.proxy)
+            redis.stop()
+            assert server.stop() == 0, server.log.read_text()
+    finally:
+        redis.stop()
+        between.close()
+
+
+def test_a_redis_that_starts_late(sick: Sick) -> None:
+    assert max(sick.run(12)) < 0.2
+    assert "open" in sick.server.load().cache_breakers.values()
+    sick.redis.start()
+    sick.well()
+
+
+@contextlib.contextmanager
+def refused(sick: Sick) -> Iterator[None]:
+    sick.redis.stop()
+    yield
+    sick.redis.start()
+
+
+@contextlib.contextmanager
+def stalled(sick: Sick) -> Iterator[None]:
+    sick.redis.pause()
+    yield
+    sick.redis.resume()
+
+
+@contextlib.contextmanager
+def slow(sick: Sick) -> Iterator[None]:
+    sick.proxy.delay = 0.1
+    yield
+    sick.proxy.delay = 0.0
+
+
+@contextlib.contextmanager
+def cut(sick: Sick) -> Iterator[None]:
+    sick.proxy.cut_after = 9
+    yield
+    sick.proxy.cut_after = None
+
+
+@contextlib.contextmanager
+def full(sick: Sick) -> Iterator[None]:
+    sick.redis.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    sick.redis.command("CONFIG", "SET", "maxmemory", "1")
+    yield
+    sick.redis.command("CONFIG", "SET", "maxmemory", "0")
+
+
+@contextlib.contextmanager
+def readonly(sick: Sick) -> Iterator[None]:
+    sick.redis.command("REPLICAOF", "127.0.0.1", "1")
+    sick.redis.command("CONFIG", "SET", "replica-serve-stale-data", "yes")
+    yield
+    sick.redis.command("REPLICAOF", "NO", "ONE")
+
+
+FAULTS = {"refused": refused, "stalled": stalled, "slow": slow, "cut": cut, "full": full, "readonly": readonly}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_no_request_fails_because_redis_does(sick: Sick, name: str) -> None:
+    sick.well()
+    before = sick.counts()
+    with FAULTS[name](sick):
+        waited = sorted(sick.run(20))
+        counts = sick.counts()
+    assert waited[-1] < 0.2  # 20 ms and what a busy machine adds
+    assert waited[10] < 0.02  # most find the breaker open
+    if name in ("refused", "stalled", "slow", "cut"):
+        assert counts.get("cache_fault.breaker", 0) > before.get("cache_fault.breaker", 0)
+    sick.well()
+
+
+def test_an_emptied_redis_is_a_miss(sick: Sick) -> None:
+    sick.well()
+    for _ in range(10):
+        sick.redis.command("FLUSHALL")
+        assert max(sick.run(2)) < 0.2
+    sick.well()
+
+
+async def test_answers_are_dropped_when_too_much_runs_beside() -> None:
+    engine = ScriptedEngine([])
+    answers = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), engine, "")
+    hold = asyncio.Event()
+
+    async def work() -> None:
+        await hold.wait()
+
+    for _ in range(300):
+        answers.beside(work, "store")
+    assert answers.named_counts() == {"cache_dropped.store": 44}
+    hold.set()
+    await answers.aclose()
+
+
+async def test_what_fails_beside_is_counted_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    answers = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), ScriptedEngine([]), "")
+
+    async def work() -> None:
+        raise ValueError("the prompt")
+
+    answers.beside(work, "store")
+    await asyncio.sleep(0.01)
+    assert answers.named_counts() == {"cache_beside.failed": 1}
+    assert "the prompt" not in caplog.text
+    await answers.aclose()
