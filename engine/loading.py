@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from engine import digest
 from engine.checkpoint import Checkpoint, Progress, check_tensors
 from engine.dummy import DummyLinears, DummyWeights
@@ -18,6 +16,7 @@ from engine.linear.quantized import loader_of, quantized_loader
 from engine.model.config import ModelConfig
 from engine.model.weights import HEAD, Weights, dense_tensors, load_weights, plain_tensors, projections
 from engine.settings import EngineSettings
+from engine.unpacking import returning
 from quant.cpu import dense_plan
 from quant.errors import BadConfig, BadTensor, QuantError
 from quant.read import tensor_names
@@ -46,10 +45,10 @@ class Loading:
 
 def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> Loaded:
     """Raises InvalidModel, one line that names the file."""
-    loaded = _dummy(settings.seed, folder, what) if settings.load_format == "dummy" else _folder(folder, what, progress)
-    if what.place.device.type == "cuda":
-        torch.cuda.empty_cache()  # what unpacking took
-    return loaded
+    with returning(what.place.device):
+        return (
+            _dummy(settings.seed, folder, what) if settings.load_format == "dummy" else _folder(folder, what, progress)
+        )
 
 
 def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:

@@ -128,6 +128,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
         "dtype": "--dtype=float32",
         "decoder": "--decoder=eager",
         "load_format": "--load-format=dummy",
+        "quantization": "--quantization=int8",
         "max_sequences": "--scheduler.max-sequences=9",
         "max_batch_tokens": "--scheduler.max-batch-tokens=99",
         "max_context": "--scheduler.max-context=99",
@@ -135,6 +136,8 @@ def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
         "threads": "--scheduler.threads=3",
         "seed": "--seed=9",
         "batching": "--optimizations.batching=off",
+        "graphs": "--optimizations.graphs=off",
+        "fused_kernels": "--optimizations.fused-kernels=off",
         "fake": "--fake.step-time=0.5",
     }
     assert set(flags) == set(EngineSettings.__dataclass_fields__)

@@ -1,0 +1,155 @@
+"""Products with packed weights against products in float64, by few rows and by many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.weights import dequantize, to_matrix
+from engine.linear import DenseLinear, Linear, Place
+from engine.linear.canonical import CanonicalLinear
+from engine.linear.card import CardLinear
+from engine.linear.cpu import Int4Cpu, Int8Cpu
+from engine.linear.joined import JoinedLinear
+from engine.linear.quantized import place_weight, quantized_loader
+from quant.cpu import DensePlan
+from quant.spec import Int8Spec
+from quant.weights import Dense, Int4Groups, Int8Rows, Weight
+
+CPU = Place(torch.float32, torch.device("cpu"))
+PLAN = DensePlan(torch.float32, int4_rows=4, int8_rows=4)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def int4(rows: int, columns: int, group: int, seed: int = 0) -> Int4Groups:
+    made = torch.Generator().manual_seed(seed)
+    return Int4Groups(
+        torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=made),
+        ((torch.rand(rows, columns // group, generator=made) + 0.5) / columns**0.5).half(),
+        torch.randint(0, 16, (rows, columns // group), dtype=torch.uint8, generator=made),
+        group,
+    )
+
+
+def int8(rows: int, columns: int, seed: int = 0) -> Int8Rows:
+    made = torch.Generator().manual_seed(seed)
+    q = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=made)
+    return Int8Rows(q, (torch.rand(rows, generator=made) + 0.5) / 64 / columns**0.5)
+
+
+def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    y = x.double() @ weight.dequantize(torch.float64).T
+    return y if bias is None else y + bias.double()
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def check(linear: Linear, weight: Weight, bias: torch.Tensor | None, x: torch.Tensor, tolerance: float) -> None:
+    expected = product(x, weight, bias)
+    found = linear(x)
+    assert (found.shape, found.dtype) == (expected.shape, x.dtype)
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert float(error) < tolerance
+    found.mul_(2.0)  # the caller's own
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("weight", [int4(80, 256, 32), int4(1040, 256, 256), int8(80, 96)], ids=["g32", "row", "int8"])
+def test_packed_products_on_a_cpu(rows: int, dtype: torch.dtype, biased: bool, weight: Weight) -> None:
+    bias = noise(weight.shape[0]) if biased else None
+    linear = place_weight(weight, bias, Place(dtype, CPU.device), PLAN)
+    assert isinstance(linear, Int4Cpu | Int8Cpu)
+    check(linear, weight, bias, noise(rows, weight.shape[1]).to(dtype), 0.006)
+
+
+@pytest.mark.parametrize("weight", [int4(80, 256, 32), int8(80, 96)], ids=["int4", "int8"])
+def test_how_many_rows_a_step_has_hardly_shows(weight: Weight) -> None:
+    """Sums are ordered otherwise, so a result may round to the bfloat16 beside: of a few outputs, by one step."""
+    linear = place_weight(weight, None, CPU, PLAN)
+    x = noise(64, weight.shape[1])
+    alone = torch.cat([linear(row.unsqueeze(0)) for row in x])
+    together = linear(x)
+    assert float((alone - together).abs().max() / together.abs().max()) <= 2.0**-7
+    assert float((alone != together).float().mean()) < 0.03
+
+
+@pytest.mark.parametrize("weight", [int4(72, 96, 8), int4(40, 64, 32), int8(7, 33)])
+def test_what_torch_has_no_kernel_for(weight: Weight) -> None:
+    linear = place_weight(weight, None, CPU, PLAN)
+    assert isinstance(linear, CanonicalLinear)
+    check(linear, weight, None, noise(3, weight.shape[1]), 1e-6)
+
+
+@pytest.mark.parametrize("weight", [int4(1040, 256, 64), int8(1040, 96)], ids=["int4", "int8"])
+def test_exact_products(weight: Weight) -> None:
+    bias = noise(weight.shape[0])
+    linear = place_weight(weight, bias, CPU)
+    assert isinstance(linear, CanonicalLinear)
+    assert linear.nbytes == weight.nbytes + bias.nbytes
+    check(linear, weight, bias, noise(5, weight.shape[1]), 1e-6)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([32, 64, 128, 0]), st.integers(0, 1 << 30))
+@settings(max_examples=40, deadline=None)
+def test_a_packed_matrix_unpacks_to_what_it_was(tiles: int, units: int, group: int, seed: int) -> None:
+    columns = 128 * units
+    weight = int4(8 * tiles, columns, group or columns, seed)
+    matrix, expected = to_matrix(weight), weight.dequantize(torch.float32)
+    assert torch.equal(dequantize(matrix, 0, 8 * tiles, torch.float32), expected)
+    assert torch.equal(dequantize(matrix, 8 * tiles - 8, 8 * tiles, torch.float32), expected[-8:])
+
+
+@pytest.mark.parametrize("weight", [int4(4104, 128, 64), int8(4100, 64), Dense(noise(40, 64).bfloat16())])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_slow_way_of_a_card(weight: Weight, biased: bool) -> None:
+    bias = noise(weight.shape[0]) if biased else None
+    linear = CardLinear(to_matrix(weight), bias)
+    assert linear.nbytes == linear.matrix.nbytes + (0 if bias is None else bias.nbytes)
+    check(linear, weight, bias, noise(2, weight.shape[1]), 1e-6)
+
+
+def test_parts_side_by_side() -> None:
+    weights: list[Weight] = [int4(16, 64, 32), Dense(noise(24, 64)), int8(8, 64)]
+    joined = JoinedLinear(tuple(place_weight(weight, None, CPU) for weight in weights))
+    x = noise(3, 64)
+    expected = torch.cat([product(x, weight, None) for weight in weights], dim=1)
+    assert torch.allclose(joined(x).double(), expected, atol=1e-5)
+    assert joined.nbytes == sum(weight.nbytes for weight in weights)
+
+
+def test_plain_parts_are_plain_linears() -> None:
+    weight, bias = Dense(noise(24, 64).half()), noise(24).half()
+    linear = place_weight(weight, bias, Place(torch.bfloat16, CPU.device), PLAN)
+    assert isinstance(linear, DenseLinear)
+    assert linear.weight.dtype == torch.bfloat16
+    assert linear.bias is not None
+    assert linear.bias.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_bytes_of_four_bits(group: int) -> None:
+    """Half a byte a weight, and four bytes a group, against two bytes a weight."""
+    linear = place_weight(int4(256, 512, group), None, CPU, PLAN)
+    share = linear.nbytes / (256 * 512 * 2)
+    assert share == 0.25 + 2 / group
+    assert share <= 0.32
+
+
+def test_quantized_weights_are_not_quantized_again() -> None:
+    with pytest.raises(ValueError, match="already"):
+        quantized_loader(Int8Spec(), "int8")

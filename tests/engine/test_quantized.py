@@ -1,0 +1,478 @@
+"""Quantized checkpoints through the engine. The oracle is the same model as plain numbers, and the packages that wrote
+the stored ones; packing is done here value by value, from the format's description."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import doctor
+from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.build import build, prepare
+from engine.decoders.eager import EagerDecoder
+from engine.errors import InvalidModel, Unsupported
+from engine.linear import DenseLinear
+from engine.linear.canonical import CanonicalLinear
+from engine.linear.cpu import Int4Cpu, Int8Cpu
+from engine.linear.joined import JoinedLinear
+from engine.model.config import parse_config
+from engine.model.weights import Layer, dense_tensors, projections
+from engine.plan import Row
+from engine.sequence import Sequence
+from engine.settings import EngineSettings
+
+STORED = Path(__file__).resolve().parents[1] / "quant" / "fixtures"
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float16",
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
+    "mistral-window": {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
+    "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+}
+SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # where a word has its eight outputs
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings(folder: Path, **given: Any) -> EngineSettings:
+    chosen: dict[str, Any] = {"device": "cpu", "max_sequences": 2, "threads": 1, "kv_bytes": 1 << 20, **given}
+    return EngineSettings(model=str(folder), **chosen)
+
+
+def nothing(stage: str, done: int, total: int) -> None:
+    """No progress is looked at."""
+
+
+def sequence_of(ids: list[int]) -> Sequence:
+    greedy = SamplingParams(
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=0,
+    )
+    request = GenerationRequest(
+        request_id="", token_ids=tuple(ids), sampling=greedy, stopping=Stopping(max_tokens=1), arrived_at=0.0
+    )
+    sequence = Sequence(request, list(ids), key=0)
+    sequence.pages += range(-(-len(ids) // 16))
+    return sequence
+
+
+def logits_of(folder: Path, ids: list[int], *, at_once: bool = False, **given: Any) -> torch.Tensor:
+    """[tokens, vocab]: each token in a step of its own, or the last alone of a prompt at once."""
+    decoder = EagerDecoder(prepare(settings(folder, **given), nothing).parts)
+    sequence = sequence_of(ids)
+    steps = [(0, len(ids))] if at_once else [(at, 1) for at in range(len(ids))]
+    with torch.inference_mode():
+        found = [decoder.logits([Row(sequence, start, count, True)]) for start, count in steps]
+    return torch.cat([one for one in found if one is not None])
+
+
+def layers_of(folder: Path, **given: Any) -> tuple[Layer, ...]:
+    return prepare(settings(folder, **given), nothing).parts.model.weights.layers
+
+
+def gemm_words(values: torch.Tensor) -> torch.Tensor:
+    """[rows, 8 · words] of 0…15 → int32 [rows, words]."""
+    words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
+    for output, shift in enumerate(SHIFTS):
+        words |= values[:, output::8].long() << shift
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def awq(prefix: str, outputs: int, inputs: int, group: int, seed: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """A layer's tensors in AutoAWQ's GEMM layout, and its plain weight."""
+    q = torch.randint(0, 16, (inputs, outputs), generator=seed)
+    zero = torch.randint(4, 12, (inputs // group, outputs), generator=seed)
+    scale = ((torch.rand(inputs // group, outputs, generator=seed) + 0.5) * 0.3 / inputs**0.5).half()
+    plain = (q - zero.repeat_interleave(group, 0)).float() * scale.float().repeat_interleave(group, 0)
+    held = {
+        f"{prefix}.qweight": gemm_words(q),
+        f"{prefix}.qzeros": gemm_words(zero),
+        f"{prefix}.scales": scale,
+    }
+    return held, plain.T.contiguous()
+
+
+def write(folder: Path, config: dict[str, Any], held: Tensors) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(held, folder / "model.safetensors")
+    return folder
+
+
+def make(root: Path, family: str = "qwen3", group: int = 32, skip: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
+    """The folders `awq` and `plain` of one random model; the config of the first."""
+    config = {**BASE, **FAMILIES[family], **more}
+    parsed = parse_config(config, "config.json")
+    seed = torch.Generator().manual_seed(len(family))
+    plain = {}
+    for name, shape in dense_tensors(parsed).items():
+        noise = torch.randn(shape, generator=seed)
+        plain[name] = noise / shape[1] ** 0.5 * 1.5 if len(shape) == 2 else noise.abs() + 0.5
+        plain[name] = plain[name].half()
+    held = dict(plain)
+    for projection in projections(parsed):
+        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
+            if ".layers." not in prefix or any(part in prefix for part in skip):
+                continue
+            packed, weight = awq(prefix, rows, projection.in_features, group, seed)
+            held |= packed
+            del held[f"{prefix}.weight"]
+            plain[f"{prefix}.weight"] = weight
+    section = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    quantized = {**config, "quantization_config": {**section, "modules_to_not_convert": list(skip) or None}}
+    write(root / "plain", config, plain)
+    write(root / "awq", quantized, held)
+    return quantized
+
+
+def ids_of(count: int, vocabulary: int = 96) -> list[int]:
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle", "exact"),
+    [
+        ("awq-tiny", "awq_dense_fp32", 2e-3),
+        ("awq-tiny", "autoawq_fp16", 1e-2),
+        ("bnb-int8-tiny", "int8_dense_fp32", 1e-4),
+    ],
+)
+def test_checkpoints_of_the_packages_give_their_logits(name: str, oracle: str, exact: float) -> None:
+    stored = load_file(STORED / "reference.safetensors")
+    ids, expected = stored["input_ids"][0].tolist(), stored[oracle].float()
+    found = logits_of(STORED / name, ids, dtype="float32")
+    assert float((found - expected).abs().max()) < exact
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert torch.allclose(logits_of(STORED / name, ids, at_once=True, dtype="float32")[0], expected[-1], atol=exact)
+
+
+@pytest.mark.parametrize("name", ["awq-tiny", "bnb-int8-tiny"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_packed_kernels_stay_close_to_exact_logits(name: str, dtype: Any) -> None:
+    stored = load_file(STORED / "reference.safetensors")
+    ids = stored["input_ids"][0].tolist()
+    expected = stored["awq_dense_fp32" if name == "awq-tiny" else "int8_dense_fp32"]
+    found = logits_of(STORED / name, ids, dtype=dtype)
+    error = found - expected
+    assert float(error.abs().max()) < 0.1
+    assert float(error.square().mean().sqrt()) < 0.02
+    assert float((found.argmax(-1) == expected.argmax(-1)).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_family_in_four_bits_equals_its_plain_self(family: str, group: int, tmp_path: Path) -> None:
+    make(tmp_path, family, group)
+    ids = ids_of(40)
+    expected = logits_of(tmp_path / "plain", ids, dtype="float32")
+    spread = float(expected.std())
+    assert spread > 0.5
+    found = logits_of(tmp_path / "awq", ids, dtype="float32")
+    assert float((found - expected).abs().max()) < 1e-4 * spread
+    rounded = logits_of(tmp_path / "awq", ids) - expected
+    assert 0 < float(rounded.square().mean().sqrt()) < 0.04 * spread
+    assert isinstance(layers_of(tmp_path / "awq")[0].qkv, Int4Cpu)
+
+
+@pytest.mark.parametrize(
+    ("skip", "split"),
+    [(("v_proj",), JoinedLinear), (("self_attn",), DenseLinear), (("layers.0.",), DenseLinear), (("mlp",), Int4Cpu)],
+)
+def test_what_was_not_converted_stays_plain(skip: tuple[str, ...], split: type, tmp_path: Path) -> None:
+    make(tmp_path, "llama-biases", skip=skip)
+    layer = layers_of(tmp_path / "awq")[0]
+    assert isinstance(layer.qkv, split)
+    ids = ids_of(20)
+    expected = logits_of(tmp_path / "plain", ids, dtype="float32")
+    found = logits_of(tmp_path / "awq", ids, dtype="float32")
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+
+
+def test_shards_and_an_old_config_read_the_same(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    expected = logits_of(tmp_path / "awq", ids_of(9))
+    section = config.pop("quantization_config")
+    held = load_file(tmp_path / "awq" / "model.safetensors")
+    old = tmp_path / "old"
+    old.mkdir()
+    beside = {"w_bit": 4, "q_group_size": section["group_size"], "zero_point": True, "version": "GEMM"}
+    (old / "quant_config.json").write_text(json.dumps(beside))
+    (old / "config.json").write_text(json.dumps(config))
+    names = sorted(held)
+    weight_map = {name: f"model-{place % 3}.safetensors" for place, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: held[name] for name in names if weight_map[name] == file}, old / file)
+    (old / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(logits_of(old, ids_of(9)), expected)
+    assert prepare(settings(old), nothing).weight_format == "awq-int4-g32"
+
+
+def test_outputs_that_no_kernel_takes_are_served_all_the_same(tmp_path: Path) -> None:
+    make(tmp_path, group=8, num_key_value_heads=1, num_attention_heads=3, head_dim=8)
+    layer = layers_of(tmp_path / "awq")[0]
+    assert isinstance(layer.qkv, CanonicalLinear)
+    ids = ids_of(9)
+    expected = logits_of(tmp_path / "plain", ids, dtype="float32")
+    found = logits_of(tmp_path / "awq", ids, dtype="float32")
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
+def test_eight_bits_made_while_loading(source: str, tmp_path: Path) -> None:
+    make(tmp_path, "qwen2-tied")
+    held = load_file(tmp_path / "plain" / "model.safetensors")
+    config = {**BASE, **FAMILIES["qwen2-tied"], "torch_dtype": source}
+    plain = {name: tensor.to(getattr(torch, source)) for name, tensor in held.items()}
+    folder = write(tmp_path / "source", config, plain)
+    rounded = {}
+    for name, tensor in plain.items():
+        rounded[name] = tensor.float()
+        if "proj.weight" in name:
+            # The scale is a bfloat16 at or just above a 127th of the row's largest.
+            step = tensor.float().abs().amax(1, keepdim=True) / 127
+            up = torch.nextafter(step.to(torch.bfloat16), torch.tensor(torch.inf, dtype=torch.bfloat16)).float()
+            near = step.to(torch.bfloat16).float()
+            step = torch.where(near >= step, near, up)
+            rounded[name] = (tensor.float() / step).round() * step
+    expected = logits_of(write(tmp_path / "rounded", config, rounded), ids_of(20), dtype="float32")
+    exact = logits_of(folder, ids_of(20), dtype="float32", quantization="int8")
+    assert float((exact - expected).abs().max()) < 1e-4 * float(expected.std())
+    prepared = prepare(settings(folder, quantization="int8"), nothing)
+    assert isinstance(prepared.parts.model.weights.layers[0].down, Int8Cpu)
+    assert prepared.weight_format == "int8"
+    plainly = prepare(settings(folder), nothing)
+    assert plainly.weight_format == "dense"
+    assert plainly.digest != prepared.digest
+
+
+def test_eight_bits_on_top_of_four_are_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(Unsupported, match=r"holds awq-int4-g32 weights already; use auto") as caught:
+        prepare(settings(tmp_path / "awq", quantization="int8"), nothing)
+    assert "\n" not in str(caught.value)
+
+
+Change = Callable[[dict[str, Any], Tensors], None]
+UP = "model.layers.1.mlp.up_proj"
+BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "missing scales": (lambda config, held: held.__delitem__(f"{UP}.scales"), (f"{UP}.scales", "no such tensor")),
+    "missing layer": (
+        lambda config, held: [held.pop(f"{UP}.{stem}") for stem in ("qweight", "qzeros", "scales")] and None,
+        (f"{UP}.qweight is missing",),
+    ),
+    "shape": (
+        lambda config, held: held.update({f"{UP}.qweight": held[f"{UP}.qweight"][:, :3].clone()}),
+        (f"{UP}.qweight", "[64, 16]", "[64, 3]", "model.safetensors"),
+    ),
+    "type": (
+        lambda config, held: held.update({f"{UP}.qzeros": held[f"{UP}.qzeros"].long()}),
+        (f"{UP}.qzeros", "int32", "int64", "model.safetensors"),
+    ),
+    "infinite scale": (lambda config, held: held[f"{UP}.scales"].fill_(torch.inf), (f"{UP}.scales", "finite")),
+    "group": (
+        lambda config, held: config["quantization_config"].update(group_size=64),
+        ("scales", "[1, 128]", "[2, 128]"),
+    ),
+    "plain beside packed": (
+        lambda config, held: held.update({f"{UP}.weight": torch.zeros(128, 64)}),
+        (f"{UP}.weight", "nothing beside"),
+    ),
+    "norm as integers": (
+        lambda config, held: held.update({"model.norm.weight": torch.ones(64).int()}),
+        ("model.norm.weight",),
+    ),
+    "surplus": (lambda config, held: held.update({"model.layers.9.x": torch.ones(1)}), ("model.layers.9.x",)),
+    "no config": (lambda config, held: config.pop("quantization_config") and None, ("quantization_config", "qweight")),
+    "gptq": (lambda config, held: config["quantization_config"].update(quant_method="gptq"), ("gptq", "AWQ version")),
+    "nf4": (
+        lambda config, held: config.update(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("nf4", "whippet quantize"),
+    ),
+    "fp8": (lambda config, held: config["quantization_config"].update(quant_method="fp8"), ("fp8", "quantize")),
+    "bits": (lambda config, held: config["quantization_config"].update(bits=3), ("3 bits", "quantize")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    config = make(tmp_path)
+    held = load_file(tmp_path / "awq" / "model.safetensors")
+    change, words = BROKEN[name]
+    change(config, held)
+    folder = write(tmp_path / "broken", config, held)
+    with pytest.raises(InvalidModel) as caught:
+        prepare(settings(folder), nothing)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 500
+    assert str(folder) in message
+    assert ";" in message  # fault; remedy
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_not_quantized(damage: float, tmp_path: Path) -> None:
+    make(tmp_path)
+    held = load_file(tmp_path / "plain" / "model.safetensors")
+    held[f"{UP}.weight"][3, 5] = damage
+    folder = write(tmp_path / "damaged", {**BASE, **FAMILIES["qwen3"]}, held)
+    with pytest.raises(InvalidModel, match="NaN or infinity"):
+        prepare(settings(folder, quantization="int8"), nothing)
+
+
+@pytest.mark.parametrize(
+    ("section", "quantization", "form", "kind"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, "auto", "awq-int4-g64", Int4Cpu),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1, "version": "gemm"}, "auto", "awq-int4-row", Int4Cpu),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "auto", "bitsandbytes-int8", Int8Cpu),
+        (None, "int8", "int8", Int8Cpu),
+    ],
+)
+def test_random_weights_come_packed(
+    section: dict[str, Any] | None, quantization: Any, form: str, kind: type, tmp_path: Path
+) -> None:
+    config = {**BASE, **FAMILIES["qwen3"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+    if section is not None:
+        config["quantization_config"] = section
+    folder = tmp_path / "dummy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    given: dict[str, Any] = {"load_format": "dummy", "quantization": quantization}
+    prepared = prepare(settings(folder, **given), nothing)
+    again, other = (prepare(settings(folder, seed=seed, **given), nothing) for seed in (0, 1))
+    assert (prepared.weight_format, prepared.digest) == (form, again.digest)
+    assert prepared.digest != other.digest
+    assert prepared.parts.model.place.dtype in (torch.float32, torch.bfloat16)
+    assert isinstance(prepared.parts.model.weights.layers[0].gate_up, kind)
+    found = [logits_of(folder, ids_of(9, 512), seed=seed, **given) for seed in (0, 0, 1)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    plain = logits_of(folder, ids_of(9, 512), load_format="dummy") if section is None else found[0]
+    assert 0.3 < float(found[0].std() / plain.std()) < 3
+    assert 0.3 < float(found[0].std()) < 10
+
+
+def test_random_weights_that_fit_no_group_are_refused(tmp_path: Path) -> None:
+    section = {"quant_method": "awq", "bits": 4, "group_size": 48, "version": "gemm"}
+    config = {**BASE, **FAMILIES["qwen3"], "quantization_config": section}
+    folder = tmp_path / "dummy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidModel, match="group_size") as caught:
+        prepare(settings(folder, load_format="dummy"), nothing)
+    assert str(folder) in str(caught.value)
+
+
+def test_the_doctor_tells_what_building_comes_to(tmp_path: Path) -> None:
+    make(tmp_path)
+    cases = ((tmp_path / "awq", "auto"), (tmp_path / "plain", "int8"), (tmp_path / "plain", "auto"))
+    for folder, quantization in cases:
+        asked = replace(settings(folder), quantization=quantization)
+        report = doctor.examine(asked)
+        runner = build(asked, nothing)
+        info = runner.info
+        runner.close()
+        assert report.problems == []
+        assert report.model is not None
+        assert report.model.weight_format == info.weight_format
+        assert [one.name for one in report.formats if one.chosen] == [info.weight_format]
+        assert all(one.reason for one in report.formats if not one.chosen)
+        assert report.model.weights_bytes == pytest.approx(info.weights_bytes, rel=0.05)
+    (problem,) = doctor.examine(replace(settings(tmp_path / "awq"), quantization="int8")).problems
+    assert "already" in problem
+
+
+MEMORY = """
+import gc, sys
+from pathlib import Path
+from engine.build import prepare
+from engine.settings import EngineSettings
+
+def field(name):
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+import torch
+import quant.cpu
+quant.cpu.dense_plan()
+Path("/proc/self/clear_refs").write_text("5")
+before = field("VmRSS")
+settings = EngineSettings(
+    model=sys.argv[1], quantization=sys.argv[2], device="cpu", threads=1, kv_bytes=1 << 20, max_sequences=1
+)
+held = prepare(settings, lambda *told: None)
+gc.collect()
+layers = held.parts.model.weights.layers
+packed = sum(one.nbytes for layer in layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
+sys.stdout.write(f"{field('VmRSS') - before} {field('VmHWM') - before} {held.parts.model.weights.nbytes} {packed}")
+"""
+
+
+def wide(root: Path, *, packed: bool) -> Path:
+    """Four layers whose linears are 128 MiB as bfloat16; numbers are random, only their size matters."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
+    config = {**BASE, **FAMILIES["qwen3"], **sizes, "head_dim": 64, "num_key_value_heads": 16}
+    parsed = parse_config(config, "config.json")
+    held = {name: torch.rand(shape).half() * 0.01 for name, shape in dense_tensors(parsed).items()}
+    if not packed:
+        return write(root / "plain", config, held)
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    for projection in projections(parsed):
+        inputs = projection.in_features
+        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
+            if ".layers." in prefix:
+                del held[f"{prefix}.weight"]
+                for stem, height in (("qweight", inputs), ("qzeros", inputs // 128)):
+                    held[f"{prefix}.{stem}"] = torch.randint(-(2**31), 2**31, (height, rows // 8), dtype=torch.int32)
+                held[f"{prefix}.scales"] = torch.rand(inputs // 128, rows).half()
+    return write(root / "awq", config, held)
+
+
+@pytest.mark.parametrize(("form", "share"), [("auto", 0.27), ("int8", 0.51)])
+def test_no_plain_copy_is_kept_and_none_is_made(form: str, share: float, tmp_path: Path) -> None:
+    folder = wide(tmp_path, packed=form == "auto")
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(folder), form], capture_output=True, text=True, check=True)
+    resident, peak, counted, packed = map(int, done.stdout.split())
+    plain = 4 * (4 * 1024 * 1024 + 3 * 4096 * 1024) * 2  # bytes, as bfloat16
+    assert packed / plain < share
+    assert packed < counted < packed + (1 << 20)
+    # Beside the weights: pages, angles, libraries mapped at their first use. While loading: one linear, its tensors of
+    # the file, and what the digest reads at once. A plain copy would be 128 MiB.
+    assert resident < counted + (14 << 20)
+    assert peak < counted + (56 << 20)
