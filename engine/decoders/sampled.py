@@ -44,7 +44,7 @@ def place(state: Sampling, at: int, sequence: Sequence, fresh: Tokens[int] = ())
     request = sequence.request
     row = sampled_row(request, sequence.output_length + len(fresh))
     if row is None:
-        state.leave(at)
+        state.leave(at, request.sampling.temperature)
         return
     if row.biased:
         state.set_bias(at, request.sampling.logit_bias)

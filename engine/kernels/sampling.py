@@ -72,9 +72,10 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """State of a batch's rows at fixed addresses. Rows, bias and marks are the host's to set between two launches."""
+    """State of a batch's rows at fixed addresses. Rows, heat, bias and marks are set by the host between launches."""
 
     rows: torch.Tensor  # int32 [batch, 16]: packed; zeros leave the row to the head
+    heat: torch.Tensor  # float32 [batch]: the temperature that the head draws with
     bias: torch.Tensor  # float32 [batch, vocabulary]
     marks: torch.Tensor  # int32 [batch, vocabulary]: seen, barred, times generated; counted on by the kernels
     logits: torch.Tensor  # float32 [batch, vocabulary]: the head's
@@ -94,10 +95,12 @@ class Sampling:
     def place(self, at: int, row: SampledRow) -> None:
         """Gives a row to a new owner. Its bias and marks are set apart, by those who have any."""
         self.rows[at].copy_(torch.frombuffer(bytearray(row.packed()), dtype=torch.int32))
+        self.heat[at].zero_()  # the head's draw would not count
 
-    def leave(self, at: int) -> None:
+    def leave(self, at: int, temperature: float) -> None:
         """Leaves a row to the head."""
         self.rows[at].zero_()
+        self.heat[at].fill_(temperature)
 
     def set_bias(self, at: int, biases: Iterable[tuple[int, float]]) -> None:
         """Of the tokens named; of the others none."""
@@ -130,6 +133,7 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
 
     return Sampling(
         rows=zeros(batch, _WORDS, dtype=torch.int32),
+        heat=zeros(batch, dtype=torch.float32),
         bias=zeros(batch, vocabulary, dtype=torch.float32),
         marks=zeros(batch, vocabulary, dtype=torch.int32),
         logits=zeros(batch, vocabulary, dtype=torch.float32),

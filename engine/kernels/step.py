@@ -174,7 +174,9 @@ def _stages(
         how = plan.tiling("down", down.matrix)
         yield ops.linear_residual(library, update, down.matrix, how)
     how = plan.tiling("head", weights.head)
-    choice = buffers.choice if sampled is None else replace(buffers.choice, logits=sampled.logits)
+    choice = buffers.choice
+    if sampled is not None:
+        choice = replace(choice, logits=sampled.logits, temperature=sampled.heat)
     yield tokens.head(library, stream, weights.head, choice, buffers.places, how)
     if sampled is not None:
         yield from sampling.sampling(library, sampled, choice, buffers.places)

@@ -207,7 +207,7 @@ def test_unsound_and_empty_rows_fail_alone(library: KernelLibrary, launcher: Lau
 def test_rows_left_to_the_head_and_idle_rows_stay_as_they_are(library: KernelLibrary, launcher: Launcher) -> None:
     rows = [replace(PLAIN, top_k=4, marked=True)] * 3
     bed = Bed.of(rows, 300)
-    bed.state.leave(0)
+    bed.state.leave(0, 0.5)
     bed.places.position[1] = -1
     before, marks = bed.choice.best.clone(), bed.state.marks.clone()
     logits = torch.randn(3, 300, device="cuda")

@@ -364,6 +364,7 @@ def test_sampled_rows_among_plain_ones(library: KernelLibrary, launcher: Launche
         penalised = SampledRow(temperature=0.0, marked=True, presence=2.0, frequency=9.0)
         state.place(1, filtered)
         state.place(3, penalised)
+        state.leave(2, 0.9)
         chain = prepare_step(library, model.weights, buffers, plan(), state if sampled else None)
         launcher.enqueue([prepare_start(library, model.weights, buffers)])
         graph = torch.cuda.CUDAGraph()

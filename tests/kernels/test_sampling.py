@@ -146,6 +146,9 @@ def test_rows_the_head_can_serve_are_left_to_it() -> None:
     sampled.place(state, 1, make(PLAIN, stopping, [1], []))
     assert state.rows[1].tolist() == [0] * 16
     assert state.rows[0].tolist() == [7] * 16
+    assert state.heat.tolist() == [0, 1]
+    sampled.place(state, 1, make(replace(PLAIN, top_k=2), stopping, [1], []))
+    assert state.heat.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,9 @@ def test_a_step_with_and_without(
     assert names == [*[one.kernel.name for one in plain[:-1]], "adjust", "bins", "sift", "draw", "advance"]
     head, advance = chain[-6].values, chain[-1].values
     assert head["logits"] == chain[-5].values["logits"] == state.logits.data_ptr()
+    assert head["temperature"] == state.heat.data_ptr()
     assert plain[-2].values["logits"] == 0
+    assert plain[-2].values["temperature"] == buffers.choice.temperature.data_ptr()
     assert head["best"] == chain[-2].values["best"] == advance["best"]
     alone = prepare_step(recorder, weights, buffers, ChainPlan(132, dependent=False), state)
     assert not any(launch.dependent for launch in alone)
