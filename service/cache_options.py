@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from cache.api import Mode
 from cache.settings import CacheSettings, RedisSettings, ResponseSettings, SemanticSettings
+from engine.settings import PrefixSettings
 from service.group import Group
 
 Lifetime = Annotated[float, Field(gt=0, le=90 * 86_400, allow_inf_nan=False)]
@@ -38,6 +39,14 @@ class SemanticCacheOptions(Group):
     max_entries: int = Field(default=20_000, ge=1, description="of a tenant, a context and a set of parameters")
 
 
+class PrefixCacheOptions(Group):
+    """Keys and values of what prompts begin with, kept in Redis."""
+
+    ttl: Lifetime = Field(default=3600.0, description="seconds that a value is kept")
+    chunk_bytes: int = Field(default=1 << 20, ge=1 << 12, le=1 << 26, description="aimed at, of one value")
+    min_tokens: int = Field(default=128, ge=16, description="shorter prefixes are computed rather than fetched")
+
+
 class CacheOptions(Group):
     """What is kept of answers, and where."""
 
@@ -53,6 +62,7 @@ class CacheOptions(Group):
     memory_bytes: int = Field(default=256 * 2**20, ge=1 << 20, description="where there is no Redis")
     response: ResponseCacheOptions = ResponseCacheOptions()
     semantic: SemanticCacheOptions = SemanticCacheOptions()
+    prefix: PrefixCacheOptions = PrefixCacheOptions()
 
     @model_validator(mode="after")
     def _can_be_told(self) -> CacheOptions:
@@ -79,6 +89,20 @@ class CacheOptions(Group):
             ),
         )
 
+    def prefix_settings(self, enabled: bool, shared: bool) -> PrefixSettings:
+        """As the engine takes it. Without a key file nothing in Redis could be opened by another engine."""
+        return PrefixSettings(
+            enabled=enabled,
+            shared=shared,
+            redis_url=self.redis_url if self.key_file is not None else None,
+            redis_password_file=_text(self.redis_password_file),
+            redis_ca_file=_text(self.redis_ca_file),
+            key_file=_text(self.key_file),
+            ttl=self.prefix.ttl,
+            chunk_bytes=self.prefix.chunk_bytes,
+            min_tokens=self.prefix.min_tokens,
+        )
+
     def _redis(self) -> RedisSettings | None:
         if self.redis_url is None:
             return None
@@ -88,3 +112,7 @@ class CacheOptions(Group):
             ca_file=self.redis_ca_file,
             budget=self.redis_budget,
         )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.settings import (
@@ -19,19 +19,14 @@ from engine.settings import (
     LoadFormat,
     Quantization,
 )
+from service.cache_options import CacheOptions
+from service.group import Group, Seconds
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+):(\d{1,5})")
-Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
 class BadSettings(Exception):
     """The settings cannot be used. One line, names each setting and what is wrong with it."""
-
-
-class Group(BaseModel):
-    """Settings that belong together."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SchedulerOptions(Group):
@@ -103,6 +98,14 @@ class OptimizationOptions(Group):
     batching: bool = Field(default=True, description="run several sequences in one step")
     graphs: bool = Field(default=True, description="launch whole steps on a card at once; off, kernel by kernel")
     fused_kernels: bool = Field(default=True, description="decode with kernels of our own where they fit the card")
+    response_cache: bool = Field(default=True, description="answer identical questions once")
+    semantic_cache: bool = Field(
+        default=True, description="look for questions that mean the same, as cache.semantic.mode says"
+    )
+    prefix_cache: bool = Field(default=True, description="compute what prompts begin with once")
+    prefix_redis: bool = Field(
+        default=True, description="keep it in Redis too, given cache.redis-url and cache.key-file"
+    )
 
 
 class FakeOptions(Group):
@@ -145,6 +148,7 @@ class Settings(BaseSettings):
     drain: DrainOptions = DrainOptions()
     auth: AuthOptions = AuthOptions()
     tls: TlsOptions = TlsOptions()
+    cache: CacheOptions = CacheOptions()
     optimizations: OptimizationOptions = OptimizationOptions()
     fake: FakeOptions = FakeOptions()
 
@@ -201,6 +205,7 @@ class Settings(BaseSettings):
             threads=self.scheduler.threads,
             seed=self.seed,
             batching=self.optimizations.batching,
+            prefix=self.cache.prefix_settings(self.optimizations.prefix_cache, self.optimizations.prefix_redis),
             graphs=self.optimizations.graphs,
             fused_kernels=self.optimizations.fused_kernels,
             fake=FakeSettings(**fake),

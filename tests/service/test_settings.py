@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from engine.settings import EngineSettings, FakeSettings
+from engine.settings import EngineSettings, FakeSettings, PrefixSettings
 from service.settings import BadSettings, Settings
 from service.sources import load
 
@@ -138,6 +138,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
         "batching": "--optimizations.batching=off",
         "graphs": "--optimizations.graphs=off",
         "fused_kernels": "--optimizations.fused-kernels=off",
+        "prefix": "--optimizations.prefix-cache=off",
         "fake": "--fake.step-time=0.5",
     }
     assert set(flags) == set(EngineSettings.__dataclass_fields__)
@@ -149,6 +150,30 @@ def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
         value = {"vocab_size": "300", "max_context": "99", "total_pages": "9", "tokens_per_step": "3"}.get(name, "1")
         changed = load(["--engine=fake", f"--fake.{name.replace('_', '-')}={value}"], {}).engine_settings()
         assert getattr(changed.fake, name) != getattr(base.fake, name), name
+
+
+def test_every_setting_of_shared_prefixes_comes_from_the_tree(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    redis = [*FAKE, "--cache.redis-url=redis://localhost", f"--cache.key-file={keys}"]
+    flags = {
+        "enabled": "--optimizations.prefix-cache=off",
+        "shared": "--optimizations.prefix-redis=off",
+        "redis_url": "--cache.redis-url=redis://other",
+        "redis_password_file": "--cache.redis-password-file=p",
+        "redis_ca_file": "--cache.redis-ca-file=c",
+        "key_file": f"--cache.key-file={tmp_path}/other",
+        "ttl": "--cache.prefix.ttl=9",
+        "chunk_bytes": "--cache.prefix.chunk-bytes=65536",
+        "min_tokens": "--cache.prefix.min-tokens=32",
+    }
+    assert set(flags) == set(PrefixSettings.__dataclass_fields__)
+    base = load(redis, {}).engine_settings().prefix
+    for name, flag in flags.items():
+        kept = [one for one in redis if one.partition("=")[0] != flag.partition("=")[0]]
+        assert getattr(load([*kept, flag], {}).engine_settings().prefix, name) != getattr(base, name), name
+    assert base.redis_url == "redis://localhost"
+    without_keys = load(redis[:-1], {}).engine_settings().prefix
+    assert without_keys.redis_url is None, "what no other engine could open is not worth writing"
 
 
 def test_the_fake_engine_speaks_the_tokenizers_ids() -> None:
