@@ -2,10 +2,12 @@
 prepares its launches, and one function of `reference`.
 
 A step of up to eight rows is a chain of launches over state at fixed addresses: per layer `linear` (queries, keys,
-values), `attention`, `linear_residual` (output), `gate_up`, `linear_residual` (down); then `head` and `advance`, which
-chooses the tokens, tells the host and lays out the embeddings of the next step. `start` does the last part alone, once
-for rows the host has just placed. `step.prepare_step` makes the whole chain as a tuple of `Launch`; a decoder keeps the
-tuple, enqueues it inside a stream capture as many times as a graph is to hold steps, and replays the graph.
+values), `attention`, `linear_residual` (output), `gate_up`, `linear_residual` (down); then `head`, which chooses the
+tokens that are greedy or by temperature alone, and `advance`, which tells the host and lays out the embeddings of the
+next step. Where a row filters, penalises or biases, the four stages of `sampling` stand between the two. `start` does
+the last part of `advance` alone, once for rows the host has just placed. `step.prepare_step` makes the whole chain as
+a tuple of `Launch`; a decoder keeps the tuple, enqueues it inside a stream capture as many times as a graph is to hold
+steps, and replays the graph.
 
 Launches overlap (programmatic dependent launch; below compute capability 9.0 `ChainPlan.dependent` must be
 false), under three rules that the kernels keep:
