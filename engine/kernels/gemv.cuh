@@ -56,7 +56,7 @@ struct Gemv {
     static_assert(BATCH >= 1 && BATCH <= 8, "batch");
 
     struct Shared {
-        u64 full[kRing], empty[kRing], ready;
+        u64 full[kRing], empty[kRing];
         float sums[kGroups > 1 ? 2 : 1][WARPS][BATCH][kRows];
     };
     using Word = Pair[C::kWords][kSets];
@@ -123,9 +123,8 @@ struct Gemv {
     // Before the wait: nothing here depends on an earlier kernel.
     __device__ __forceinline__ void fill() {
         if (produces()) {
-            static_assert(kRing < 32, "a lane sets up a stage's barriers");
+            static_assert(kRing <= 32, "a lane sets up a stage's barriers");
             if (lane < kRing) init_barrier(sh.full[lane], kReporters), init_barrier(sh.empty[lane], WARPS);
-            if (lane == kRing) init_barrier(sh.ready, 1);
             publish_barriers();
         }
         __syncthreads();
@@ -268,11 +267,8 @@ struct Gemv {
     }
 
     // The producer tells the consumers, once, that what it wrote to shared memory may be read.
-    __device__ __forceinline__ void tell() {
-        __syncwarp();
-        if (lane == 0) arrive(sh.ready);
-    }
-    __device__ __forceinline__ void await() { wait_barrier(sh.ready, 0); }
+    __device__ __forceinline__ void tell() { asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory"); }
+    __device__ __forceinline__ void await() const { asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory"); }
 
     // A tree over the warps: the same for every batch.
     template <int FROM = 0, int COUNT = WARPS>
