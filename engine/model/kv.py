@@ -44,7 +44,6 @@ class KvPool:
             size = (shape.layers, 2, pages, heads, PAGE_SIZE, dim)
             self._storage = torch.zeros(size, dtype=place.dtype, device=place.device)
             paged = self._storage
-        self.whole = paged  # [layers, 2, pages, kv_heads, 16, head_dim], whatever the order in memory
         self._paged = tuple(paged.unbind(0))
         self._by_token = tuple(layer.permute(1, 3, 0, 2, 4) for layer in self._paged)  # [pages, 16, 2, heads, dim]
         # With heads outside alone: [2 · heads, slots, dim], and keys and values [1, heads, slots, dim].
@@ -71,9 +70,31 @@ class KvPool:
 
     def gather(self, index: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, kv_heads, pages · 16, head_dim] of any pages: copies."""
-        found = self._paged[index].index_select(1, pages)
-        keys, values = found.transpose(1, 2).flatten(2, 3).unsqueeze(1).unbind(0)
+        if self.heads_outside:
+            # In the order of the memory: index_select would copy all of a transposed pool first.
+            found = self._storage[index].index_select(2, pages)
+        else:
+            found = self._storage[index].index_select(1, pages).transpose(1, 2)
+        keys, values = found.flatten(2, 3).unsqueeze(1).unbind(0)
         return keys, values
+
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Copies of these pages: [pages, layers, 2, kv_heads, 16, head_dim]."""
+        if self.heads_outside:
+            return self._storage.index_select(3, pages).permute(3, 0, 1, 2, 4, 5)
+        return self._storage.index_select(2, pages).permute(2, 0, 1, 3, 4, 5)
+
+    def write_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
+        """The reverse."""
+        if self.heads_outside:
+            self._storage.index_copy_(3, pages, content.permute(1, 2, 3, 0, 4, 5))
+        else:
+            self._storage.index_copy_(2, pages, content.permute(1, 2, 0, 3, 4, 5))
+
+    @property
+    def place(self) -> Place:
+        """Where and in what it lies."""
+        return Place(self._storage.dtype, self._storage.device)
 
     @property
     def nbytes(self) -> int:

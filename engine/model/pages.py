@@ -15,18 +15,18 @@ class PoolPages:
     """Implements engine.plan.PageAccess. A page's bytes: [layers, 2, kv_heads, 16, head_dim], in the pool's dtype."""
 
     def __init__(self, pool: KvPool) -> None:
-        self._whole = pool.whole  # [layers, 2, pages, kv_heads, 16, head_dim]
-        shape, device = pool.shape, self._whole.device
+        self._pool = pool
+        shape, place = pool.shape, pool.place
+        self._place = place
         self._page = (shape.layers, 2, shape.kv_heads, PAGE_SIZE, shape.head_dim)
-        self._pinned = device.type == "cuda"
         self._layout = BlockLayout(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            dtype=str(self._whole.dtype).removeprefix("torch."),
-            item_bytes=self._whole.dtype.itemsize,
+            dtype=str(place.dtype).removeprefix("torch."),
+            item_bytes=place.dtype.itemsize,
             page_size=PAGE_SIZE,
-            variant=f"page layer kind head token, of {device.type}",
+            variant=f"page layer kind head token, of {place.device.type}",
         )
 
     @property
@@ -36,25 +36,24 @@ class PoolPages:
 
     def buffer(self, size: int) -> memoryview:
         """Host memory; for a GPU such as it can copy from by itself."""
-        if self._pinned:
+        if self._place.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
         return memoryview(bytearray(size))
 
     def read(self, pages: Items[int], into: memoryview) -> None:
         """Fills `into` with these pages."""
         with torch.inference_mode():
-            found = self._whole.index_select(2, self._indices(pages))
-            self._host(into, len(pages)).copy_(found.permute(2, 0, 1, 3, 4, 5))
+            self._host(into, len(pages)).copy_(self._pool.read_pages(self._indices(pages)))
 
     def write(self, pages: Items[int], source: memoryview) -> None:
         """Fills these pages from `source`, which may be used again once this returns."""
         with torch.inference_mode():
-            given = self._host(source, len(pages)).to(self._whole.device)
-            self._whole.index_copy_(2, self._indices(pages), given.permute(1, 2, 0, 3, 4, 5))
+            given = self._host(source, len(pages)).to(self._place.device)
+            self._pool.write_pages(self._indices(pages), given)
 
     def _indices(self, pages: Items[int]) -> torch.Tensor:
-        return torch.tensor(pages, device=self._whole.device)
+        return torch.tensor(pages, device=self._place.device)
 
     def _host(self, data: memoryview, pages: int) -> torch.Tensor:
         """The bytes as pages."""
-        return torch.frombuffer(data, dtype=self._whole.dtype).view(pages, *self._page)
+        return torch.frombuffer(data, dtype=self._place.dtype).view(pages, *self._page)
