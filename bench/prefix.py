@@ -10,13 +10,41 @@ by an engine that was just started. Needs `redis-server` in the path.
 
 from __future__ import annotations
 
+import argparse
+import json
+import random
+import secrets
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from bench.about import device, revision
+from cache.blocks.gate import FetchGate
+from cache.blocks.store import RedisBlocks
+from cache.replay import LruBlocks, read_blocks, replay_prefix
+from engine.blocks_link import open_store
+from engine.build import build
 from engine.fake import plain_request
 from engine.pages import PagePool
-from engine.prefix import PrefixIndex
+from engine.prefix import PrefixIndex, kv_identity
+from engine.prefix_tier import BlockTier
+from engine.runner import ModelRunner
+from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
-from engine.settings import PAGE_SIZE
+from engine.settings import PAGE_SIZE, EngineSettings, PrefixSettings
+
+SHARED = 512  # tokens
+QUESTION = 16
+CAPACITIES = (1000, 5000, 20_000)  # blocks of 512 tokens
+LLAMA_8B = 131_072  # bytes of keys and values a token, of Llama 3.1 8B in bfloat16
 
 
 class DevicePages:
@@ -45,3 +73,199 @@ class DevicePages:
         """One page a block, and a token behind them."""
         ids = [block for block in blocks for _ in range(PAGE_SIZE)]
         return Sequence(plain_request((*ids, 0)), [*ids, 0])
+
+
+class Engine:
+    """The engine's loop without its socket, as new as if the process had just started."""
+
+    def __init__(self, runner: ModelRunner, prefix: PrefixSettings) -> None:
+        self.runner = runner
+        info, pages = runner.info, runner.pages
+        pool = PagePool(info.total_pages)
+        index = PrefixIndex(pool, kv_identity(info, pages.layout), prefix.enabled)
+        self.store = None if prefix.redis_url is None else open_store(prefix, pages.layout)
+        self.tier = None if self.store is None else BlockTier(self.store, pages, index)
+        limits = Limits(max_sequences=info.max_sequences, max_batch_tokens=512, max_context=info.max_context)
+        self.scheduler = Scheduler(limits, pool, prefixes=index, tier=self.tier)
+        self._keys = 0
+
+    def ask(self, token_ids: tuple[int, ...], tokens: int = 2) -> tuple[float, int, tuple[int, ...]]:
+        """Seconds to the first token, cached tokens, answer."""
+        self._keys += 1
+        begun = time.perf_counter()
+        request = plain_request(token_ids, tokens)
+        self.scheduler.admit(Sequence(request, list(token_ids), key=self._keys))
+        first, cached, answer = 0.0, 0, ()
+        while self.scheduler.live:
+            self.scheduler.collect()
+            plan = self.scheduler.plan(time.monotonic())
+            if plan is None:
+                time.sleep(0.0005)
+                continue
+            for event in self.scheduler.commit(plan, self.runner.run(plan), time.monotonic()):
+                answer += event.token_ids
+                if event.start is not None:
+                    first, cached = time.perf_counter() - begun, event.start.cached_tokens
+        return first, cached, answer
+
+    def settle(self) -> None:
+        """Until all that is worth keeping has been written."""
+        while self.tier is not None and self.tier.spare():
+            pass
+        if isinstance(self.store, RedisBlocks) and not self.store.drained(30):
+            raise SystemExit("Redis did not take what was written")
+
+    def close(self) -> None:
+        """Ends the store's threads."""
+        if self.tier is not None:
+            self.tier.close()
+
+
+def first_tokens(model: str, rounds: int, threads: int | None, redis: PrefixSettings) -> dict[str, Any]:
+    """The three ways to a first token, one after the other in each round."""
+    settings = EngineSettings(model=model, device="cpu", threads=threads)
+    rng = random.Random(1)
+    vocabulary = build(settings, _quiet).info.vocab_size
+    taken: dict[str, list[float]] = {"computed": [], "device": [], "redis, after a restart": []}
+    cached: dict[str, int] = {}
+    gate: dict[str, Any] = {}
+    for _ in range(rounds):
+        shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
+        runner = build(settings, _quiet)
+        first = Engine(runner, redis)
+        whole = Engine(runner, PrefixSettings(enabled=False))
+        _warm(whole, rng, vocabulary)
+        _warm(first, rng, vocabulary)
+        asked = [(*shared, *(rng.randrange(3, vocabulary) for _ in range(QUESTION))) for _ in range(3)]
+        seconds, cached["computed"], plain = whole.ask(asked[2])
+        taken["computed"].append(seconds)
+        first.ask(asked[0])
+        seconds, cached["device"], found = first.ask(asked[2])
+        taken["device"].append(seconds)
+        first.settle()
+        first.close()
+        second = Engine(build(settings, _quiet), redis)
+        _warm(second, rng, vocabulary)
+        seconds, cached["redis, after a restart"], fetched = second.ask(asked[2])
+        taken["redis, after a restart"].append(seconds)
+        if not plain == found == fetched:
+            raise SystemExit("the answers differ")
+        if isinstance(second.store, RedisBlocks) and isinstance(first.store, RedisBlocks):
+            gate = {
+                "link_bytes_per_second": second.store.gate.rates.bytes_per_second,
+                "round_trip_seconds": second.store.gate.rates.round_trip,
+                "prefill_tokens_per_second": first.store.gate.rates.tokens_per_second,
+                "token_bytes": runner.pages.layout.token_bytes,
+            }
+        second.close()
+    middle = {name: statistics.median(values) for name, values in taken.items()}
+    ratio = [
+        statistics.median(one / two for one, two in zip(taken["computed"], taken[name], strict=True)) for name in taken
+    ]
+    return {
+        "milliseconds": {name: 1e3 * value for name, value in middle.items()},
+        "times_faster": dict(zip(taken, ratio, strict=True)),
+        "cached_tokens": cached,
+        "gate": gate,
+    }
+
+
+def _warm(engine: Engine, rng: random.Random, vocabulary: int) -> None:
+    """Other prompts of the same lengths, so that no arm pays for what the first of its kind pays."""
+    shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
+    for _ in range(3):
+        engine.ask((*shared, *(rng.randrange(3, vocabulary) for _ in range(QUESTION))))
+    engine.settle()
+
+
+def decisions(gate: dict[str, Any], told: Items[int]) -> list[dict[str, Any]]:
+    """What the gate says for 512 tokens at the measured link, by prefill rate."""
+    found = []
+    for token_bytes in (gate["token_bytes"], LLAMA_8B):
+        for rate in (gate["prefill_tokens_per_second"], *told):
+            judge = FetchGate(token_bytes, 128)
+            judge.answered(gate["round_trip_seconds"] or 0.0)
+            judge.fetched(int(gate["link_bytes_per_second"]), 1.0 + (gate["round_trip_seconds"] or 0.0))
+            judge.computed(int(rate), 1.0)
+            said = judge.decide(SHARED)
+            found.append({"token_bytes": token_bytes, "prefill_tokens_per_second": round(rate), "fetch": said.fetch})
+    return found
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    """Hits by capacity, of the engine's index and of a simulation that is no part of it."""
+    requests = read_blocks(path)
+    found = []
+    for capacity in CAPACITIES:
+        device, simulated = (replay_prefix(requests, index) for index in (DevicePages(capacity), LruBlocks(capacity)))
+        row = {"blocks": capacity, "device": device.rate, "simulated": simulated.rate}
+        found.append({**row, "device_beyond_head": device.rate_beyond_head})
+    return found
+
+
+@contextmanager
+def redis_server() -> Iterator[PrefixSettings]:
+    """A Redis and a key file of its own."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        raise SystemExit("redis-server is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        words = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder)
+        process = subprocess.Popen([binary, *words], stdout=subprocess.DEVNULL)
+        try:
+            keys = Path(folder) / "keys"
+            keys.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
+            time.sleep(0.5)
+            yield PrefixSettings(redis_url=f"redis://127.0.0.1:{port}/0", key_file=str(keys))
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def report(line: dict[str, Any]) -> None:
+    """The tables."""
+    first = line["first_token"]
+    print(f"{'first token, ms':28} {'median':>8} {'faster':>8} {'cached':>7}")
+    for name, value in first["milliseconds"].items():
+        print(f"{name:28} {value:8.1f} {first['times_faster'][name]:7.1f}x {first['cached_tokens'][name]:7}")
+    for row in line["gate"]:
+        verdict = "fetch" if row["fetch"] else "compute"
+        print(f"{row['token_bytes']:7} B/token, prefill {row['prefill_tokens_per_second']:7}/s: {verdict}")
+    for row in line["trace"]:
+        print(f"{row['blocks']:6} blocks: {100 * row['device']:.2f} % hits, simulated {100 * row['simulated']:.2f} %")
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="models/demo")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="the engine's; its own choice by default")
+    parser.add_argument("--trace", type=Path, help="of blocks, in Mooncake's format")
+    parser.add_argument("--told", type=int, nargs="*", default=[25_000], help="prefill rates to tell the gate")
+    arguments = parser.parse_args()
+    with redis_server() as redis:
+        first = first_tokens(arguments.model, arguments.rounds, arguments.threads, redis)
+    line = {
+        "bench": "prefix",
+        "sha": revision(),
+        "device": device(),
+        "settings": {"model": Path(arguments.model).name, "shared": SHARED, "question": QUESTION},
+        "rounds": arguments.rounds,
+        "first_token": first,
+        "gate": decisions(first["gate"], arguments.told),
+        "trace": [] if arguments.trace is None else trace(arguments.trace),
+    }
+    report(line)
+    print(json.dumps(line))
+
+
+def _quiet(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+if __name__ == "__main__":
+    main()

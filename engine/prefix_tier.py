@@ -23,6 +23,7 @@ from engine.settings import PAGE_SIZE
 MOST_BYTES = 256 << 20  # of one fetch
 MOST_CHUNKS = 64  # of a prompt that are kept: the head is what others share
 MOST_PENDING = 256  # chunks that wait to be read for writing
+TAKE_IN = 0.003  # seconds
 MEASURED = 128  # tokens; a shorter prefill says little about the rate of long ones
 
 
@@ -101,12 +102,14 @@ class BlockTier:
         return True
 
     def arrived(self) -> list[int]:
-        """Who need not wait any longer. Takes in one chunk a call, so that a step is not held up."""
+        """Who need not wait any longer. Takes chunks in for some milliseconds a call, so that a step is not held up."""
         done: list[int] = []
         now = self._clock()
-        if self._fetches:
+        while self._fetches and self._clock() < now + TAKE_IN:
             fetch = self._fetches[0]
-            if fetch.coming is not None and fetch.coming.done() and not self._take_in(fetch, fetch.coming.result()):
+            if fetch.coming is None or not fetch.coming.done():
+                break
+            if not self._take_in(fetch, fetch.coming.result()):
                 done += fetch.waiting
                 self._fetches.popleft()
         for fetch in self._fetches:

@@ -72,9 +72,10 @@ class RespConnection:
         self._fill(memoryview(value), deadline)
         return bytes(value[:length])
 
-    def bulk(self, into: memoryview, deadline: float) -> int | None:
-        """A value into a buffer: its length, None where there is none. Raises RespError where it does not fit."""
-        line = self._line(deadline)
+    def bulk(self, into: memoryview, deadline: float, begin: float | None = None) -> int | None:
+        """A value into a buffer: its length, None where there is none. With `begin`, its first bytes must be there
+        earlier. Raises RespError where it does not fit."""
+        line = self._line(deadline if begin is None else begin)
         if line[:1] == b"-":
             raise RespError(line[1:].split(b" ", 1)[0].decode("ascii", "replace"))
         length = self._length(line)

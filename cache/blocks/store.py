@@ -139,13 +139,16 @@ class RedisBlocks:
         begun = time.monotonic()
         keys = [self._codec.key(partition, chunk) for chunk in chunks]
         arrived = 0
+        # A Redis that does not even begin to answer costs no more than any other lookup would.
+        begin = min(deadline, begun + self._settings.redis.budget)
         try:
-            with self._reader.connection(deadline) as link:
+            with self._reader.connection(begin) as link:
                 for place in range(len(chunks)):
                     # The next value is asked for before this one is read: one round trip for all.
                     for ahead in keys[place + bool(place) : place + 2]:
                         link.send(b"GET", ahead.name.encode(), deadline=deadline)
-                    if not self._take(link, keys[place], chunks[place], into[place], deadline):
+                    begins = deadline if place else begin
+                    if not self._take(link, keys[place], chunks[place], into[place], (begins, deadline)):
                         if place + 1 < len(chunks):
                             link.bulk(memoryview(self._scratch), deadline)
                         break
@@ -165,11 +168,15 @@ class RedisBlocks:
         self._counter.observe("block_fetch", seconds)
         return Fetched(arrived, seconds)
 
-    def _take(self, link: RespConnection, key: CacheKey, chunk: BlockChunk, into: memoryview, deadline: float) -> bool:
+    def _take(
+        self, link: RespConnection, key: CacheKey, chunk: BlockChunk, into: memoryview, times: tuple[float, float]
+    ) -> bool:
+        """Reads one value, of which the first bytes are there by the first time, and all by the second."""
         size = self._codec.payload_bytes(chunk) + OVERHEAD
         if len(self._scratch) < size:
             self._scratch = bytearray(size)
-        length = link.bulk(memoryview(self._scratch), deadline)
+        begin, deadline = times
+        length = link.bulk(memoryview(self._scratch), deadline, begin)
         if length is None or not self._codec.open(key, chunk, memoryview(self._scratch)[:length], into):
             self._policy.lost(key.name)
             return False

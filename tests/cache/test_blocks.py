@@ -353,3 +353,20 @@ def test_the_store_measures_its_link_and_declines_for_a_fast_prefill(make_blocks
     for _ in range(60):
         blocks.computed(10_000_000, 1.0)
     assert blocks.worth(1000) is None
+
+
+def test_a_redis_that_does_not_begin_to_answer_is_a_miss_after_its_budget(make_redis: Callable[..., Any]) -> None:
+    """However long a fetch was predicted to be worth."""
+    server = make_redis()
+    redis = RedisSettings(url=server.url, budget=0.05)
+    blocks = RedisBlocks(BlockSettings(redis=redis), LAYOUT, Keyring.generate(), Counters())
+    try:
+        fill(blocks, chain(3))
+        assert len(fetched(blocks, chain(3))) == 3
+        server.pause()
+        begun = time.monotonic()
+        assert blocks.fetch(PARTITION, chain(3), buffers(chain(3)), 30.0).result(10).chunks == 0
+        assert time.monotonic() - begun < 5
+    finally:
+        server.resume()
+        blocks.close()
