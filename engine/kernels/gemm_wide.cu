@@ -111,11 +111,11 @@ struct Sums {
         }
     }
 
-    __device__ __forceinline__ void eight_bits(const u8* stage, int warp, int g, int t) {
+    // The products of the stage before may still run while this one's weights are unpacked; `a` is not theirs.
+    __device__ __forceinline__ void eight_bits(u32 (&a)[4][4], const u8* stage, int warp, int g, int t) {
         using Bytes = Chunk<kInt8, 128>;
         const u8* rows = stage + kTokenBytes + warp * 1024;
         const Quad upper = load_quad(rows + g * 64 + t * 16), lower = load_quad(rows + 512 + g * 64 + t * 16);
-        u32 a[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             a[i][0] = Bytes::pair(upper.r[i], 0x4140u), a[i][1] = Bytes::pair(lower.r[i], 0x4140u);
@@ -125,7 +125,7 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < 4; ++i) multiply(of, a[i], operand(stage + i * 32), true);
         end_products();
-        wait_products<0>();
+        wait_products<1>();
     }
 };
 
@@ -143,7 +143,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     From from(x, weights, scales, rows, columns, tokens, row0, token0, first);
     const int own = threadIdx.x / From::kSegments, segment = threadIdx.x % From::kSegments;
     const int place = segment / 8 * kTokens * 128 + own * 128 + ((segment ^ own) & 7) * 16;
-    constexpr int kStep = From::kTogether * 128, kAhead = OP_STAGES - 1;  // stages under way
+    constexpr int kStep = From::kTogether * 128;
+    // Stages under way. The products of the last stage read its operands beyond the next barrier where they may.
+    constexpr int kAhead = OP_STAGES - (kInt4Weights ? 1 : 2);
 #pragma unroll
     for (int s = 0; s < kAhead; ++s)
         if (first + s < last) from.weights_to(stages + s * kStage + kTokenBytes);
@@ -156,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     Sums sums = {};
     int at = 0, next = kAhead;
-    for (int unit = first; unit < last; ++unit) {
+    auto arrive_at_next = [&](int unit) {
         wait_copy_groups<kAhead - 1>();
         publish_to_products();
         __syncthreads();
@@ -165,11 +167,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             from.tokens_to<kStep>(stages + next * kStage + place);
         }
         end_copy_group();
-        if constexpr (kInt4Weights)
+    };
+    auto move_on = [&] { at = at + 1 == OP_STAGES ? 0 : at + 1, next = next + 1 == OP_STAGES ? 0 : next + 1; };
+    if constexpr (kInt4Weights) {
+        for (int unit = first; unit < last; ++unit) {
+            arrive_at_next(unit);
             sums.four_bits(stages + at * kStage, warp, g, t);
-        else
-            sums.eight_bits(stages + at * kStage, warp, g, t);
-        at = at + 1 == OP_STAGES ? 0 : at + 1, next = next + 1 == OP_STAGES ? 0 : next + 1;
+            move_on();
+        }
+    } else {
+        u32 even[4][4], odd[4][4];
+        for (int unit = first; unit < last; unit += 2) {
+            arrive_at_next(unit);
+            sums.eight_bits(even, stages + at * kStage, warp, g, t);
+            move_on();
+            if (unit + 1 == last) break;
+            arrive_at_next(unit + 1);
+            sums.eight_bits(odd, stages + at * kStage, warp, g, t);
+            move_on();
+        }
+        wait_products<0>();
     }
     wait_copy_groups<0>();
     __syncthreads();

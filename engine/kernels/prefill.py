@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from engine.kernels.weights import Format
 
 _THREADS = 256
 _QUERIES = 64  # tokens of a block of attention
+_MOST_SPLITS = 16
 LOG2_E = 1.4426950408889634
 
 
@@ -103,6 +105,39 @@ def gate(library: Kernels, product: Parts, out: torch.Tensor, order: Format = Fo
 
 
 @dataclass(frozen=True, slots=True)
+class Splits:
+    """What the blocks that share a long context leave for the one that comes last; shared by all layers and sizes."""
+
+    out: torch.Tensor  # float32, for each split [tokens, heads, dim]
+    sums: torch.Tensor  # float32, for each split [tokens, heads, 2]: maximum, and sum of exponents
+    arrivals: torch.Tensor  # int32 [blocks of tokens, heads], zero between launches
+    multiprocessors: int
+
+    def count(self, layout: Heads, tokens: int) -> int:
+        """Into how many parts a context is divided at most: two blocks a multiprocessor."""
+        return split_count(layout, tokens, self.multiprocessors)
+
+
+def split_count(layout: Heads, tokens: int, multiprocessors: int) -> int:
+    """As `Splits.count`."""
+    blocks = -(-tokens // _QUERIES) * layout.queries
+    return max(1, min(_MOST_SPLITS, 2 * multiprocessors // blocks))
+
+
+def splits_of(layout: Heads, sizes: Iterable[int], device: torch.device) -> Splits:
+    """For chunks of these sizes."""
+    multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    rows = max(size * split_count(layout, size, multiprocessors) for size in sizes) * layout.queries
+    blocks = max(-(-size // _QUERIES) for size in sizes) * layout.queries
+    return Splits(
+        out=torch.zeros(rows * layout.dim, dtype=torch.float32, device=device),
+        sums=torch.zeros(rows * 2, dtype=torch.float32, device=device),
+        arrivals=torch.zeros(blocks, dtype=torch.int32, device=device),
+        multiprocessors=multiprocessors,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkAttention:
     """Heads and attention of one head layout."""
 
@@ -110,6 +145,7 @@ class ChunkAttention:
     layout: Heads
     chunk: Chunk
     embedding: Embedding
+    splits: Splits
 
     def heads(self, layer: LayerAttention, product: Parts, queries: torch.Tensor) -> Launch:
         """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and keys and values into their pages."""
@@ -144,6 +180,9 @@ class ChunkAttention:
             "value_pool": layer.values,
             "place": self.chunk.place,
             "pages": self.chunk.pages,
+            "split_out": self.splits.out,
+            "split_sums": self.splits.sums,
+            "arrivals": self.splits.arrivals,
             "out": out,
             "tokens": tokens,
             "scale": layout.dim**-0.5 * LOG2_E,
@@ -151,7 +190,8 @@ class ChunkAttention:
         }
         keys = 16 if layout.dim > 128 else 64
         shared = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2
-        shape = Shape((-(-tokens // _QUERIES), layout.queries, 1), 128, shared)
+        parts = self.splits.count(layout, tokens)
+        shape = Shape((-(-tokens // _QUERIES), layout.queries, parts), 128, shared)
         defines = self._defines | {"OP_ORDER": int(order)}
         kernel = self.library.kernel("prefill_attention", "prefill_attention", defines, shared)
         return prepare(kernel, shape, {**values, **CHAIN})

@@ -1,7 +1,8 @@
 // Attention of a chunk of one sequence over its pages, where the chunk's own keys and values already are.
 //
 // A block has 64 tokens of one head, a warp 16 of them. Keys and values come by tiles of kKeys, the next on its way while
-// one is worked on; the maximum and the sum of the exponents run along.
+// one is worked on; the maximum and the sum of the exponents run along. A long context is divided among the blocks of the
+// grid's third dimension; whichever of them comes last puts the parts together.
 #include "copies.cuh"
 #include "order.cuh"
 
@@ -10,6 +11,7 @@ constexpr int kDim = OP_HEAD_DIM, kKeys = kDim > 128 ? 16 : 64;
 constexpr int kRow = kDim + 8;  // values of a row in shared memory: eight rows of a matrix never share a bank
 constexpr int kSegments = kDim / 8, kSteps = kDim / 16;
 constexpr int kTile = kKeys * kRow;
+constexpr int kLeast = 512 / kKeys, kMostSplits = 16;  // tiles of a part, parts
 static_assert(kDim % 16 == 0 && kDim <= 256, "head");
 
 __device__ __forceinline__ float exp2_of(float v) {
@@ -75,8 +77,10 @@ struct Rows {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     prefill_attention(const u16* queries, const u16* key_pool, const u16* value_pool, const int* place, const int* pages,
-                      u16* out, int tokens, float scale, int window, int trigger) {
+                      float* split_out, Float2* split_sums, int* arrivals, u16* out, int tokens, float scale, int window,
+                      int trigger) {
     extern __shared__ __align__(128) u16 shared[];
+    __shared__ bool last_one;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.y, first = blockIdx.x * kQueries;
     if (trigger == 0) let_next_start();
@@ -90,21 +94,26 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int oldest = window > 0 ? max(0, start + first - window + 1) : 0;
     int tile = oldest / kKeys;
     const int last = first < count ? newest / kKeys : -1;
-    if (last < 0) tile = 0;
+    const int tiles = last < 0 ? 1 : last - tile + 1;
+    const int each = ceil_div(tiles, min(int(gridDim.z), ceil_div(tiles, kLeast)));
+    const int splits = ceil_div(tiles, each), split = blockIdx.z;
+    if (split >= splits) return;
+    tile = last < 0 ? 0 : tile + split * each;
+    const int end = last < 0 ? -1 : min(tile + each - 1, last);
     for (int i = threadIdx.x; i < kQueries * kSegments; i += kThreads) {
         const int m = i / kSegments, s = i % kSegments;
         const bool there = first + m < count;
         copy_async(query + m * kRow + s * 8, queries + (u64(there ? first + m : 0) * OP_Q_HEADS + head) * kDim + s * 8, there);
     }
-    if (tile <= last) pool.load(stages, tile);
+    if (tile <= end) pool.load(stages, tile);
     end_copy_group();
 
     Rows rows;
     const int position = start + first + warp * 16 + g;
     const u16* a_row = query + (warp * 16 + lane % 16) * kRow + lane / 16 * 8;
     int half = 0;
-    for (; tile <= last; ++tile, half ^= 1) {
-        if (tile < last) pool.load(stages + (half ^ 1) * 2 * kTile, tile + 1);
+    for (; tile <= end; ++tile, half ^= 1) {
+        if (tile < end) pool.load(stages + (half ^ 1) * 2 * kTile, tile + 1);
         end_copy_group();
         wait_copy_groups<1>();
         __syncthreads();
@@ -138,11 +147,70 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         rows.sum[r] += __shfl_xor_sync(0xFFFFFFFFu, rows.sum[r], 2);
         const int m = first + warp * 16 + g + 8 * r;
         if (m >= tokens) continue;
+        if (splits > 1) {
+            const u64 at = (u64(split) * tokens + m) * OP_Q_HEADS + head;
+            Float2* to = reinterpret_cast<Float2*>(split_out + at * kDim) + t;
+#pragma unroll
+            for (int d = 0; d < kDim / 8; ++d) to[d * 4] = Float2{rows.out[d][2 * r], rows.out[d][2 * r + 1]};
+            if (t == 0) split_sums[at] = Float2{rows.top[r], rows.sum[r]};
+            continue;
+        }
         const float inverse = m < count ? 1.f / rows.sum[r] : 0.f;  // tokens past the count: zeros
         u16* to = out + u64(m) * OP_Q_HEADS * kDim;
 #pragma unroll
         for (int d = 0; d < kDim / 8; ++d)
             *reinterpret_cast<u32*>(to + ordered_column(head * kDim + d * 8 + 2 * t)) =
                 m < count ? pack_bf16(rows.out[d][2 * r] * inverse, rows.out[d][2 * r + 1] * inverse) : 0u;
+    }
+    if (splits == 1) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int* counter = arrivals + blockIdx.x * gridDim.y + head;
+        last_one = atomicAdd(counter, 1) == splits - 1;
+        if (last_one) *counter = 0;  // ready for the next launch
+    }
+    __syncthreads();
+    if (!last_one) return;
+    __threadfence();
+    Float2(*part)[kMostSplits] = reinterpret_cast<Float2(*)[kMostSplits]>(shared);  // of a token: maximum or weight, sum
+    for (int i = threadIdx.x; i < kQueries * kMostSplits; i += kThreads)
+        if (const int m = i / kMostSplits, n = i % kMostSplits; n < splits && first + m < count)
+            part[m][n] = load_shared_state(split_sums + (u64(n) * tokens + first + m) * OP_Q_HEADS + head);
+    __syncthreads();
+    if (const int m = threadIdx.x; m < kQueries && first + m < count) {
+        float best = minus_infinity(), sum = 0.f;
+        for (int n = 0; n < splits; ++n) best = fmaxf(best, part[m][n].x);
+        for (int n = 0; n < splits; ++n) part[m][n].x = exp2_of(part[m][n].x - best), sum += part[m][n].x * part[m][n].y;
+        for (int n = 0; n < splits; ++n) part[m][n].x /= sum;
+    }
+    __syncthreads();
+    constexpr int kQuads = kDim / 4, kTogether = 8;  // reads under way of a thread
+    for (int i = threadIdx.x; i < kQueries * kQuads; i += kThreads * kTogether) {
+        float all[kTogether][4] = {};
+        for (int n = 0; n < splits; ++n) {
+            Quad v[kTogether];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                const int m = (i + j * kThreads) / kQuads, d = (i + j * kThreads) % kQuads * 4;
+                if (m < kQueries && first + m < count)
+                    v[j] = load_shared_state(static_cast<const void*>(split_out + ((u64(n) * tokens + first + m) * OP_Q_HEADS + head) * kDim + d));
+            }
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                const int m = (i + j * kThreads) / kQuads;
+                if (m < kQueries && first + m < count)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) all[j][c] += part[m][n].x * __uint_as_float(v[j].r[c]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            const int m = (i + j * kThreads) / kQuads, d = head * kDim + (i + j * kThreads) % kQuads * 4;
+            if (m >= kQueries || first + m >= tokens) continue;
+            u16* to = out + u64(first + m) * OP_Q_HEADS * kDim;
+            *reinterpret_cast<u32*>(to + ordered_column(d)) = pack_bf16(all[j][0], all[j][1]);
+            *reinterpret_cast<u32*>(to + ordered_column(d + 2)) = pack_bf16(all[j][2], all[j][3]);
+        }
     }
 }

@@ -57,15 +57,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (trigger == 1) let_next_start();
     const int m = blockIdx.x;
     const Parts parts{product, bias, slices, u64(gridDim.x) * OP_COLUMNS};
+    const int column = 2 * threadIdx.x;
+    const u64 row = u64(m) * OP_COLUMNS;
+    Float2* kept = reinterpret_cast<Float2*>(residual + row) + threadIdx.x;
     Float2 v[kEach] = {};
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        const int n = 2 * (threadIdx.x + i * kThreads);
-        if (n < OP_COLUMNS) {
-            Float2* kept = reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n);
-            const Float2 fresh = parts.pair(u64(m) * OP_COLUMNS + n, n), before = *kept;
-            *kept = v[i] = Float2{before.x + fresh.x, before.y + fresh.y};
-        }
-    }
+    for (int i = 0; i < kEach; ++i)
+        if (column + i * 2 * kThreads < OP_COLUMNS) v[i] = load_shared_state(kept + i * kThreads);
+    parts.pairs<kEach>(v, row + column, column, 2 * kThreads, OP_COLUMNS);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+        if (column + i * 2 * kThreads < OP_COLUMNS) kept[i * kThreads] = v[i];
     norm(v, gain, eps, x + u64(m) * OP_COLUMNS);
 }

@@ -94,7 +94,8 @@ def chunk_stages(
     product = prefill.Parts(out, None if slices == 1 else torch.zeros(512))
     own = LayerAttention(pool[0], pool[1], gain, gain)
     queries = torch.zeros(tokens, 4, 64)
-    attention = prefill.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1), 1e-6))
+    splits = prefill.Splits(torch.zeros(1), torch.zeros(1), torch.zeros(1), card.multiprocessors)
+    attention = prefill.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1), 1e-6), splits)
     return [
         prefill.embed(library, chunk, torch.zeros(9, 256), gain, stream),
         gemm.gemm(library, matrix, gemm.Batch(stream.x, out), how),

@@ -52,7 +52,8 @@ def test_columns_lie_as_the_reader_wants(library: KernelLibrary, launcher: Launc
     chunk = chunk_of(16, 0, 16, 4)
     pool = torch.randn(2, 4, 2, 16, 64, device="cuda").bfloat16()
     queries = torch.randn(16, 4, 64, device="cuda").bfloat16()
-    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6))
+    splits = ops.splits_of(layout, (16,), chunk.place.device)
+    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6), splits)
     gain = torch.rand(1024, device="cuda")
     found = []
     for one in (Format.BF16, order):
@@ -138,7 +139,9 @@ def test_heads(library: KernelLibrary, launcher: Launcher, layout: Heads, slices
     layer = LayerAttention(pool[0], pool[1], *(gains if layout.norm else (None, None)))
     product = sliced(torch.randn(size, layout.rows, device="cuda"), slices)
     queries = torch.full((size, layout.queries, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
-    attention = ops.ChunkAttention(library, layout, chunk, Embedding(angles, 1e-6))
+    attention = ops.ChunkAttention(
+        library, layout, chunk, Embedding(angles, 1e-6), ops.splits_of(layout, (size,), chunk.place.device)
+    )
     run(launcher, attention.heads(layer, product, queries).alone())
     exact_gains = (gains[0].double(), gains[1].double()) if layout.norm else None
     rows = whole(product)
@@ -157,12 +160,13 @@ def test_heads(library: KernelLibrary, launcher: Launcher, layout: Heads, slices
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.queries}-{one.keys}-{one.dim}")
 @pytest.mark.parametrize("window", [None, 9, 100])
 @pytest.mark.parametrize(
-    ("count", "start", "size"), [(2, 0, 16), (128, 0, 128), (77, 0, 128), (33, 500, 64), (200, 61, 256)]
+    ("count", "start", "size"),
+    [(2, 0, 16), (128, 0, 128), (77, 0, 128), (33, 500, 64), (200, 61, 256), (5, 3000, 16), (100, 2100, 128)],
 )
 def test_attention(
     library: KernelLibrary, launcher: Launcher, layout: Heads, window: int | None, count: int, start: int, size: int
 ) -> None:
-    end, total = start + count, 60
+    end, total = start + count, 200
     chunk = chunk_of(count, start, size, total)
     pool = torch.full((2, total, layout.keys, 16, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
     held = torch.randn(2, end, layout.keys, layout.dim, device="cuda").bfloat16()
@@ -171,7 +175,8 @@ def test_attention(
     queries = (torch.randn(size, layout.queries, layout.dim, device="cuda") * 2).bfloat16()
     queries[count:] = NAN
     out = torch.full((size, layout.queries * layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
-    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6))
+    splits = ops.splits_of(layout, (size,), chunk.place.device)
+    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6), splits)
     layer = LayerAttention(pool[0], pool[1], None, None, window)
     run(launcher, attention.attend(layer, queries, out).alone())
     for m in {0, 1, 15, 16, 31, 63, 64, count // 2, count - 1} & set(range(count)):

@@ -25,9 +25,10 @@ def why_not(linear: Linear) -> str | None:
 class Products:
     """Multiplies a chunk by any linear, into a buffer that all products share."""
 
-    def __init__(self, library: Kernels, launcher: Launcher, device: torch.device) -> None:
+    def __init__(self, library: Kernels, launcher: Launcher, device: torch.device, overlap: bool) -> None:
         self._library = library
         self._launcher = launcher
+        self._overlap = overlap  # a product may start before what precedes it has ended
         self._card = many.card_shape(device)
 
     def order(self, linear: Linear, tokens: int) -> Format:
@@ -60,11 +61,15 @@ class Products:
         how = many.divide(matrix, tokens, self._card)
         if how.slices == 1:
             out = _view(room, (tokens, matrix.rows), torch.bfloat16)
-            self._launcher.enqueue([many.gemm(self._library, matrix, many.Batch(x, out, bias), how)])
+            self._go(matrix, many.Batch(x, out, bias), how)
             return ops.Parts(out)
         out = _view(room, (how.slices, tokens, matrix.rows), torch.float32)
-        self._launcher.enqueue([many.gemm(self._library, matrix, many.Batch(x, out), how)])
+        self._go(matrix, many.Batch(x, out), how)
         return ops.Parts(out, bias)
+
+    def _go(self, matrix: Matrix, batch: many.Batch, how: many.Division) -> None:
+        launch = many.gemm(self._library, matrix, batch, how)
+        self._launcher.enqueue((launch if self._overlap else launch.alone(),))
 
 
 def _dense(linear: Linear) -> DenseLinear:

@@ -19,7 +19,7 @@ from engine.decoders.prefill.products import Products
 from engine.errors import EngineFailed, Unsupported
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
-from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, KernelLibrary, open_library
+from engine.kernels.build import MINIMUM_CAPABILITY, OVERLAP_CAPABILITY, BuildError, KernelLibrary, open_library
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Format
 from engine.linear import Linear
@@ -91,11 +91,13 @@ class PrefillStage:
         self._layout = _heads(parts)
         self._library: KernelLibrary = open_library(torch.cuda.get_device_capability(device))
         self._launcher = Launcher()
-        self._products = Products(self._library, self._launcher, device)
+        self._overlap = torch.cuda.get_device_capability(device) >= OVERLAP_CAPABILITY
+        self._products = Products(self._library, self._launcher, device, self._overlap)
         self._pages = -(-parts.max_context // PAGE_SIZE)
         # Count, start, ids, pages: what is used of it is the front of it.
         self._mail = Mailbox(2 + sizes[-1] + self._pages, device)
         self._buffers = self._allocate(sizes[-1])
+        self._splits = ops.splits_of(self._layout, sizes, device)
         self._attention = tuple(self._layer_attention(index) for index in range(config.layers))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._captured = self._fused = True
@@ -200,7 +202,7 @@ class PrefillStage:
             self._forward(size)
 
     def _go(self, launch: Launch) -> None:
-        self._launcher.enqueue((launch.alone(),))
+        self._launcher.enqueue((launch if self._overlap else launch.alone(),))
 
     def _forward(self, size: int) -> None:
         """Enqueues the pass of a chunk of up to `size` tokens."""
@@ -208,7 +210,7 @@ class PrefillStage:
         buffers, weights, largest = self._buffers.first(size), model.weights, self._sizes[-1]
         chunk = ops.Chunk(place=mail[:2], pages=mail[2 + largest :], tokens=mail[2 : 2 + size])
         embedding = Embedding(model.rope, model.config.norm_eps)
-        attention = ops.ChunkAttention(library, self._layout, chunk, embedding)
+        attention = ops.ChunkAttention(library, self._layout, chunk, embedding, self._splits)
         gains = [layer.input_norm.weight for layer in weights.layers] + [weights.norm.weight]
         readers: list[Linear | None] = [layer.qkv for layer in weights.layers[1:]] + [None]
         self._go(ops.embed(library, chunk, weights.embedding, gains[0], self._stream(buffers, weights.layers[0].qkv)))
