@@ -37,7 +37,7 @@ def read_packed(
         # stored plus 128: flipping the top bit is the same as subtracting it
         q = bytes_of(fetch(source, name, words, (torch.int32,)))[:, :in_features] ^ 0x80
         return Int8Rows(q.view(torch.int8), scale[:, 0].float())
-    zero = _zeros(source, layer, scheme, out_features, in_features // group)
+    zero = _zeros(source, layer, scheme, out_features, in_features // group).to(scale.device)
     packed = bytes_of(fetch(source, name, words, (torch.int32,)))[:, : in_features // 2].clone()
     return Int4Groups(packed, scale, zero, group)
 
@@ -65,6 +65,6 @@ def _check_shape(source: TensorSource, layer: str, inputs: int, outputs: int) ->
 def _check_order(source: TensorSource, name: str, inputs: int, group: int) -> None:
     """Activation order permutes the groups. An index that is unset or in order changes nothing."""
     index = fetch(source, name, (inputs,), (torch.int32, torch.int64))
-    in_order = torch.arange(inputs) // group
+    in_order = torch.arange(inputs, device=index.device) // group
     if not bool((index == -1).all()) and not torch.equal(index.long(), in_order):
         raise BadTensor(name, "groups in the order of the inputs (actorder 'weight' or none)", "another order")
