@@ -21,6 +21,7 @@ import torch
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import Kernels, open_library
 from engine.kernels.launch import Launch, Launcher, Trigger
+from engine.kernels.sampling import Sampling
 from engine.kernels.step import (
     ChainPlan,
     LayerWeights,
@@ -139,12 +140,14 @@ class Bench:
                 self.launcher.enqueue(chain)
         return graph
 
-    def decode(self, plan: ChainPlan, context: int, batch: int, steps: int = 4) -> Timing:
+    def decode(
+        self, plan: ChainPlan, context: int, batch: int, steps: int = 4, sampled: Sampling | None = None
+    ) -> Timing:
         """`STEPS` tokens a row, from a context of `context`."""
         buffers = allocate(self.weights, batch, self.pages // batch, RING)
         table = torch.randperm(self.pages, device="cuda")[: self.pages // batch * batch].view(batch, -1)
         buffers.places.pages.copy_(table)
-        graph = self.graph(prepare_step(self.library, self.weights, buffers, plan), steps)
+        graph = self.graph(prepare_step(self.library, self.weights, buffers, plan, sampled), steps)
         start = prepare_start(self.library, self.weights, buffers)
         times = [self._run(graph, start, buffers, context, steps) for _ in range(6)][1:]
         middle = statistics.median(times) / STEPS

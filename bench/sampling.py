@@ -3,7 +3,8 @@
     python -m bench.sampling --vocabulary 151936 --batch 1 8
 
 Prints a table and ends in one JSON line. Each figure is the median of nine replays of a graph of fifty chains. Logits
-are like a model's (a few likely tokens over a wide floor) or flat (random weights' way: nearly all tokens alike).
+are like a model's (a few likely tokens over a wide floor) or flat (random weights' way: nearly all tokens alike). Then
+whole steps of a model with random weights, one row.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import replace
 
 import torch
 
-from bench.kernels import revision, timers
+from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, random_weights, revision, timers
 from engine.kernels.attention import Places
 from engine.kernels.build import KernelLibrary, open_library
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.sampling import SampledRow, Sampling, allocate, sampling
+from engine.kernels.step import ChainPlan
 from engine.kernels.tokens import Choice
 
 TIMES = 50
@@ -95,11 +97,29 @@ def measure(library: KernelLibrary, launcher: Launcher, batches: list[int], voca
     return records
 
 
+def in_steps(library: KernelLibrary, launcher: Launcher, model: str, context: int) -> dict[str, float]:
+    """Microseconds of a step, by what its one row asks for."""
+    longest = context + STEPS + 16
+    weights = random_weights(SPECS[model], FORMATS["bf16"], -(-longest // 16), longest)
+    bench = Bench(library, launcher, weights, -(-longest // 16), H100_BANDWIDTH)
+    plan = ChainPlan(bench.multiprocessors, longest=context + STEPS)
+    found = {}
+    for name, row in {"greedy": None, **ROWS}.items():
+        state = None
+        if row is not None:
+            state = allocate(1, weights.head.rows, weights.table.device)
+            state.place(0, row)
+        found[name] = round(bench.decode(plan, context, 1, sampled=state).microseconds, 1)
+        print(f"{model}, ctx {context}: {name:38} {found[name]:7.1f} µs a step", flush=True)
+    return found
+
+
 def main() -> int:
     """Measures what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--model", choices=SPECS, default="qwen3-0.6b")
     parser.add_argument("--revision", default=None, help="the commit to write down")
     given = parser.parse_args()
     launcher = Launcher()
@@ -111,6 +131,7 @@ def main() -> int:
         "torch": torch.__version__,
         "vocabulary": given.vocabulary,
         "rows": measure(library, launcher, given.batch, given.vocabulary),
+        "steps": {"model": given.model, "context": 128, "us": in_steps(library, launcher, given.model, 128)},
     }
     print(json.dumps(record))
     return 0

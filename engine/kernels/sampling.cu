@@ -56,20 +56,23 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Row row = rows[m];
     wait_for_previous();
     if (trigger == 1) let_next_start();
+    if (!(row.uses & kOn)) return;
+    const u64 start = u64(m) * kVocabulary;
     const int place = load_shared_state(position + m);
-    if (!(row.uses & kOn) || place < 0) return;
+    float values[kEach];
+    each_of_block([&](int i, int id) { values[i] = load_shared_state(logits + start + id); });
+    if (place < 0) return;
     for (int i = blockIdx.x * kThreads + threadIdx.x; i < kBins; i += kBlocks * kThreads)
         counts[m * kBins + i] = masses[m * kBins + i] = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         listed[m] = arrived[m] = 0;
         best[m] = 0;  // not the head's choice
     }
-    const u64 start = u64(m) * kVocabulary;
     const bool barred = place + 1 < row.free_from;
     float high = minus_infinity(), low = -minus_infinity();
     bool sound = true;
-    each_of_block([&](int, int id) {
-        float v = load_shared_state(logits + start + id);
+    each_of_block([&](int i, int id) {
+        float v = values[i];
         sound = sound && is_finite(v);
         const float more = (row.uses & kBiased) ? bias[start + id] : 0.f;
         const u32 mark = (row.uses & kMarked) ? load_shared_state(marks + start + id) : 0u;
@@ -150,11 +153,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mass.clear();
     wait_for_previous();
     if (trigger == 1) let_next_start();
-    if (!row.filtered() || load_shared_state(position + m) < 0) return;
+    if (!row.filtered()) return;
+    const int place = load_shared_state(position + m);
     float heats[kEach];
     each_of_block([&](int i, int id) { heats[i] = load_shared_state(adjusted + u64(m) * kVocabulary + id); });
     const Scale scale(parts, row, m);
-    if (!scale.sound) return;
+    if (place < 0 || !scale.sound) return;
     __syncthreads();
     each_of_block([&](int i, int) {
         heats[i] = scale.heat(heats[i]);
@@ -208,13 +212,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Row row = rows[m];
     wait_for_previous();
     if (trigger == 1) let_next_start();
+    if (!(row.uses & kOn)) return;
     const int place = load_shared_state(position + m);
-    if (!(row.uses & kOn) || place < 0) return;
     float values[kEach];
     each_of_block([&](int i, int id) { values[i] = load_shared_state(adjusted + u64(m) * kVocabulary + id); });
     const Cut cut = row.filtered() ? load_cut(cuts + m) : Cut{kAll, kBins, 0, 0, 0, 0};
     const Scale scale(parts, row, m);
-    if (!scale.sound || cut.mode == kWhole) return;
+    if (place < 0 || !scale.sound || cut.mode == kWhole) return;
     u64 mine = 0;
     each_of_block([&](int i, int id) {
         const float heat = row.greedy() ? values[i] : scale.heat(values[i]);
@@ -282,14 +286,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Row row = rows[m];
     wait_for_previous();
     if (trigger == 1) let_next_start();
+    if (!(row.uses & kOn)) return;
     const int place = load_shared_state(position + m);
-    if (!(row.uses & kOn) || place < 0) return;
-    const Scale scale(parts, row, m);
-    if (!scale.sound) return;
+    const int count = int(load_shared_state(listed + m));
+    const Cut cut = load_cut(cuts + m);
     u64 chosen = load_shared_state(best + m);
+    const Scale scale(parts, row, m);
+    if (place < 0 || !scale.sound) return;
     if (row.filtered()) {
-        const Cut cut = load_cut(cuts + m);
-        const int count = int(load_shared_state(listed + m));
         u64 mine = 0;
         if (cut.mode == kWhole) {
             const Whole whole{adjusted + u64(m) * kVocabulary, scale};
