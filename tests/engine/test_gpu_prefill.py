@@ -14,6 +14,7 @@ from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.build import Prepared, prepare
 from engine.decoders.eager import EagerDecoder
 from engine.decoders.prefill.stage import PrefillStage, why_not
+from engine.errors import Unsupported
 from engine.model.config import parse_config
 from engine.model.weights import dense_tensors
 from engine.plan import Row, StepPlan
@@ -178,6 +179,25 @@ def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
         for token, logprob in row.logprobs[0].top:
             assert logprob == pytest.approx(float(alone[index][token]), abs=0.1)
     assert stage.share(StepPlan((Row(rows[0].sequence, 30, 1, True), rows[1]), ())) == (rows[1],)
+
+
+def test_switches(tmp_path: Path) -> None:
+    parts = prepared(tmp_path, "qwen3").parts
+    stage = PrefillStage(parts, SIZES)
+    stage.warmup(watch)
+    one = sequence(torch.randint(0, 320, (90,), generator=torch.Generator().manual_seed(6)).tolist(), list(range(6)))
+    captured = told(stage, one, [40])
+    stage.switch("graphs", False)
+    assert torch.equal(told(stage, one, [40]), captured)
+    plan = StepPlan((Row(one, 0, 90, True),), ())
+    assert stage.share(plan) == plan.rows
+    stage.switch("fused_kernels", False)
+    assert stage.share(plan) == ()
+    stage.switch("fused_kernels", True)
+    stage.switch("graphs", True)
+    assert torch.equal(told(stage, one, [40]), captured)
+    with pytest.raises(Unsupported):
+        stage.switch("warp", True)
 
 
 def test_a_token_outside_the_vocabulary_is_no_step(tmp_path: Path) -> None:
