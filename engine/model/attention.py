@@ -1,12 +1,14 @@
 """Attention of one step over the page pool: rows of one token, and chunks of a prompt, side by side.
 
-Rows of one token read their keys in place where pages neighbour (CPU), or gathered and padded into one batch (GPU).
+Rows of one token read their keys in place, stretch by stretch of neighbouring pages (CPU), or gathered and padded into
+one batch (GPU).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.nn import functional
@@ -15,6 +17,7 @@ from engine.model.kv import KvPool
 from engine.settings import PAGE_SIZE
 
 Window = int | None
+MOST_STRETCHES = 4  # of more, gathering is no dearer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Reach:
     slot: int  # of the first, where pages neighbour
     pages: torch.Tensor | None  # to gather, where they do not
     offset: int  # of the first, in the gathered
+    stretches: tuple[tuple[int, int], ...] = ()  # first slot and count of each, instead of pages
 
     def read(self, pool: KvPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, kv_heads, length, head_dim]."""
@@ -48,16 +52,53 @@ class Reach:
         keys, values = pool.gather(layer, self.pages)
         return keys.narrow(2, self.offset, self.length), values.narrow(2, self.offset, self.length)
 
+    def attend(self, pool: KvPool, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """query [1, kv_heads, rows, head_dim] over all of these keys → the same shape."""
+        if not self.stretches:
+            keys, values = self.read(pool, layer)
+            return functional.scaled_dot_product_attention(query, keys, values)
+        output, weight = _attend(query, *pool.run(layer, *self.stretches[0]))
+        for stretch in self.stretches[1:]:
+            further, its_weight = _attend(query, *pool.run(layer, *stretch))
+            part = torch.sigmoid(its_weight - weight).unsqueeze(-1).to(output.dtype)
+            output = torch.lerp(output, further, part)
+            if stretch != self.stretches[-1]:
+                weight = torch.logaddexp(weight, its_weight)
+        return output
 
-def reach(share: Share, window: Window, pool: KvPool, device: torch.device) -> Reach:
-    """The keys of a row, from the oldest that its first token sees."""
+
+def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithm of the softmax's denominator, [1, heads, rows]."""
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values
+    )
+    return found
+
+
+def reach(share: Share, window: Window, pool: KvPool, device: torch.device, whole: bool = True) -> Reach:
+    """The keys of a row, from the oldest that its first token sees. Not `whole`: they may be seen piece by piece."""
     low = 0 if window is None else max(0, share.start - window + 1)
     first, last = low // PAGE_SIZE, (share.end - 1) // PAGE_SIZE
     pages = share.pages[first : last + 1]
     offset = low - first * PAGE_SIZE
     if pool.heads_outside and pages == list(range(pages[0], pages[0] + len(pages))):
         return Reach(share.end - low, pages[0] * PAGE_SIZE + offset, None, 0)
+    if not whole:
+        stretches = _stretches(pages, offset, share.end - low)
+        if len(stretches) <= MOST_STRETCHES:
+            return Reach(share.end - low, 0, None, 0, stretches)
     return Reach(share.end - low, 0, torch.tensor(pages, device=device), offset)
+
+
+def _stretches(pages: list[int], offset: int, length: int) -> tuple[tuple[int, int], ...]:
+    """Neighbouring slots of `length` positions, from `offset` in the first page on."""
+    borders = [0, *(at for at in range(1, len(pages)) if pages[at] != pages[at - 1] + 1), len(pages)]
+    found = []
+    for first, last in pairwise(borders):
+        start = max(first * PAGE_SIZE, offset)
+        end = min(last * PAGE_SIZE, offset + length)
+        found.append((pages[first] * PAGE_SIZE + start - first * PAGE_SIZE, end - start))
+    return tuple(found)
 
 
 class Chunk:
@@ -94,7 +135,7 @@ class ReadInPlace:
 
     def __init__(self, shares: Sequence[Share], windows: Sequence[Window], pool: KvPool, device: torch.device) -> None:
         self._pool = pool
-        self._reach = {window: [reach(share, window, pool, device) for share in shares] for window in windows}
+        self._reach = {window: [reach(share, window, pool, device, False) for share in shares] for window in windows}
 
     def attend(self, layer: int, window: Window, queries: torch.Tensor) -> torch.Tensor:
         """queries [rows, heads, head_dim] → [rows, heads, head_dim]."""
@@ -104,8 +145,7 @@ class ReadInPlace:
         grouped = queries.view(rows, 1, kv_heads, heads // kv_heads, dim).unbind(0)
         found = []
         for query, keys_of in zip(grouped, self._reach[window], strict=True):
-            keys, values = keys_of.read(self._pool, layer)
-            found.append(functional.scaled_dot_product_attention(query, keys, values))
+            found.append(keys_of.attend(self._pool, layer, query))
         return (found[0] if rows == 1 else torch.cat(found)).reshape(rows, heads, dim)
 
 

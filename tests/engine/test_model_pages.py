@@ -13,6 +13,7 @@ import torch
 from engine.api import GenerationRequest
 from engine.build import build
 from engine.linear import Place
+from engine.model.attention import Share, reach
 from engine.model.kv import KvPool, KvShape
 from engine.model.pages import PoolPages
 from engine.pages import PagePool
@@ -61,6 +62,29 @@ def test_layouts_differ_where_bytes_do() -> None:
     assert first == PoolPages(pool(torch.bfloat16, False)).layout
     assert first != PoolPages(pool(torch.float16, True)).layout
     assert "cpu" in first.variant
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 5, 40, 70])
+@pytest.mark.parametrize(
+    "pages", [[3, 4, 5, 6, 7, 8], [0, 1, 2, 9, 10, 11], [4, 5, 1, 2, 8, 9], [1, 3, 5, 6, 9, 10], [9, 7, 5, 3, 1, 0]]
+)
+def test_keys_in_stretches_are_seen_as_keys_in_one(dtype: torch.dtype, window: int | None, pages: list[int]) -> None:
+    made = pool(dtype, heads_outside=True)
+    query = torch.randn(1, SHAPE.kv_heads, 3, SHAPE.head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for start in (81, 90, 95):
+        share = Share(0, 1, start, pages)
+        keys, values = (part.transpose(0, 1).flatten(1, 2)[:, : start + 1] for part in made.layer(1)[:, pages])
+        low = 0 if window is None else start - window + 1
+        scores = query[0].double() @ keys[:, low:].double().transpose(1, 2) / SHAPE.head_dim**0.5
+        expected = scores.softmax(-1) @ values[:, low:].double()
+        for whole in (True, False):
+            found = reach(share, window, made, torch.device("cpu"), whole)
+            assert found.attend(made, 1, query).dtype == dtype
+            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(found.attend(made, 1, query)[0].double(), expected, rtol=0, atol=tolerance)
+            if pages == [4, 5, 1, 2, 8, 9] and window is None and not whole:
+                assert found.stretches == ((64, 32), (16, 32), (128, start - 63))
 
 
 CONFIG = {
