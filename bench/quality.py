@@ -1,6 +1,7 @@
-"""What quantizing costs, in one table: folders made by any quantizer, and rounding to nearest, against their base.
+r"""What quantizing costs, in one table: folders made by any quantizer, and rounding to nearest, against their base.
 
-    python -m bench.quality --base models/demo --text held-out.txt --nearest 32 64 128 ours-32=OUT theirs-32=OTHER
+    python -m bench.quality --base models/demo --text held-out.txt --nearest 32 64 128 \
+        --folders ours-32=OUT theirs-32=OTHER
 
 All read the same windows of the text in float32 arithmetic; `quant.evaluate` measures. Ends in one JSON line.
 """
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=160)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--nearest", type=int, nargs="*", default=[], metavar="GROUP")
-    parser.add_argument("folders", nargs="*", metavar="NAME=FOLDER")
+    parser.add_argument("--folders", nargs="*", default=[], metavar="NAME=FOLDER")
     options = parser.parse_args()
     windows = text_windows(options.base, options.text, options.length, options.windows)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
