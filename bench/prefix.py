@@ -95,7 +95,8 @@ class Engine:
         begun = time.perf_counter()
         request = plain_request(token_ids, tokens)
         self.scheduler.admit(Sequence(request, list(token_ids), key=self._keys))
-        first, cached, answer = 0.0, 0, ()
+        first, cached = 0.0, 0
+        answer: tuple[int, ...] = ()
         while self.scheduler.live:
             self.scheduler.collect()
             plan = self.scheduler.plan(time.monotonic())
@@ -242,7 +243,7 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="models/demo")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="the engine's; its own choice by default")
     parser.add_argument("--trace", type=Path, help="of blocks, in Mooncake's format")
     parser.add_argument("--told", type=int, nargs="*", default=[25_000], help="prefill rates to tell the gate")
