@@ -4,8 +4,6 @@ the stored ones; packing is done here value by value, from the format's descript
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +249,51 @@ def test_outputs_that_no_kernel_takes_are_served_all_the_same(tmp_path: Path) ->
     assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
 
 
+def in_order(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """[rows, K] of 0…2**bits - 1 → int32 words, the first value lowest."""
+    count = 32 // bits
+    words = torch.zeros(values.shape[0], values.shape[1] // count, dtype=torch.int64)
+    for place in range(count):
+        words |= values[:, place::count].long() << bits * place
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+@pytest.mark.parametrize(("bits", "name"), [(4, "compressed-tensors-int4-g32"), (8, "compressed-tensors-int8")])
+def test_compressed_tensors(bits: int, name: str, tmp_path: Path) -> None:
+    config = {**BASE, **FAMILIES["llama-biases"]}
+    parsed = parse_config(config, "config.json")
+    seed = torch.Generator().manual_seed(5)
+    plain = {key: torch.rand(shape, generator=seed) + 0.5 for key, shape in dense_tensors(parsed).items()}
+    plain = {key: tensor - 1 if tensor.dim() == 2 else tensor for key, tensor in plain.items()}
+    held, half = dict(plain), 1 << bits - 1
+    for projection in projections(parsed):
+        inputs = projection.in_features
+        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
+            if prefix == "lm_head":
+                continue
+            q = torch.randint(1 - half, half, (rows, inputs), generator=seed)
+            scale = (torch.rand(rows, inputs // 32 if bits == 4 else 1, generator=seed) + 0.5) / half / inputs**0.5
+            del held[f"{prefix}.weight"]
+            held[f"{prefix}.weight_packed"] = in_order(q + half, bits)
+            held[f"{prefix}.weight_scale"] = scale
+            held[f"{prefix}.weight_shape"] = torch.tensor([rows, inputs])
+            plain[f"{prefix}.weight"] = q * scale.repeat_interleave(inputs // scale.shape[1], 1)
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group" if bits == 4 else "channel"}
+    scheme = {"targets": ["Linear"], "weights": {**weights, "group_size": 32 if bits == 4 else None}}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    quantized = {**config, "quantization_config": {**section, "config_groups": {"group_0": scheme}}}
+    folder = write(tmp_path / "packed", quantized, held)
+    expected = logits_of(write(tmp_path / "plain", config, plain), ids_of(20), dtype="float32")
+    found = logits_of(folder, ids_of(20), dtype="float32")
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+    rounded = logits_of(folder, ids_of(20)) - expected
+    assert float(rounded.square().mean().sqrt()) < 0.04 * float(expected.std())
+    assert prepare(settings(folder), nothing).weight_format == name
+    del held["model.layers.0.mlp.down_proj.weight_scale"]
+    with pytest.raises(InvalidModel, match=r"down_proj\.weight_scale: expected .* found no such tensor;"):
+        prepare(settings(write(tmp_path / "broken", quantized, held)), nothing)
+
+
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
 def test_eight_bits_made_while_loading(source: str, tmp_path: Path) -> None:
     make(tmp_path, "qwen2-tied")
@@ -416,63 +459,3 @@ def test_the_doctor_tells_what_building_comes_to(tmp_path: Path) -> None:
         assert report.model.weights_bytes == pytest.approx(info.weights_bytes, rel=0.05)
     (problem,) = doctor.examine(replace(settings(tmp_path / "awq"), quantization="int8")).problems
     assert "already" in problem
-
-
-MEMORY = """
-import gc, sys
-from pathlib import Path
-from engine.build import prepare
-from engine.settings import EngineSettings
-
-def field(name):
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields[name].split()[0]) * 1024
-
-import torch
-import quant.cpu
-quant.cpu.dense_plan()
-Path("/proc/self/clear_refs").write_text("5")
-before = field("VmRSS")
-settings = EngineSettings(
-    model=sys.argv[1], quantization=sys.argv[2], device="cpu", threads=1, kv_bytes=1 << 20, max_sequences=1
-)
-held = prepare(settings, lambda *told: None)
-gc.collect()
-layers = held.parts.model.weights.layers
-packed = sum(one.nbytes for layer in layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
-sys.stdout.write(f"{field('VmRSS') - before} {field('VmHWM') - before} {held.parts.model.weights.nbytes} {packed}")
-"""
-
-
-def wide(root: Path, *, packed: bool) -> Path:
-    """Four layers whose linears are 128 MiB as bfloat16; numbers are random, only their size matters."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
-    config = {**BASE, **FAMILIES["qwen3"], **sizes, "head_dim": 64, "num_key_value_heads": 16}
-    parsed = parse_config(config, "config.json")
-    held = {name: torch.rand(shape).half() * 0.01 for name, shape in dense_tensors(parsed).items()}
-    if not packed:
-        return write(root / "plain", config, held)
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
-    for projection in projections(parsed):
-        inputs = projection.in_features
-        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
-            if ".layers." in prefix:
-                del held[f"{prefix}.weight"]
-                for stem, height in (("qweight", inputs), ("qzeros", inputs // 128)):
-                    held[f"{prefix}.{stem}"] = torch.randint(-(2**31), 2**31, (height, rows // 8), dtype=torch.int32)
-                held[f"{prefix}.scales"] = torch.rand(inputs // 128, rows).half()
-    return write(root / "awq", config, held)
-
-
-@pytest.mark.parametrize(("form", "share"), [("auto", 0.27), ("int8", 0.51)])
-def test_no_plain_copy_is_kept_and_none_is_made(form: str, share: float, tmp_path: Path) -> None:
-    folder = wide(tmp_path, packed=form == "auto")
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(folder), form], capture_output=True, text=True, check=True)
-    resident, peak, counted, packed = map(int, done.stdout.split())
-    plain = 4 * (4 * 1024 * 1024 + 3 * 4096 * 1024) * 2  # bytes, as bfloat16
-    assert packed / plain < share
-    assert packed < counted < packed + (1 << 20)
-    # Beside the weights: pages, angles, libraries mapped at their first use. While loading: one linear, its tensors of
-    # the file, and what the digest reads at once. A plain copy would be 128 MiB.
-    assert resident < counted + (14 << 20)
-    assert peak < counted + (56 << 20)
