@@ -46,14 +46,14 @@ def read_blocks(path: Path) -> list[TraceRequest]:
     rows = (json.loads(line) for line in _text(path).splitlines() if line.strip())
     try:
         return [TraceRequest(tuple(map(int, row["hash_ids"])), int(row["input_length"])) for row in rows]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a block trace: {error}") from None
 
 
 def read_labelled(path: Path, parts: Sequence[str] = ("test",)) -> list[Labelled]:
     """CLINC150's format: {part: [[text, intent], …]}. Raises ValueError."""
-    found: Any = json.loads(_text(path))
     try:
+        found: Any = json.loads(_text(path))
         return [Labelled(str(text), str(intent)) for part in parts for text, intent in found[part]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a set of labelled questions: {error}") from None

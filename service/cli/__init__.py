@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("service.cli.generate", "ask a server and stream its answer to the terminal"),
     "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
+    "cache": ("service.cli.cache", "run a trace through the caches"),
     "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
 }
 
