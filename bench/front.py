@@ -35,7 +35,8 @@ def server(*flags: str, python: str = sys.executable) -> Iterator[tuple[str, int
     """A server on free ports. Gives its data address and its process id."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen")]
     code = f"import sys; sys.executable = {python!r}; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "--engine=fake", "--log-level=warning", *ports, *flags]
+    uncached = ("--optimizations.response-cache=false", "--cache.semantic.mode=off")  # unless the flags say otherwise
+    command = [sys.executable, "-c", code, "--engine=fake", "--log-level=warning", *ports, *uncached, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

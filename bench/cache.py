@@ -1,0 +1,327 @@
+"""What the caches cost and what they save, on plain Redis: a semantic lookup by length of the question, idle and while
+an answer is generated; a stored answer against a generated one; what a Redis that is sick adds to a request. Prints
+tables and ends in one JSON line. Starts a redis-server of its own, and servers on free ports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from bench.about import ROOT, device, revision
+from bench.front import UNARY, server
+from bench.grpc_frames import FrameClient
+from cache.api import Allowance, CachedCompletion, Chunk, Ending, Mode, Question, Turn
+from cache.counters import Counters
+from cache.envelope import Envelope
+from cache.ground import Ground
+from cache.keyring import Keyring
+from cache.partition import Epochs, ModelIdentity, Partitions
+from cache.redis_store import RedisStore
+from cache.response import ExactCache
+from cache.semantic.embedder import OnnxEmbedder, Vector
+from cache.semantic.export import exported
+from cache.semantic.search import SimilarCache
+from cache.settings import RedisSettings, ResponseSettings, SemanticSettings
+from service.pb.whippet.v1 import generation_pb2 as pb
+
+LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # the embedder's tokens, upper borders
+REAL = 2000  # entries that are sentences; the others are random directions
+_FILLER = "filler "
+Figures = dict[str, dict[str, float]]
+
+
+class Mixed:
+    """The real embedder, but for texts that only fill the index."""
+
+    def __init__(self, real: OnnxEmbedder) -> None:
+        self._real = real
+        self._random = np.random.default_rng(1)
+        self.digest, self.width = real.digest, real.width
+
+    def tokens(self, text: str) -> int:
+        """As the real one says."""
+        return self._real.tokens(text)
+
+    def embed(self, text: str) -> Vector:
+        """A real vector, or any."""
+        if not text.startswith(_FILLER):
+            return self._real.embed(text)
+        found: Vector = self._random.standard_normal(self.width).astype(np.float32)
+        return found / np.float32(np.linalg.norm(found))
+
+
+def sentences() -> list[str]:
+    """What the docstrings of Python's standard library say: English of every length, on every machine."""
+    found: dict[str, None] = {}
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (text := ast.get_docstring(node)):
+                for paragraph in text.split("\n\n"):
+                    words = " ".join(paragraph.split())
+                    found[words] = None
+                    found.update(dict.fromkeys(re.split(r"(?<=[.?!]) ", words)))
+    return [text for text in found if len(text.split()) >= 3 and not re.search(r"\d[\d -]{7,}\d|@", text)]
+
+
+@contextmanager
+def redis() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server of our own: its address and its process."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        raise SystemExit("bench.cache needs redis-server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    quiet = ("--save", "", "--appendonly", "no", "--loglevel", "warning")
+    with subprocess.Popen([binary, "--port", str(port), "--bind", "127.0.0.1", *quiet]) as process:
+        try:
+            time.sleep(0.5)
+            yield f"redis://127.0.0.1:{port}/0", process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def turn(text: str) -> Turn:
+    """A greedy question."""
+    ids = tuple(text.encode())
+    question = Question(tenant="bench", token_ids=ids, parameters=(), max_tokens=512, deterministic=True)
+    return Turn(question=question, context=b"", text=text, greedy=True)
+
+
+def answer() -> CachedCompletion:
+    """200 tokens, about 1 KB."""
+    chunks = [Chunk((n,), "word ") for n in range(199)]
+    ending = Ending(reason="stop", prompt_tokens=1, completion_tokens=200)
+    return CachedCompletion(
+        chunks=(*chunks, Chunk((199,), "", ending)), max_tokens=512, provenance="bench", created_at=time.time()
+    )
+
+
+class Lookups:
+    """Both caches over one Redis, filled."""
+
+    def __init__(self, url: str) -> None:
+        counter, keyring = Counters(), Keyring.generate()
+        partitions = Partitions(keyring, ModelIdentity(weights="bench", tokenizer="bench"))
+        store = RedisStore(RedisSettings(url=url, budget=1.0), counter)
+        ground = Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counter), counter)
+        self.embedder = Mixed(OnnxEmbedder(exported()))
+        self.exact = ExactCache(ground, ResponseSettings())
+        self.similar = SimilarCache(ground, self.embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
+
+    async def fill(self, texts: list[str], entries: int) -> None:
+        """Real questions first, then directions."""
+        filler = (f"{_FILLER}number {n} of many" for n in range(entries - len(texts)))
+        for number, text in enumerate((*texts, *filler)):
+            await self.similar.put(turn(text), answer())
+            if number % 200 == 0:
+                await asyncio.sleep(0.05)  # for the queue to drain
+        await asyncio.sleep(1.0)
+
+    async def measure(self, buckets: dict[int, list[str]]) -> dict[str, list[float]]:
+        """Milliseconds: the whole way of a request that the response cache does not know."""
+        found: dict[str, list[float]] = {}
+        order = [(border, text) for border, texts in buckets.items() for text in texts]
+        random.Random(2).shuffle(order)
+        for _, text in order[:20]:
+            await self.similar.lookup(turn(text), Allowance(1.0))
+        for border, text in order:
+            allowance, begun = Allowance(1.0), time.perf_counter()
+            asked = turn(text)
+            if await self.exact.get(asked.question, allowance) is None:
+                await self.similar.lookup(asked, allowance)
+            found.setdefault(f"≤ {border}", []).append((time.perf_counter() - begun) * 1e3)
+        return found
+
+
+def bucketed(lookups: Lookups, texts: list[str], each: int) -> dict[int, list[str]]:
+    """So many texts of each length, half of them a stored question in other clothes."""
+    buckets: dict[int, list[str]] = {border: [] for border in LENGTHS}
+    for text in texts:
+        length = lookups.embedder.tokens(text)
+        border = next((border for border in LENGTHS if length <= border), None)
+        if border is not None and length >= 3 and len(buckets[border]) < each:
+            buckets[border].append(text.lower().rstrip(".") if len(buckets[border]) % 2 else text)
+    return buckets
+
+
+@contextmanager
+def generating() -> Iterator[None]:
+    """The demo model answers one request after the other, on one thread."""
+    code = (
+        "import sys, time, grpc\n"
+        "from service.pb.whippet.v1 import generation_pb2 as pb, generation_pb2_grpc as rpc\n"
+        "stub = rpc.GenerationServiceStub(grpc.insecure_channel(sys.argv[1]))\n"
+        "request = pb.GenerateStreamRequest(text='def main():', output=pb.OutputOptions(logprobs=0))\n"
+        "request.stopping.max_tokens, request.stopping.ignore_eos = 400, True\n"
+        "while True:\n"
+        "    for _ in stub.GenerateStream(request): pass\n"
+    )
+    flags = ("--engine=model", f"--model={ROOT / 'models' / 'demo'}", "--device=cpu", "--scheduler.threads=1")
+    with (
+        server(*flags) as (address, _),
+        subprocess.Popen([sys.executable, "-c", code, address], cwd=ROOT) as client,
+    ):
+        try:
+            time.sleep(3.0)
+            yield
+        finally:
+            client.kill()
+
+
+@contextmanager
+def measuring(what: str) -> Iterator[None]:
+    """Says so, for whoever keeps the machine quiet meanwhile."""
+    print(f"measuring: {what}", file=sys.stderr, flush=True)
+    yield
+    print(f"measured: {what}", file=sys.stderr, flush=True)
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Median and tails, in milliseconds, to the microsecond."""
+    ordered = sorted(values)
+    at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in QUANTILES.items()}
+    return {name: round(value, 3) for name, value in at.items()} | {"count": len(ordered)}
+
+
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+def lookups(entries: int, each: int, rounds: int) -> Figures:
+    """The semantic path by length, idle and beside a generation."""
+
+    async def run(url: str) -> Figures:
+        texts = sentences()
+        random.Random(1).shuffle(texts)
+        filled = Lookups(url)
+        buckets = bucketed(filled, texts, each)
+        stored = list(dict.fromkeys(text for some in buckets.values() for text in some[::3]))
+        await filled.fill([*stored, *texts[-max(0, REAL - len(stored)) :]][:REAL], entries)
+        result: Figures = {}
+        for name, beside in (("idle", nullcontext), ("generating", generating)):
+            times: dict[str, list[float]] = {}
+            with beside(), measuring(f"lookups, {name}"):
+                for _ in range(rounds):
+                    for border, found in (await filled.measure(buckets)).items():
+                        times.setdefault(border, []).extend(found)
+            for border in [f"≤ {border}" for border in LENGTHS]:
+                result[f"lookup, {name}, {border} tokens"] = quantiles(times.get(border, [0.0]))
+            upto48 = [t for border in LENGTHS[:5] for t in times.get(f"≤ {border}", [])]
+            result[f"lookup, {name}, up to 48 tokens"] = quantiles(upto48)
+        await filled.similar.aclose()
+        return result
+
+    with redis() as (url, _):
+        return uvloop.run(run(url))
+
+
+def ask(client: FrameClient, number: int, text: str, tokens: int) -> float:
+    """Milliseconds of one unary request."""
+    message = pb.GenerateRequest(text=text, sampling=pb.SamplingOptions(temperature=0))
+    message.stopping.max_tokens = tokens
+    begun = time.perf_counter()
+    stream = client.streams[client.start(UNARY, message.SerializeToString())]
+    while client.ended <= number and client.read():
+        pass
+    if stream.status != 0:
+        raise RuntimeError(f"a request ended with {stream.status}")
+    return (time.perf_counter() - begun) * 1e3
+
+
+def requests(address: str, count: int, name: str) -> list[float]:
+    """Milliseconds of requests that nobody asked before."""
+    client = FrameClient(address, time.monotonic)
+    found = [ask(client, n, f"{name} {n}", 1) for n in range(count)]
+    client.close()
+    return found
+
+
+def sickness(count: int) -> Figures:
+    """What a Redis that is stalled or gone adds to requests that nobody asked before."""
+    result: Figures = {}
+    with tempfile.TemporaryDirectory() as folder, redis() as (url, process):
+        keys = Path(folder) / "keys"
+        keys.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
+        flags = (f"--cache.redis-url={url}", f"--cache.key-file={keys}", "--cache.semantic.mode=off")
+        with server(*flags, "--optimizations.response-cache=true") as (address, _):
+            requests(address, 50, "warm")
+            steps: tuple[tuple[str, Callable[[], None]], ...] = (
+                ("well", lambda: None),
+                ("stalled", lambda: process.send_signal(signal.SIGSTOP)),
+                ("well again", lambda: process.send_signal(signal.SIGCONT)),
+                ("gone", process.kill),
+            )
+            for name, change in steps:
+                change()
+                if name == "well again":
+                    time.sleep(1.5)
+                with measuring(f"requests, Redis {name}"):
+                    result[f"request, Redis {name}"] = quantiles(requests(address, count, name))
+    return result
+
+
+def replays(count: int) -> Figures:
+    """A stored answer of 64 tokens against the same one without caches, whose engine takes 1 ms a token."""
+    result: Figures = {}
+    for name, enabled in (("stored", "true"), ("generated", "false")):
+        flags = (f"--optimizations.response-cache={enabled}", "--cache.semantic.mode=off", "--fake.step-time=0.001")
+        with server(*flags) as (address, _):
+            client = FrameClient(address, time.monotonic)
+            ask(client, 0, "again and again", 64)
+            time.sleep(1.2)
+            with measuring(f"answers, {name}"):
+                times = [ask(client, n, "again and again", 64) for n in range(1, count + 1)]
+            client.close()
+            result[f"answer of 64 tokens, {name}"] = quantiles(times)
+    return result
+
+
+def main() -> None:
+    """Every part, or the one named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("lookups", "sickness", "replays"), action="append")
+    parser.add_argument("--entries", type=int, default=10_000)
+    parser.add_argument("--each", type=int, default=60, help="questions of each length")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=400, help="requests of each kind")
+    given = parser.parse_args()
+    parts: dict[str, Callable[[], Figures]] = {
+        "lookups": lambda: lookups(given.entries, given.each, given.rounds),
+        "sickness": lambda: sickness(given.count),
+        "replays": lambda: replays(given.count),
+    }
+    figures: Figures = {}
+    for name in given.part or parts:
+        figures |= parts[name]()
+    width = max(map(len, figures))
+    for name, found in figures.items():
+        cells = "  ".join(f"{key} {value:8.3f}" for key, value in found.items() if key != "count")
+        print(f"{name:{width}}  {cells}  ms  of {found['count']:.0f}")
+    about = {"sha": revision(), "device": device(), "entries": given.entries, "load": os.getloadavg()[0]}
+    print(json.dumps({"bench": "cache", **about, "figures": figures}, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
