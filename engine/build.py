@@ -124,10 +124,10 @@ def _others(choice: Choice, parts: Parts, last: DecoderEntry, progress: Progress
         return ()
     try:
         prompts = prefill.make(parts)
+        prompts.warmup(progress)
     except Unfit as unfit:
-        _log.info("prompts are left to %s: %s", last.name, unfit)
+        _log.warning("prompts are left to %s: %s", last.name, unfit)
         return (last.make(parts),)
-    prompts.warmup(progress)
     return prompts, last.make(parts)
 
 

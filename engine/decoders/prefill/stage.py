@@ -132,21 +132,28 @@ class PrefillStage:
         )
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures every size."""
-        with torch.inference_mode():
-            # No pages are known yet, so a chunk of no tokens must do: it writes none.
-            self._mail.send([0, 0])
-            pool = None
-            for done, size in enumerate(reversed(self._sizes)):
-                progress("prefill", done, len(self._sizes))
+        """Compiles and captures every size. Raises Unfit where that cannot be."""
+        try:
+            with torch.inference_mode():
+                self._capture(progress)
+        except (BuildError, torch.OutOfMemoryError) as failure:
+            self.close()
+            raise Unfit(_one_line(failure)) from failure
+
+    def _capture(self, progress: Progress) -> None:
+        # No pages are known yet, so a chunk of no tokens must do: it writes none.
+        self._mail.send([0, 0])
+        pool = None
+        for done, size in enumerate(reversed(self._sizes)):
+            progress("prefill", done, len(self._sizes))
+            self._forward(size)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
                 self._forward(size)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._forward(size)
-                pool = graph.pool()
-                self._graphs[size] = graph
-            progress("prefill", len(self._sizes), len(self._sizes))
+            pool = graph.pool()
+            self._graphs[size] = graph
+        progress("prefill", len(self._sizes), len(self._sizes))
 
     def share(self, plan: StepPlan) -> tuple[Row, ...]:
         """Chunks; a row of one token belongs to a step of decoding."""
@@ -245,5 +252,9 @@ def make(parts: Parts) -> PrefillStage:
     try:
         with torch.inference_mode():
             return PrefillStage(parts)
-    except (BuildError, ImportError, ValueError) as failure:
-        raise Unfit(" ".join(str(failure).split())[:300]) from failure
+    except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
+        raise Unfit(_one_line(failure)) from failure
+
+
+def _one_line(failure: BaseException) -> str:
+    return " ".join(str(failure).split())[:300]
