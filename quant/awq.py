@@ -56,8 +56,7 @@ def _read_gemm(source: TensorSource, layer: str, group: int, inputs: int, output
     words = fetch(source, f"{layer}.qweight", (inputs, outputs // 8), (torch.int32,))
     packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=words.device)
     for first in range(0, outputs, _COLUMNS_AT_ONCE):
-        columns = _deinterleave(words[:, first // 8 : (first + _COLUMNS_AT_ONCE) // 8])
-        packed[first : first + _COLUMNS_AT_ONCE] = pack_nibbles(columns.T)
+        _by_outputs(words[:, first // 8 : (first + _COLUMNS_AT_ONCE) // 8], packed[first : first + _COLUMNS_AT_ONCE])
     return Int4Groups(packed, scales, zeros.T.contiguous(), group)
 
 
@@ -79,6 +78,18 @@ def _zeros_width(tensor: str, groups: int, group: int) -> int:
     multiple = {32: 4, 64: 2}.get(group, 1)
     words = -(-groups // 8)
     return -(-words // multiple) * multiple
+
+
+def _by_outputs(words: torch.Tensor, packed: torch.Tensor) -> None:
+    """int32 [K, W] -> uint8 [8W, K/2], two inputs a byte, without taking the nibbles apart: of two rows of words, the
+    low halves of their bytes make one byte and the high halves another."""
+    pairs = bytes_of(words).view(words.shape[0] // 2, 2, -1, 4)
+    even, odd = pairs.unbind(1)
+    low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+    outputs = packed.view(words.shape[1], 8, -1)
+    for byte in range(4):
+        outputs[:, _LANES.index(2 * byte)] = low[:, :, byte].T
+        outputs[:, _LANES.index(2 * byte + 1)] = high[:, :, byte].T
 
 
 def _deinterleave(words: torch.Tensor) -> torch.Tensor:
