@@ -1,10 +1,8 @@
 """Decides which sequences a step feeds and how far, and takes in what the step brought. Owns the live sequences, their
 slots and their pages. Torch-free.
 
-All order comes from one rank: arrival, put forward by AGING seconds a priority level. Who waits longer than that is
-overtaken no more, so nobody starves, and since the lowest rank is never preempted, every step brings the whole nearer
-to its end. A sequence is running (it has a slot), waiting (it has none) or parked (it has none, and its reader is
-behind).
+All order comes from `rank`. A sequence is running (it has a slot), waiting (it has none), fetching (it has none, and
+its prefix is on its way) or parked (it has none, and its reader is behind).
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ from engine.pages import PagePool
 from engine.plan import Row, StepPlan, StepResult
 from engine.prefix import PrefixIndex
 from engine.prefix_tier import BlockTier
+from engine.rank import rank, timer
 from engine.sequence import PrefixPage, Sequence
 from engine.settings import PAGE_SIZE
-
-AGING = 10.0  # seconds of waiting that weigh as much as one priority level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +31,6 @@ class Limits:
     max_batch_tokens: int  # prompt tokens a step
     max_context: int  # tokens a sequence
     tokens_per_step: int = 1  # most ids that a row may bring
-
-
-def rank(sequence: Sequence) -> tuple[float, int]:
-    """Who goes first: the lower. No two are alike."""
-    request = sequence.request
-    return request.arrived_at - AGING * request.priority, sequence.key
 
 
 class Scheduler:
@@ -90,7 +81,7 @@ class Scheduler:
             sequence.fetching = True
             self._fetching[sequence.key] = sequence
         self._enqueue(sequence)
-        when = _timer(sequence)
+        when = timer(sequence)
         if when is not None:
             self._timers.add(when, sequence.key)
 
@@ -324,7 +315,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence, sound: bool = True) -> None:
         """Ends a live sequence, wherever it is."""
         del self._live[sequence.key]
-        when = _timer(sequence)
+        when = timer(sequence)
         if when is not None:
             self._timers.discard(when, sequence.key)
         self._paused -= sequence.paused
@@ -341,10 +332,3 @@ class Scheduler:
         sequence.computed = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
-
-
-def _timer(sequence: Sequence) -> float | None:
-    """The earlier of deadline and expiry."""
-    request = sequence.request
-    times = [time for time in (request.deadline, request.expires_at) if time is not None]
-    return min(times, default=None)

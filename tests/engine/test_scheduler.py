@@ -19,7 +19,8 @@ from engine.fake import FakeRunner, plain_request
 from engine.pages import PagePool
 from engine.plan import RowResult, StepPlan, StepResult
 from engine.prefix import PrefixIndex
-from engine.scheduler import AGING, Limits, Scheduler, rank
+from engine.rank import AGING, rank
+from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
 

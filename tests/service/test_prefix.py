@@ -1,0 +1,116 @@
+"""Shared prefixes through the whole server: who shares with whom, and what a caller is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from service.pb.whippet.v1 import admin_pb2
+from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.service.conftest import Server, ask
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+IDS = [1 + at * at % 251 for at in range(1100)]
+FULL = 1088  # the last token is always computed, and sixty-eight pages lie before it
+
+
+def tokens_of(server: Server, ids: list[int], token: str = "a", **cache: bool) -> tuple[int, list[int]]:
+    """cached tokens and answer."""
+    request = ask(token_ids=pb.TokenIds(ids=ids), tokens=4, output=pb.OutputOptions(token_ids=True))
+    request.sampling.temperature = 0
+    request.cache.CopyFrom(pb.CacheOptions(**cache))  # type: ignore[arg-type]
+    answer = server.generation.Generate(request, timeout=20, metadata=(("authorization", f"Bearer {token}"),))
+    assert answer.finish.usage.prompt_tokens == len(ids)
+    return answer.finish.usage.cached_tokens, list(answer.token_ids)
+
+
+@pytest.fixture
+def tokens_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.yaml"
+    rights = {"a": "[generate, admin]", "b": "[generate]"}
+    path.write_text(
+        "".join(
+            f'- {{tenant: tenant-{name}, sha256: "{hashlib.sha256(name.encode()).hexdigest()}", rights: {right}}}\n'
+            for name, right in rights.items()
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize("response_cache", ["true", "false"])
+def test_tenants_share_with_themselves_alone(serve: Serve, tokens_file: Path, response_cache: str) -> None:
+    with serve(f"--auth.tokens-file={tokens_file}", f"--optimizations.response-cache={response_cache}") as server:
+        off = {} if response_cache == "false" else {"response": pb.CACHE_MODE_OFF}
+        cached, answer = tokens_of(server, IDS, **off)
+        assert cached == 0
+        assert tokens_of(server, IDS, "b", **off) == (0, answer)
+        assert tokens_of(server, IDS, **off) == (FULL, answer)
+        assert tokens_of(server, IDS, "b", **off) == (FULL, answer)
+        assert tokens_of(server, IDS, bypass_prefix=True, **off) == (0, answer)
+
+        admin = (("authorization", "Bearer a"),)
+        for enabled, expected in ((False, [0, 0]), (True, [0, FULL])):
+            change = admin_pb2.SetOptimizationRequest(name="prefix_cache", enabled=enabled)
+            server.admin.SetOptimization(change, timeout=5, metadata=admin)
+            assert [tokens_of(server, IDS, **off) for _ in range(2)] == [(count, answer) for count in expected]
+        assert tokens_of(server, IDS, "b", **off)[0] == 0
+        server.admin.FlushCache(admin_pb2.FlushCacheRequest(tenant="tenant-a"), timeout=5, metadata=admin)
+        assert tokens_of(server, IDS, **off) == (0, answer)
+        assert tokens_of(server, IDS, "b", **off)[0] == FULL
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[str]:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.fail("the tests need redis-server: apt-get install redis-server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    words = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
+    process = subprocess.Popen([binary, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        time.sleep(0.01)
+    yield f"redis://127.0.0.1:{port}/0"
+    process.kill()
+    process.wait(10)
+
+
+def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
+    serve: Serve, redis: str, tokens_file: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
+    shared = (f"--cache.redis-url={redis}", f"--cache.key-file={keys}", "--cache.prefix.chunk-bytes=4096")
+    slow = ("--fake.step-time=0.05", "--fake.faults=true", f"--auth.tokens-file={tokens_file}")
+    with serve(*shared, *slow) as server:
+        _, answer = tokens_of(server, IDS)
+        assert tokens_of(server, IDS) == (FULL, answer)
+        time.sleep(0.5)  # what is written, is written beside the answers
+        with pytest.raises(grpc.RpcError):
+            tokens_of(server, [0, 3, 1])  # the fake's word for a crash
+        deadline = time.monotonic() + 20
+        while True:
+            assert time.monotonic() < deadline, "the engine did not come back"
+            with contextlib.suppress(grpc.RpcError):
+                tokens_of(server, [5], "b")
+                break
+            time.sleep(0.05)
+        assert tokens_of(server, IDS, "b") == (0, answer)
+        assert tokens_of(server, IDS) == (1024, answer)
+    with serve(*shared, *slow) as replica:
+        assert tokens_of(replica, [*IDS[:1030], 9])[0] == 1024
+        assert tokens_of(replica, IDS, "b")[0] == 0
