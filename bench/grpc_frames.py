@@ -18,6 +18,8 @@ _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 
 _END_STREAM, _ACK, _END_HEADERS, _PADDED = 0x1, 0x1, 0x4, 0x8
 _WIDE = (1 << 31) - 1
 _CHUNK = 1 << 20
+_MOST = 1 << 14  # bytes in a frame that a server takes unasked
+_FIRST_WINDOW = 65_535  # bytes that a server takes before it says more
 
 
 @dataclass(slots=True)
@@ -74,10 +76,15 @@ class FrameClient:
             *metadata,
         ]
         body = b"\0" + struct.pack(">I", len(message)) + message
-        self.socket.sendall(
-            _frame(_HEADERS, _END_HEADERS, stream_id, self._encoder.encode(headers))
-            + _frame(_DATA, _END_STREAM, stream_id, body)
-        )
+        if len(body) > _FIRST_WINDOW:
+            raise ValueError(
+                f"a request of {len(body)} bytes: more than {_FIRST_WINDOW} would have to wait for a window"
+            )
+        cuts = range(0, len(body), _MOST)
+        frames = [_frame(_HEADERS, _END_HEADERS, stream_id, self._encoder.encode(headers))]
+        for at in cuts:
+            frames.append(_frame(_DATA, _END_STREAM if at == cuts[-1] else 0, stream_id, body[at : at + _MOST]))
+        self.socket.sendall(b"".join(frames))
         return stream_id
 
     def reset(self, stream_id: int) -> None:

@@ -108,18 +108,18 @@ def ask(running: Server, prompt: Sequence[int], tokens: int, sampling: SamplingP
         if len(payloads) == 1:
             marks.append(running.cpu())
 
-    client = FrameClient(running.address, time.monotonic, on_message=on_message)
     message = request(prompt, tokens, sampling)
-    answer = Answer(time.monotonic())
-    stream = client.streams[client.start(STREAM, message)]
-    while client.ended < 1 and client.read():
-        pass
-    answer.cpu = running.cpu() - (marks[0] if marks else 0.0)
-    client.close()
+    with FrameClient(running.address, time.monotonic, on_message=on_message) as client:
+        answer = Answer(time.monotonic())
+        stream = client.streams[client.start(STREAM, message)]
+        while client.ended < 1 and client.read():
+            pass
+        answer.cpu = running.cpu() - (marks[0] if marks else 0.0)
     for at, data in payloads:
         count = len(pb.GenerateStreamResponse.FromString(data).token_ids)
         if count:
             answer.arrivals.append((at, count))
     if stream.status != 0 or answer.tokens != tokens:
-        raise RuntimeError(f"status {stream.status}, {answer.tokens} of {tokens} tokens came")
+        said = stream.headers.get("grpc-message", "")
+        raise RuntimeError(f"status {stream.status} ({said}), {answer.tokens} of {tokens} tokens came")
     return answer

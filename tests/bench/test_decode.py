@@ -89,6 +89,27 @@ def test_a_request_over_grpc_asks_for_what_the_engine_is_asked() -> None:
     assert message.cache.bypass_prefix
 
 
+def test_a_long_prompt_goes_out_in_frames_that_a_server_takes() -> None:
+    ports = ["--engine=fake", "--fake.max-context=20000", "--fake.vocab-size=151936"]
+    sampling = SamplingParams(
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=7,
+    )
+    with served.server(ports) as running:
+        answer = served.ask(running, [150_000] * 8192, 5, sampling)
+        assert answer.tokens == 5
+        with pytest.raises(RuntimeError, match="status 3"):
+            served.ask(running, [1] * 20_000, 5, sampling)
+        with pytest.raises(ValueError, match="window"):
+            served.ask(running, [150_000] * 30_000, 5, sampling)
+
+
 def test_a_folder_without_a_tokenizer_gets_one_of_its_size(tmp_path: Path) -> None:
     model = tmp_path / "plain"
     model.mkdir()
