@@ -13,7 +13,7 @@ import torch
 # what is kept.
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
-_WHILE_UNPACKING: Final = 256 << 10  # bytes
+_WHILE_UNPACKING: Final = 2 << 20  # bytes; what is copied on the way takes less, and its memory is used again
 _LARGEST: Final = 32 << 20
 
 

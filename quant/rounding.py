@@ -13,7 +13,7 @@ from quant.weights import Int4Groups, Int8Rows
 LEVELS: Final = 15  # four bits: 0..15
 _SMALLEST: Final = 2.0**-24  # float16's smallest step; a scale of zero would divide by zero
 _LARGEST: Final = 65504.0  # float16's largest number
-_ROWS_AT_ONCE: Final = 1024
+_ROWS_AT_ONCE: Final = 128  # bounds the float32 copies
 
 
 def round_rows(weight: torch.Tensor) -> Int8Rows:
