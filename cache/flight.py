@@ -17,6 +17,7 @@ from cache.resume import Unfinished, resume
 Generate = Callable[[], AsyncGenerator[Chunk, None]]
 
 ATTEMPTS = 2  # a leader and one replacement
+AHEAD = 2048  # messages that a generation may be ahead of its furthest reader
 LINGER = 1.0  # seconds that a finished flight can be joined: by then its answer is in the store
 
 
@@ -29,6 +30,8 @@ class Flight:
         self._waiting: list[Generate] = []  # of readers who have not led
         self._readers = 0
         self._news = asyncio.Event()
+        self._furthest = 0  # messages that some reader has taken
+        self._taken = asyncio.Event()
         self._over = False
         self._error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -72,6 +75,9 @@ class Flight:
             while at < len(self._log):
                 yield self._log[at]
                 at += 1
+                if at > self._furthest:
+                    self._furthest = at
+                    self._taken.set()
             if self._error is not None:
                 raise self._error
             if self._over:
@@ -104,6 +110,7 @@ class Flight:
                 async for chunk in rest:
                     self._log.append(chunk)
                     self._wake()
+                    await self._keep_pace()
         except Exception as error:  # a replacement may succeed; if none does, every reader gets it
             return error
         except asyncio.CancelledError:
@@ -112,6 +119,12 @@ class Flight:
                 raise
             return Unfinished("the generation was cancelled")
         return None
+
+    async def _keep_pace(self) -> None:
+        """Waits while all readers are far behind."""
+        while len(self._log) - self._furthest >= AHEAD:
+            self._taken.clear()
+            await self._taken.wait()
 
     def _wake(self) -> None:
         self._news.set()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cache.api import CacheKey, Chunk, Ending, Kind
 from cache.counters import Counters
 from cache.envelope import Envelope
-from cache.flight import Flights, Generate
+from cache.flight import AHEAD, Flights, Generate
 from cache.keyring import Keyring
 from cache.lease import Leases
 from cache.redis_link import Link
@@ -70,6 +70,25 @@ async def flights(counters: Counters) -> AsyncIterator[Flights]:
     made = Flights(counters, linger=0.05)
     yield made
     await made.aclose()
+
+
+async def test_a_generation_waits_for_its_furthest_reader_and_for_no_other(flights: Flights) -> None:
+    made = 0
+
+    async def endless() -> AsyncGenerator[Chunk, None]:
+        nonlocal made
+        while made < 3 * AHEAD - 1:
+            made += 1
+            yield Chunk((7,), "x")
+        yield Chunk((), "", END)
+
+    async with flights.join(KEY, endless) as slow, asyncio.timeout(20):
+        assert (await anext(slow)).text == "x"
+        await asyncio.sleep(0.1)
+        assert AHEAD <= made <= AHEAD + 2  # nobody reads on, so nobody generates on
+        async with flights.join(KEY, endless) as fast:
+            assert len([chunk async for chunk in fast]) == 3 * AHEAD
+        assert len([chunk async for chunk in slow]) == 3 * AHEAD - 1
 
 
 async def test_a_hundred_at_once_are_one_generation(flights: Flights) -> None:
