@@ -94,7 +94,8 @@ def redis() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     quiet = ("--save", "", "--appendonly", "no", "--loglevel", "warning")
-    with subprocess.Popen([binary, "--port", str(port), "--bind", "127.0.0.1", *quiet]) as process:
+    command = [binary, "--port", str(port), "--bind", "127.0.0.1", *quiet]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             time.sleep(0.5)
             yield f"redis://127.0.0.1:{port}/0", process
@@ -138,7 +139,7 @@ class Lookups:
             await self.similar.put(turn(text), answer())
             if number % 200 == 0:
                 await asyncio.sleep(0.05)  # for the queue to drain
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(3.0)  # what is written in the background, and what follows it
 
     async def measure(self, buckets: dict[int, list[str]]) -> dict[str, list[float]]:
         """Milliseconds: the whole way of a request that the response cache does not know."""
