@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,8 @@ def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_generated_key_is_said_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    ring = open_keyring(None)
+    with caplog.at_level(logging.INFO):
+        ring = open_keyring(None)
     assert "no key file" in caplog.text
     assert not ring.shared
     assert ring.names.hex() not in caplog.text + repr(ring)
