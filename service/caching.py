@@ -14,6 +14,7 @@ from cache.caches import Caches, open_caches
 from cache.counters import Counters
 from cache.keyring import InvalidKeyFile, Keyring
 from cache.partition import ModelIdentity
+from cache.redis_link import open_client
 from cache.semantic.export import missing
 from engine.api import Engine, ModelInfo
 from service.cache_options import CacheOptions
@@ -35,6 +36,13 @@ def checked(options: CacheOptions) -> CacheOptions:
     for name, path in (("redis-password", options.redis_password_file), ("redis-ca", options.redis_ca_file)):
         if path is not None and not path.is_file():
             raise BadSettings(f"cache.{name}-file: {path} is no file")
+    redis = options.resolved().redis
+    if redis is not None:
+        try:
+            open_client(redis, redis.budget)  # reads what it is told, and does not connect
+        except (OSError, ValueError) as error:
+            # The URL may hold a password: what is wrong with it is not repeated.
+            raise BadSettings(f"cache.redis-url: not the address of a Redis ({type(error).__name__})") from None
     absent = missing(options.semantic.model) if options.semantic.mode != "off" else ()
     if not absent:
         return options

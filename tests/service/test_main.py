@@ -60,6 +60,11 @@ def test_bad_settings_are_one_line_and_exit_code_2(
         ([], {"WHIPPET_WARP": "9"}, ["WHIPPET_WARP"]),
         ([f"--auth.tokens-file={tmp_path}/none"], {}, ["auth.tokens-file"]),
         (["--tls.cert=a"], {}, ["tls", "key"]),
+        (["--cache.redis-url=http://x"], {}, ["cache", "redis://"]),
+        (["--cache.redis-url=redis://:secret@x:port/0"], {}, ["cache.redis-url"]),
+        ([f"--cache.key-file={tmp_path}/none"], {}, ["cache.key-file"]),
+        ([f"--cache.redis-password-file={tmp_path}/none"], {}, ["cache.redis-password-file"]),
+        (["--cache.semantic.mode=perhaps"], {}, ["cache.semantic.mode"]),
         ([f"--tls.cert={tmp_path}/none", f"--tls.key={tmp_path}/none"], {}, ["tls.key"]),
     ):
         with monkeypatch.context() as patch:
@@ -71,6 +76,7 @@ def test_bad_settings_are_one_line_and_exit_code_2(
         assert err.startswith("whippet: ")
         assert err.count("\n") == 1
         assert all(word in err for word in words), err
+        assert "secret" not in err
 
 
 def test_the_process_ends_with_that_code() -> None:
