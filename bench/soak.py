@@ -1,0 +1,205 @@
+"""Decodes for as long as it is told, alone, together, with sampling and with callers that leave, and holds every answer
+against the first one to the same question: an answer that changes is an error, and so is memory that grows.
+
+    python -m bench.soak --model models/demo --seconds 600
+
+Prints a line a minute and ends in one JSON line. Exit code 1 where something drifted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bench.about import device, revision
+from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.build import build
+from engine.events import Event
+from engine.pages import PagePool
+from engine.runner import ModelRunner
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence as Live
+from engine.settings import EngineSettings
+
+QUESTIONS = 16
+TOGETHER = 8
+LEAVING = 0.25  # of callers, where some leave
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and how to go on from it; always the same."""
+
+    number: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    tokens: int
+
+
+@dataclass(slots=True)
+class Record:
+    """What came of it."""
+
+    answers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the first to each question
+    told: int = 0  # whole answers
+    left: int = 0
+    tokens: int = 0
+    changed: list[int] = field(default_factory=list)  # questions answered otherwise than at first
+
+    def take(self, question: Question, ids: Sequence[int]) -> None:
+        """A whole answer."""
+        self.told += 1
+        if self.answers.setdefault(question.number, tuple(ids)) != tuple(ids):
+            self.changed.append(question.number)
+
+
+def questions(vocabulary: int, tokens: int, longest: int) -> list[Question]:
+    """Half greedy, half by every kind of sampling; prompts of 3 to `longest` tokens."""
+    chance, found = random.Random(5), []
+    for number in range(QUESTIONS):
+        how = GREEDY if number % 2 == 0 else SAMPLED
+        sampling = SamplingParams(**how, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, seed=number)
+        prompt = tuple(chance.randrange(3, vocabulary) for _ in range(chance.randrange(3, longest)))
+        found.append(Question(number, prompt, sampling, tokens))
+    return found
+
+
+class Engine:
+    """Plan, run, commit, without the socket and without shared prefixes."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        info = runner.info
+        limits = Limits(
+            max_sequences=info.max_sequences,
+            max_batch_tokens=512,
+            max_context=info.max_context,
+            tokens_per_step=info.tokens_per_step,
+        )
+        self._runner = runner
+        self._pool = PagePool(info.total_pages)
+        self._scheduler = Scheduler(limits, self._pool)
+        self._key = 0
+
+    def ask(self, asked: Sequence[Question], leaving: dict[int, int], record: Record) -> None:
+        """All at once; those in `leaving` (index → tokens) go before the end."""
+        first, ids = self._key, [list[int]() for _ in asked]
+        for question in asked:
+            self._scheduler.admit(self._live(question))
+        while (plan := self._scheduler.plan(0.0)) is not None:
+            for event in self._scheduler.commit(plan, self._runner.run(plan), 0.0):
+                self._heard(event, event.key - first - 1, asked, ids, leaving, record)
+        if self._pool.used:
+            raise RuntimeError(f"{self._pool.used} pages were not given back")
+
+    def _heard(
+        self,
+        event: Event,
+        index: int,
+        asked: Sequence[Question],
+        ids: list[list[int]],
+        leaving: dict[int, int],
+        record: Record,
+    ) -> None:
+        if event.failure is not None:
+            raise RuntimeError(f"an answer failed: {event.failure}")
+        ids[index] += event.token_ids
+        record.tokens += len(event.token_ids)
+        if event.finish is not None:
+            record.take(asked[index], ids[index])
+        elif len(ids[index]) >= leaving.get(index, sys.maxsize):
+            record.left += 1
+            self._scheduler.cancel(event.key)
+
+    def _live(self, question: Question) -> Live:
+        self._key += 1
+        request = GenerationRequest(
+            request_id=str(self._key),
+            token_ids=question.prompt,
+            sampling=question.sampling,
+            stopping=Stopping(max_tokens=question.tokens),
+            arrived_at=0.0,
+        )
+        return Live(request, list(question.prompt), key=self._key)
+
+
+def rounds(asked: list[Question]) -> Iterator[tuple[list[Question], dict[int, int]]]:
+    """For ever: one alone, eight together, eight of which some leave."""
+    chance = random.Random(6)
+    while True:
+        yield [chance.choice(asked)], {}
+        yield chance.sample(asked, TOGETHER), {}
+        leaving = {at: chance.randrange(1, asked[0].tokens) for at in range(TOGETHER) if chance.random() < LEAVING}
+        yield chance.sample(asked, TOGETHER), leaving
+
+
+def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
+    """The whole time."""
+    engine, record = Engine(runner), Record()
+    asked = questions(runner.info.vocab_size, given.tokens, min(given.longest, runner.info.max_context - given.tokens))
+    for question in asked:
+        engine.ask([question], {}, record)
+    began, held, marks = time.monotonic(), memory(), [(time.monotonic(), record.tokens)]
+    for some, leaving in rounds(asked):
+        engine.ask(some, leaving, record)
+        now = time.monotonic()
+        if now - marks[-1][0] >= given.interval or now - began >= given.seconds:
+            rate = (record.tokens - marks[-1][1]) / (now - marks[-1][0])
+            print(
+                f"{now - began:6.0f} s  {record.told} answers  {rate:9.1f} tokens/s  {len(record.changed)} changed",
+                flush=True,
+            )
+            marks.append((now, record.tokens))
+        if now - began >= given.seconds:
+            break
+    rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(marks)]
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "answers": record.told,
+        "left": record.left,
+        "tokens": record.tokens,
+        "changed": len(record.changed),
+        "grown_bytes": memory() - held,
+        "tokens_per_second": {"median": round(statistics.median(rates), 1), "last": round(rates[-1], 1)},
+    }
+
+
+def memory() -> int:
+    """Bytes that the device holds for us."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_allocated())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--interval", type=float, default=60.0, help="seconds between two lines")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--longest", type=int, default=600, help="prompt tokens")
+    parser.add_argument("--revision", default=os.environ.get("WHIPPET_REVISION"), help="the commit, where git is not")
+    given = parser.parse_args(argv)
+    runner = build(EngineSettings(model=given.model, max_sequences=TOGETHER), lambda *_: None)
+    about = {"bench": "soak", "revision": given.revision or revision(), "device": device(), "model": given.model}
+    found = soak(runner, given)
+    print(json.dumps(about | {"decoder": runner.info.decoder, "weights": runner.info.weight_format} | found))
+    return 1 if found["changed"] or found["grown_bytes"] > 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

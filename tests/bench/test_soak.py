@@ -1,0 +1,73 @@
+"""The soak end to end on the demo model, and that it would notice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import soak
+from bench.soak import Record
+from engine.plan import RowResult, StepPlan, StepResult
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_nothing_drifts_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [f"--model={DEMO}", "--seconds=3", "--interval=1", "--tokens=8", "--longest=24", "--revision=abc"]
+    assert soak.main(asked) == 0
+    *lines, record = capsys.readouterr().out.splitlines()
+    found = json.loads(record)
+    assert len(lines) >= 3
+    assert (found["changed"], found["grown_bytes"], found["decoder"]) == (0, 0, "eager")
+    assert found["answers"] > soak.QUESTIONS
+    assert found["left"] > 0
+
+
+def test_an_answer_that_changes_is_seen() -> None:
+    record = Record()
+    question = soak.questions(100, 4, 9)[0]
+    record.take(question, [1, 2])
+    record.take(question, [1, 2])
+    record.take(question, [1, 3])
+    assert (record.told, record.changed) == (3, [0])
+
+
+def test_a_model_that_drifts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One id in one late step is another: the exit code says so."""
+    made = soak.build
+    steps = 0
+
+    def drifting(settings: object, progress: object) -> object:
+        runner = made(settings, progress)  # type: ignore[arg-type]
+        run = runner.run
+
+        def other(plan: StepPlan) -> StepResult:
+            nonlocal steps
+            steps += 1
+            result = run(plan)
+            if steps < 400:
+                return result
+            return StepResult(tuple(row and RowResult((row.token_ids[0] ^ 1,)) for row in result.rows))
+
+        monkeypatch.setattr(runner, "run", other)
+        return runner
+
+    monkeypatch.setattr(soak, "build", drifting)
+    given = [f"--model={DEMO}", "--seconds=6", "--interval=2", "--tokens=8", "--longest=24"]
+    assert soak.main(given) == 1
+    assert steps > 400
+
+
+def test_questions_are_always_the_same() -> None:
+    assert soak.questions(500, 8, 40) == soak.questions(500, 8, 40)
