@@ -211,12 +211,13 @@ def test_shadow_decides_and_never_serves(serve: Serve) -> None:
     with serve("--optimizations.response-cache=true", "--cache.semantic.mode=shadow") as server:
         loaded(server)
         end = time.monotonic() + 20
-        while not server.load().cache_counts.get("semantic_lookup.strict", 0):
+        # The fake engine answers each in its own way.
+        while not server.load().cache_counts.get("semantic_observed.wrong", 0):
             for text in (QUESTION, ALIKE):
                 assert said(server, chat(text, cache=pb.CacheOptions(response=pb.CACHE_MODE_WRITE))) == "miss"
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert server.load().cache_counts["semantic_observed.wrong"] >= 1  # the fake engine answers each in its own way
+        assert server.load().cache_counts["semantic_lookup.strict"] >= 1
 
 
 def test_an_audit_takes_back_what_was_wrong(serve: Serve) -> None:
