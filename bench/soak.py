@@ -1,5 +1,6 @@
 """Decodes for as long as it is told, alone, together, with sampling and with callers that leave, and holds every answer
-against the first one to the same question: an answer that changes is an error, and so is memory that grows.
+against the first one to the same question: an answer that changes is an error, and so is memory that grows. Prompts are
+short by default, so that each is fed whole, whoever comes with it: one that is cut elsewhere may round otherwise.
 
     python -m bench.soak --model models/demo --seconds 600
 
@@ -16,8 +17,9 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,9 +36,19 @@ from engine.settings import EngineSettings
 
 QUESTIONS = 16
 TOGETHER = 8
+CHUNK = 512  # prompt tokens a step
 LEAVING = 0.25  # of callers, where some leave
-GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1}
+GREEDY = SamplingParams(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    seed=0,
+)
+SAMPLED = replace(GREEDY, temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +69,20 @@ class Record:
     told: int = 0  # whole answers
     left: int = 0
     tokens: int = 0
-    changed: list[int] = field(default_factory=list)  # questions answered otherwise than at first
+    changed: Counter[int] = field(default_factory=Counter)  # answers other than the first, by question
 
     def take(self, question: Question, ids: Sequence[int]) -> None:
         """A whole answer."""
         self.told += 1
         if self.answers.setdefault(question.number, tuple(ids)) != tuple(ids):
-            self.changed.append(question.number)
+            self.changed[question.number] += 1
 
 
 def questions(vocabulary: int, tokens: int, longest: int) -> list[Question]:
     """Half greedy, half by every kind of sampling; prompts of 3 to `longest` tokens."""
     chance, found = random.Random(5), []
     for number in range(QUESTIONS):
-        how = GREEDY if number % 2 == 0 else SAMPLED
-        sampling = SamplingParams(**how, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, seed=number)
+        sampling = replace(GREEDY if number % 2 == 0 else SAMPLED, seed=number)
         prompt = tuple(chance.randrange(3, vocabulary) for _ in range(chance.randrange(3, longest)))
         found.append(Question(number, prompt, sampling, tokens))
     return found
@@ -84,7 +95,7 @@ class Engine:
         info = runner.info
         limits = Limits(
             max_sequences=info.max_sequences,
-            max_batch_tokens=512,
+            max_batch_tokens=CHUNK,
             max_context=info.max_context,
             tokens_per_step=info.tokens_per_step,
         )
@@ -158,7 +169,7 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
         if now - marks[-1][0] >= given.interval or now - began >= given.seconds:
             rate = (record.tokens - marks[-1][1]) / (now - marks[-1][0])
             print(
-                f"{now - began:6.0f} s  {record.told} answers  {rate:9.1f} tokens/s  {len(record.changed)} changed",
+                f"{now - began:6.0f} s  {record.told} answers  {rate:9.1f} tokens/s  {record.changed.total()} changed",
                 flush=True,
             )
             marks.append((now, record.tokens))
@@ -170,7 +181,10 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
         "answers": record.told,
         "left": record.left,
         "tokens": record.tokens,
-        "changed": len(record.changed),
+        "changed": record.changed.total(),
+        "changed_by_prompt": {
+            len(one.prompt): record.changed[one.number] for one in asked if record.changed[one.number]
+        },
         "grown_bytes": memory() - held,
         "tokens_per_second": {"median": round(statistics.median(rates), 1), "last": round(rates[-1], 1)},
     }
@@ -191,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between two lines")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--longest", type=int, default=600, help="prompt tokens")
+    parser.add_argument("--longest", type=int, default=CHUNK // TOGETHER, help="prompt tokens")
     parser.add_argument("--revision", default=os.environ.get("WHIPPET_REVISION"), help="the commit, where git is not")
     given = parser.parse_args(argv)
     runner = build(EngineSettings(model=given.model, max_sequences=TOGETHER), lambda *_: None)
