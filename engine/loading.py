@@ -63,7 +63,7 @@ def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
     except BadConfig as error:
         raise InvalidModel(f"{folder}: {error}; mend the config") from error
     seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(place.dtype))
-    return Loaded(weights, seen, what.form.name)
+    return Loaded(weights, _identity(seen, what), what.form.name)
 
 
 def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
@@ -78,10 +78,16 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
         load_linear = quantized_loader(form.spec, "int8" if form.int8 else None, what.exact)
         weights = _told_by_file(checkpoint, lambda: load_weights(config, checkpoint, load_linear, what.place))
         checkpoint.close()
-        seen = fingerprint.result()
-        return Loaded(weights, digest.of_text(seen, form.name) if form.int8 else seen, form.name)
+        return Loaded(weights, _identity(fingerprint.result(), what), form.name)
     finally:
         fingerprint.close()
+
+
+def _identity(files: str, what: Loading) -> str:
+    """The digest of the files, and of what else decides what the weights compute."""
+    made = [what.form.name] if what.form.int8 else []
+    exact = ["exact"] if what.exact and what.form.in_memory is not None else []
+    return digest.of_text(files, *made, *exact) if made or exact else files
 
 
 def check_folder(checkpoint: Checkpoint, config: ModelConfig, form: Format) -> None:

@@ -322,6 +322,18 @@ def test_eight_bits_made_while_loading(source: str, tmp_path: Path) -> None:
     assert plainly.digest != prepared.digest
 
 
+def test_weights_that_compute_otherwise_have_another_digest(tmp_path: Path) -> None:
+    """Exact products are others than the packed kernels', so stored answers of the one are none of the other."""
+    make(tmp_path)
+    for name, given in (("awq", {}), ("plain", {"quantization": "int8"})):
+        packed, exact = (
+            prepare(settings(tmp_path / name, dtype=dtype, **given), nothing) for dtype in ("auto", "float32")
+        )
+        assert packed.digest != exact.digest
+    plain = [prepare(settings(tmp_path / "plain", dtype=dtype), nothing).digest for dtype in ("auto", "float32")]
+    assert plain[0] == plain[1]
+
+
 def test_eight_bits_on_top_of_four_are_refused(tmp_path: Path) -> None:
     make(tmp_path)
     with pytest.raises(Unsupported, match=r"holds awq-int4-g32 weights already; use auto") as caught:
