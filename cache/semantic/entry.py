@@ -39,7 +39,27 @@ def pack_entry(entry: Entry) -> bytes:
     return msgspec.msgpack.encode(_Raw(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
 
 
-def unpack_entry(data: bytes, width: int, entry_id: str) -> Entry | None:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An entry as it was read. Its vector and its answer are decoded when they are wanted: most are not."""
+
+    text: str
+    entry_id: str
+    _vector: bytes
+    _completion: bytes
+
+    def vector(self) -> Vector | None:
+        """A unit vector, or None where it is none."""
+        vector = np.frombuffer(self._vector, np.float16).astype(np.float32)
+        length = float(np.linalg.norm(vector))
+        return vector / length if 0.9 < length < 1.1 else None
+
+    def completion(self) -> CachedCompletion | None:
+        """None where it is not a whole answer of this schema."""
+        return unpack_completion(self._completion, self.entry_id)
+
+
+def unpack_entry(data: bytes, width: int, entry_id: str) -> Stored | None:
     """None where it is not an entry of this schema and width."""
     try:
         raw = _DECODER.decode(data)
@@ -47,9 +67,4 @@ def unpack_entry(data: bytes, width: int, entry_id: str) -> Entry | None:
         return None
     if raw.schema != SCHEMA or len(raw.vector) != 2 * width:
         return None
-    completion = unpack_completion(raw.completion, entry_id)
-    vector = np.frombuffer(raw.vector, np.float16).astype(np.float32)
-    length = float(np.linalg.norm(vector))
-    if completion is None or not 0.9 < length < 1.1:
-        return None
-    return Entry(raw.text, vector / length, completion)
+    return Stored(raw.text, entry_id, raw.vector, raw.completion)

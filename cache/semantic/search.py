@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cache.api import (
@@ -26,7 +26,7 @@ from cache.ground import Ground
 from cache.partition import encode
 from cache.response import entry_digest, keepable, serves
 from cache.semantic.embedder import Embedder
-from cache.semantic.entry import Entry, pack_entry
+from cache.semantic.entry import Entry, Stored, pack_entry
 from cache.semantic.evidence import STRICT, bucket, label, proven, refuted, wrongs
 from cache.semantic.guard import fleeting, strictly_equal, veto
 from cache.semantic.shelf import Shelf, Shelves
@@ -43,10 +43,21 @@ def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A candidate with what decides about it."""
+    """A stored question that is near, and what speaks against it."""
 
-    candidate: Candidate
+    key: CacheKey
+    similarity: float
+    stored: Stored
     veto: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What the store has of what the index found."""
+
+    found: list[_Found]  # best first
+    nearest: CacheKey  # of the index; it may be gone from the store
+    observed: tuple[Mapping[str, int], ...]  # of the nearest: its own evidence, and its partition's
 
 
 class SimilarCache:
@@ -154,8 +165,8 @@ class SimilarCache:
         near = [(digest, similarity) for digest, similarity in nearest.found if similarity >= least]
         if not near:
             return SemanticLookup(verdict=Verdict.EMPTY)
-        found = await self._read(turn, shelf, near, epoch, allowance)
-        return await self._decide(turn, found, allowance)
+        read = await self._read(turn, shelf, near, epoch, allowance)
+        return await self._decide(turn, read, allowance)
 
     async def _follow(self, shelf: Shelf, allowance: Allowance) -> None:
         with allowance.spending() as within:
@@ -163,12 +174,15 @@ class SimilarCache:
 
     async def _read(
         self, turn: Turn, shelf: Shelf, near: list[tuple[str, float]], epoch: bytes, allowance: Allowance
-    ) -> list[_Found]:
-        """The candidates as they stand in the store now."""
+    ) -> _Read:
+        """The candidates as they stand in the store now, and beside them what is known of the nearest."""
         keys = [CacheKey(Kind.SEMANTIC, shelf.directory.partition, digest) for digest, _ in near]
+        asked = (self._ground.partitions.epoch_key(turn.question.tenant), *keys)
+        store = self._ground.store
         with allowance.spending() as within:
-            asked = (self._ground.partitions.epoch_key(turn.question.tenant), *keys)
-            standing, *values = await self._ground.store.get_many(asked, within)
+            (standing, *values), observed = await asyncio.gather(
+                store.get_many(asked, within), store.counts(self._evidence(keys[0]), within)
+            )
         if standing != epoch:
             if standing is not None:
                 self._ground.epochs.learn(turn.question.tenant, standing)
@@ -176,39 +190,50 @@ class SimilarCache:
         found: list[_Found] = []
         gone: list[str] = []
         for key, (_, similarity), sealed in zip(keys, near, values, strict=True):
-            entry = None if sealed is None else self._shelves.open(key, sealed)
-            if entry is None:
+            stored = None if sealed is None else self._shelves.open(key, sealed)
+            if stored is None:
                 gone.append(key.digest)
-            elif serves(entry.completion, turn.question, time.time()):
-                strict = strictly_equal(turn.text, entry.text)
-                candidate = Candidate(entry=key, similarity=similarity, strict=strict, completion=entry.completion)
-                found.append(_Found(candidate, veto(turn.text, entry.text)))
+            else:
+                found.append(_Found(key, similarity, stored, veto(turn.text, stored.text)))
         if gone:
             await self._shelves.drop(shelf, gone)
-        return found
+        return _Read(found, keys[0], observed)
 
-    async def _decide(self, turn: Turn, found: list[_Found], allowance: Allowance) -> SemanticLookup:
+    async def _decide(self, turn: Turn, read: _Read, allowance: Allowance) -> SemanticLookup:
         """Over all candidates: a nearest one that is vetoed must not hide a second one that is right."""
-        threshold = max(self._settings.threshold, turn.threshold or 0.0)
-        open_ = [each.candidate for each in found if not each.veto]
-        strict = next((candidate for candidate in open_ if candidate.strict), None)
-        near = [candidate for candidate in open_ if candidate.similarity >= threshold]
-        first = strict or (near[0] if near else None)
+        first = self._first(turn, read.found)
         if first is None:
-            vetoed = next((each.veto for each in found if each.veto), "")
+            vetoed = next((each.veto for each in read.found if each.veto), "")
             return SemanticLookup(verdict=Verdict.VETOED if vetoed else Verdict.EMPTY, veto=vetoed)
-        with allowance.spending() as within:
-            mine, pooled = await self._ground.store.counts(self._evidence(first.entry), within)
+        observed = read.observed
+        if first.entry != read.nearest:
+            with allowance.spending() as within:
+                observed = await self._ground.store.counts(self._evidence(first.entry), within)
+        mine, pooled = observed
         bound = (self._settings.error_bound, self._settings.confidence)
-        if strict is not None:
+        if first.strict:
             if refuted(pooled, STRICT, *bound) or wrongs(mine):
-                return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=strict)
-            return self._served(strict, Verdict.STRICT)
+                return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=first)
+            return self._served(first, Verdict.STRICT)
         name = bucket(first.similarity)
         # An entry that was wrong once is not like the others, whatever they show.
         if proven(mine, name, *bound) or (not wrongs(mine) and proven(pooled, name, *bound)):
             return self._served(first, Verdict.LEARNED)
         return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=first)
+
+    def _first(self, turn: Turn, found: list[_Found]) -> Candidate | None:
+        """The nearest with equal words, else the nearest above the threshold, whose answer would do."""
+        threshold = max(self._settings.threshold, turn.threshold or 0.0)
+        open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
+        for loose, each in sorted(open_, key=lambda pair: pair[0]):
+            if loose and each.similarity < threshold:
+                continue
+            completion = each.stored.completion()
+            if completion is None:
+                self._shelves.reject()
+            elif serves(completion, turn.question, time.time()):
+                return Candidate(entry=each.key, similarity=each.similarity, strict=not loose, completion=completion)
+        return None
 
     def _served(self, candidate: Candidate, verdict: Verdict) -> SemanticLookup:
         on = self._settings.mode is Mode.ON

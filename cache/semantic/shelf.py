@@ -18,7 +18,7 @@ from typing import TypeVar
 from cache.api import CacheKey, Kind, StoreFault
 from cache.ground import Ground
 from cache.semantic.embedder import Embedder, Vector
-from cache.semantic.entry import Entry, unpack_entry
+from cache.semantic.entry import Stored, unpack_entry
 from cache.semantic.index import VectorIndex
 
 T = TypeVar("T")
@@ -116,13 +116,17 @@ class Shelves:
 
         await self._on_worker(work)
 
-    def open(self, key: CacheKey, sealed: bytes) -> Entry | None:
+    def open(self, key: CacheKey, sealed: bytes) -> Stored | None:
         """None, counted, where anything is unexpected."""
         data = self._ground.envelope.open(key, sealed)
-        entry = None if data is None else unpack_entry(data, self._embedder.width, key.digest[-64:])
-        if data is not None and entry is None:
-            self._ground.counter.count("cache_rejected", "schema")
-        return entry
+        stored = None if data is None else unpack_entry(data, self._embedder.width, key.digest[-64:])
+        if data is not None and stored is None:
+            self.reject()
+        return stored
+
+    def reject(self) -> None:
+        """Counts what is not as it should be."""
+        self._ground.counter.count("cache_rejected", "schema")
 
     async def aclose(self) -> None:
         """Ends what runs."""
@@ -150,12 +154,8 @@ class Shelves:
             keys = [CacheKey(Kind.SEMANTIC, shelf.directory.partition, digest) for digest in missing]
             left = None if within is None else within - (time.monotonic() - begun)
             values = await self._ground.store.get_many(keys, left)
-            entries = {
-                key.digest: entry
-                for key, sealed in zip(keys, values, strict=True)
-                if sealed is not None and (entry := self.open(key, sealed)) is not None
-            }
-            await self._on_worker(partial(_add_all, shelf.index, entries))
+            vectors = {key.digest: self._vector(key, sealed) for key, sealed in zip(keys, values, strict=True)}
+            await self._on_worker(partial(_add_all, shelf.index, vectors))
         if page.members:
             shelf.cursor = page.members[-1][1]
         elif page.total > len(shelf.index) and time.monotonic() - shelf.resynced_at > RESYNC_EVERY:
@@ -164,6 +164,15 @@ class Shelves:
             self._ground.counter.count("semantic_follow", "resync")
             return True
         return len(page.members) == size
+
+    def _vector(self, key: CacheKey, sealed: bytes | None) -> Vector | None:
+        stored = None if sealed is None else self.open(key, sealed)
+        if stored is None:
+            return None
+        vector = stored.vector()
+        if vector is None:
+            self.reject()
+        return vector
 
     def _embed(self, text: str, least: int, most: int) -> Vector | None:
         vector = self._recent.get(text)
@@ -179,6 +188,7 @@ class Shelves:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
 
-def _add_all(index: VectorIndex, entries: dict[str, Entry]) -> None:
-    for digest, entry in entries.items():
-        index.add(digest, entry.vector)
+def _add_all(index: VectorIndex, vectors: dict[str, Vector | None]) -> None:
+    for digest, vector in vectors.items():
+        if vector is not None:
+            index.add(digest, vector)
