@@ -10,8 +10,11 @@ import argparse
 import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
@@ -106,22 +109,38 @@ def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamReques
     stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
     call = stub.GenerateStream(request, timeout=flags.timeout, metadata=server.metadata)
     out = _Out(live=not flags.json)
+    with _cancelled_at_ctrl_c(call) as interrupted:
+        try:
+            for message in call:
+                out.take(message)
+            out.close()
+        except grpc.RpcError as error:
+            out.end_line()
+            if not interrupted.is_set():
+                return _complain(explain(error, server.address), exit_code(error))
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush meets no broken pipe
+            return BROKEN_PIPE
+        finally:
+            call.cancel()
+        return INTERRUPTED if interrupted.is_set() else 0
+
+
+@contextmanager
+def _cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
+    """Says whether it happened. An exception thrown into the middle of grpc is lost now and then; a handler is not.
+    The call is cancelled by another thread, since this one may hold the call's own lock."""
+    happened = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        happened.set()
+        threading.Thread(target=call.cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        for message in call:
-            out.take(message)
-        out.close()
-    except grpc.RpcError as error:
-        out.end_line()
-        return _complain(explain(error, server.address), exit_code(error))
-    except KeyboardInterrupt:
-        out.end_line()
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush meets no broken pipe
-        return BROKEN_PIPE
+        yield happened
     finally:
-        call.cancel()
-    return 0
+        signal.signal(signal.SIGINT, before)
 
 
 def _complain(line: str, code: int) -> int:

@@ -17,6 +17,13 @@ ENTRIES = {
     "attention.cu": ["attention"],
     "head.cu": ["head"],
     "advance.cu": ["start", "advance"],
+    "gemm.cu": ["gemm"],
+    "gemm_wide.cu": ["gemm"],
+    "prefill_attention.cu": ["prefill_attention"],
+    "prefill_gate.cu": ["gate"],
+    "prefill_heads.cu": ["heads"],
+    "prefill_stream.cu": ["embed", "add_norm"],
+    "sampling.cu": ["adjust", "bins", "sift", "draw"],
 }
 
 

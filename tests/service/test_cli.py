@@ -144,7 +144,17 @@ def test_ports() -> None:
 
 def flags(**given: Any) -> argparse.Namespace:
     ports = dict.fromkeys(("listen", "admin_listen", "health_listen"), "127.0.0.1:0")
-    return argparse.Namespace(**{"model": None, "device": "auto", "dtype": "auto", "decoder": "auto", **ports, **given})
+    return argparse.Namespace(
+        **{
+            "model": None,
+            "device": "auto",
+            "dtype": "auto",
+            "decoder": "auto",
+            "quantization": "auto",
+            **ports,
+            **given,
+        }
+    )
 
 
 def test_the_doctor_on_the_demo_model() -> None:
