@@ -26,13 +26,12 @@ from typing import Any, get_args
 import torch
 
 from bench.about import device, revision
+from bench.driven import asked, planner
 from bench.pace import Answer, figures, first_tokens
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import SamplingParams
 from engine.build import make_runner, prepare
 from engine.pages import PagePool
 from engine.runner import ModelRunner
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence as Live
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, Dtype, EngineSettings, LoadFormat, Quantization
 
 BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.07}  # TB/s, one kernel over 880 MB
@@ -70,24 +69,10 @@ class EngineArm:
 
     def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
         """One answer."""
-        info = self.runner.info
-        limits = Limits(
-            max_sequences=info.max_sequences,
-            max_batch_tokens=512,
-            max_context=info.max_context,
-            tokens_per_step=info.tokens_per_step,
-        )
-        scheduler = Scheduler(limits, PagePool(info.total_pages))
+        scheduler = planner(self.runner, PagePool(self.runner.info.total_pages))
         self._asked += 1
-        request = GenerationRequest(
-            request_id=str(self._asked),
-            token_ids=tuple(prompt),
-            sampling=self._sampling,
-            stopping=Stopping(max_tokens=tokens),
-            arrived_at=0.0,
-        )
         answer, cpu = Answer(time.monotonic()), 0.0
-        scheduler.admit(Live(request, list(prompt), key=self._asked))
+        scheduler.admit(asked(self._asked, tuple(prompt), tokens, self._sampling))
         while (plan := scheduler.plan(0.0)) is not None:
             events = scheduler.commit(plan, self.runner.run(plan), 0.0)
             count = sum(len(event.token_ids) for event in events)
@@ -122,12 +107,12 @@ def measure(ask: Ask, given: argparse.Namespace, vocabulary: int) -> dict[str, A
     """All contexts, then first tokens."""
     rows: dict[int, dict[str, float]] = {}
     for context in given.context:
-        warm, *asked = prompts(given.rounds + 1, context, vocabulary)
+        warm, *others = prompts(given.rounds + 1, context, vocabulary)
         ask(warm, given.tokens)
-        rows[context] = figures([ask(prompt, given.tokens) for prompt in asked])
-    warm, *asked = prompts(given.first + 1, min(FIRST_PROMPT, given.longest - 2), vocabulary)
+        rows[context] = figures([ask(prompt, given.tokens) for prompt in others])
+    warm, *others = prompts(given.first + 1, min(FIRST_PROMPT, given.longest - 2), vocabulary)
     ask(warm, 2)
-    return {"contexts": rows, "first_token": first_tokens([ask(prompt, 2).first for prompt in asked])}
+    return {"contexts": rows, "first_token": first_tokens([ask(prompt, 2).first for prompt in others])}
 
 
 def engine_settings(given: argparse.Namespace) -> EngineSettings:

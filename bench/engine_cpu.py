@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 import warnings
 from collections.abc import Callable
@@ -24,24 +22,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from bench.about import device, revision
+from bench.driven import asked, planner
 from engine.build import build
 from engine.pages import PagePool
 from engine.runner import ModelRunner
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence
 from engine.settings import EngineSettings
 
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
 STREAMS = 8
 Arm = Callable[[], float]  # one turn → tokens per second
 
@@ -79,18 +66,9 @@ def theirs(model: Any, prompt: list[int], tokens: int) -> float:
 
 def ours(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> float:
     """The engine's own loop without its socket: plan, run, commit; from where all streams decode."""
-    info = runner.info
-    limits = Limits(max_sequences=info.max_sequences, max_batch_tokens=512, max_context=info.max_context)
-    scheduler = Scheduler(limits, PagePool(info.total_pages))
+    scheduler = planner(runner, PagePool(runner.info.total_pages))
     for key, prompt in enumerate(prompts):
-        request = GenerationRequest(
-            request_id=str(key),
-            token_ids=tuple(prompt),
-            sampling=GREEDY,
-            stopping=Stopping(max_tokens=tokens),
-            arrived_at=0.0,
-        )
-        scheduler.admit(Sequence(request, prompt[:], key=key))
+        scheduler.admit(asked(key, tuple(prompt), tokens))
     done, begin = 0, 0.0
     while (plan := scheduler.plan(0.0)) is not None:
         counted = all(row.count == 1 for row in plan.rows) and len(plan.rows) == len(prompts)
@@ -166,25 +144,14 @@ def report(rates: dict[str, list[float]], arguments: argparse.Namespace) -> dict
         print(f"{name}: {ratio['median']:.2f}x (of the best turns {ratio['best']:.2f}x)")
     return {
         "bench": "engine_cpu",
-        "sha": _git_sha(),
-        "device": _cpu(),
+        "sha": revision(),
+        "device": device(),
         "torch": torch.__version__,
         "settings": {"model": Path(arguments.model).name, "tokens": arguments.tokens, "prompt": arguments.prompt},
         "rounds": arguments.rounds,
         "tokens_per_second": {name: {"median": middle[name], "best": best[name]} for name in rates},
         "ratios": ratios,
     }
-
-
-def _git_sha() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
 
 def main() -> None:

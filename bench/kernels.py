@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from bench.about import revision
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import Kernels, open_library
 from engine.kernels.launch import Launch, Launcher, Trigger
@@ -241,15 +241,6 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
 def tiled(plan: ChainPlan, name: str, matrix: Matrix, warps: int) -> Tiling:
     """A tiling with so many warps."""
     return choose(matrix, plan.multiprocessors, pairs=name == "gate_up", warps=warps)
-
-
-def revision() -> str:
-    """The commit, with a mark where the tree differs from it."""
-    try:
-        found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
 
 
 def arguments() -> argparse.Namespace:

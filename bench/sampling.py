@@ -18,7 +18,8 @@ from dataclasses import replace
 
 import torch
 
-from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, random_weights, revision, timers
+from bench.about import revision
+from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, random_weights, timers
 from engine.kernels.attention import Places
 from engine.kernels.build import KernelLibrary, open_library
 from engine.kernels.launch import Launch, Launcher

@@ -25,29 +25,17 @@ from typing import Any
 import torch
 
 from bench.about import device, revision
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from bench.driven import CHUNK, GREEDY, asked, planner
+from engine.api import SamplingParams
 from engine.build import build
 from engine.events import Event
 from engine.pages import PagePool
 from engine.runner import ModelRunner
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence as Live
 from engine.settings import EngineSettings
 
 QUESTIONS = 16
 TOGETHER = 8
-CHUNK = 512  # prompt tokens a step
 LEAVING = 0.25  # of callers, where some leave
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
 SAMPLED = replace(GREEDY, temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1)
 
 
@@ -92,26 +80,20 @@ class Engine:
     """Plan, run, commit, without the socket and without shared prefixes."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        info = runner.info
-        limits = Limits(
-            max_sequences=info.max_sequences,
-            max_batch_tokens=CHUNK,
-            max_context=info.max_context,
-            tokens_per_step=info.tokens_per_step,
-        )
         self._runner = runner
-        self._pool = PagePool(info.total_pages)
-        self._scheduler = Scheduler(limits, self._pool)
+        self._pool = PagePool(runner.info.total_pages)
+        self._scheduler = planner(runner, self._pool)
         self._key = 0
 
-    def ask(self, asked: Sequence[Question], leaving: dict[int, int], record: Record) -> None:
+    def ask(self, some: Sequence[Question], leaving: dict[int, int], record: Record) -> None:
         """All at once; those in `leaving` (index → tokens) go before the end."""
-        first, ids = self._key, [list[int]() for _ in asked]
-        for question in asked:
-            self._scheduler.admit(self._live(question))
+        first, ids = self._key, [list[int]() for _ in some]
+        for question in some:
+            self._key += 1
+            self._scheduler.admit(asked(self._key, question.prompt, question.tokens, question.sampling))
         while (plan := self._scheduler.plan(0.0)) is not None:
             for event in self._scheduler.commit(plan, self._runner.run(plan), 0.0):
-                self._heard(event, event.key - first - 1, asked, ids, leaving, record)
+                self._heard(event, event.key - first - 1, some, ids, leaving, record)
         if self._pool.used:
             raise RuntimeError(f"{self._pool.used} pages were not given back")
 
@@ -119,7 +101,7 @@ class Engine:
         self,
         event: Event,
         index: int,
-        asked: Sequence[Question],
+        some: Sequence[Question],
         ids: list[list[int]],
         leaving: dict[int, int],
         record: Record,
@@ -129,41 +111,30 @@ class Engine:
         ids[index] += event.token_ids
         record.tokens += len(event.token_ids)
         if event.finish is not None:
-            record.take(asked[index], ids[index])
+            record.take(some[index], ids[index])
         elif len(ids[index]) >= leaving.get(index, sys.maxsize):
             record.left += 1
             self._scheduler.cancel(event.key)
 
-    def _live(self, question: Question) -> Live:
-        self._key += 1
-        request = GenerationRequest(
-            request_id=str(self._key),
-            token_ids=question.prompt,
-            sampling=question.sampling,
-            stopping=Stopping(max_tokens=question.tokens),
-            arrived_at=0.0,
-        )
-        return Live(request, list(question.prompt), key=self._key)
 
-
-def rounds(asked: list[Question]) -> Iterator[tuple[list[Question], dict[int, int]]]:
+def rounds(known: list[Question]) -> Iterator[tuple[list[Question], dict[int, int]]]:
     """For ever: one alone, eight together, eight of which some leave."""
     chance = random.Random(6)
     while True:
-        yield [chance.choice(asked)], {}
-        yield chance.sample(asked, TOGETHER), {}
-        leaving = {at: chance.randrange(1, asked[0].tokens) for at in range(TOGETHER) if chance.random() < LEAVING}
-        yield chance.sample(asked, TOGETHER), leaving
+        yield [chance.choice(known)], {}
+        yield chance.sample(known, TOGETHER), {}
+        leaving = {at: chance.randrange(1, known[0].tokens) for at in range(TOGETHER) if chance.random() < LEAVING}
+        yield chance.sample(known, TOGETHER), leaving
 
 
 def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
     """The whole time."""
     engine, record = Engine(runner), Record()
-    asked = questions(runner.info.vocab_size, given.tokens, min(given.longest, runner.info.max_context - given.tokens))
-    for question in asked:
+    known = questions(runner.info.vocab_size, given.tokens, min(given.longest, runner.info.max_context - given.tokens))
+    for question in known:
         engine.ask([question], {}, record)
     began, held, marks = time.monotonic(), memory(), [(time.monotonic(), record.tokens)]
-    for some, leaving in rounds(asked):
+    for some, leaving in rounds(known):
         engine.ask(some, leaving, record)
         now = time.monotonic()
         if now - marks[-1][0] >= given.interval or now - began >= given.seconds:
@@ -183,7 +154,7 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
         "tokens": record.tokens,
         "changed": record.changed.total(),
         "changed_by_prompt": {
-            len(one.prompt): record.changed[one.number] for one in asked if record.changed[one.number]
+            len(one.prompt): record.changed[one.number] for one in known if record.changed[one.number]
         },
         "grown_bytes": memory() - held,
         "tokens_per_second": {"median": round(statistics.median(rates), 1), "last": round(rates[-1], 1)},

@@ -1,0 +1,45 @@
+"""The engine without its socket, as benches drive it: what they ask, and who plans."""
+
+from __future__ import annotations
+
+from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.pages import PagePool
+from engine.runner import ModelRunner
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence
+
+CHUNK = 512  # prompt tokens a step
+GREEDY = SamplingParams(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    seed=0,
+)
+
+
+def planner(runner: ModelRunner, pool: PagePool) -> Scheduler:
+    """Plans for this runner, without shared prefixes."""
+    info = runner.info
+    limits = Limits(
+        max_sequences=info.max_sequences,
+        max_batch_tokens=CHUNK,
+        max_context=info.max_context,
+        tokens_per_step=info.tokens_per_step,
+    )
+    return Scheduler(limits, pool)
+
+
+def asked(key: int, prompt: tuple[int, ...], tokens: int, sampling: SamplingParams = GREEDY) -> Sequence:
+    """A request for so many tokens."""
+    request = GenerationRequest(
+        request_id=str(key),
+        token_ids=prompt,
+        sampling=sampling,
+        stopping=Stopping(max_tokens=tokens),
+        arrived_at=0.0,
+    )
+    return Sequence(request, list(prompt), key=key)
