@@ -1,6 +1,6 @@
 """What the caches cost and what they save, on plain Redis: a semantic lookup by length of the question, idle and while
-an answer is generated; a stored answer against a generated one; what a Redis that is sick adds to a request. Prints
-tables and ends in one JSON line. Starts a redis-server of its own, and servers on free ports.
+an answer is generated; a stored answer against a generated one. Prints tables and ends in one JSON line. Starts a
+redis-server of its own, and servers on free ports.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import json
 import os
 import random
 import re
-import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -259,30 +257,6 @@ def requests(address: str, count: int, name: str) -> list[float]:
     return found
 
 
-def sickness(count: int) -> Figures:
-    """What a Redis that is stalled or gone adds to requests that nobody asked before."""
-    result: Figures = {}
-    with tempfile.TemporaryDirectory() as folder, redis() as (url, process):
-        keys = Path(folder) / "keys"
-        keys.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
-        flags = (f"--cache.redis-url={url}", f"--cache.key-file={keys}", "--cache.semantic.mode=off")
-        with server(*flags, "--optimizations.response-cache=true") as (address, _):
-            requests(address, 50, "warm")
-            steps: tuple[tuple[str, Callable[[], None]], ...] = (
-                ("well", lambda: None),
-                ("stalled", lambda: process.send_signal(signal.SIGSTOP)),
-                ("well again", lambda: process.send_signal(signal.SIGCONT)),
-                ("gone", process.kill),
-            )
-            for name, change in steps:
-                change()
-                if name == "well again":
-                    time.sleep(1.5)
-                with measuring(f"requests, Redis {name}"):
-                    result[f"request, Redis {name}"] = quantiles(requests(address, count, name))
-    return result
-
-
 def replays(count: int) -> Figures:
     """A stored answer of 64 tokens against the same one without caches, whose engine takes 1 ms a token."""
     result: Figures = {}
@@ -302,7 +276,7 @@ def replays(count: int) -> Figures:
 def main() -> None:
     """Every part, or the one named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("lookups", "sickness", "replays"), action="append")
+    parser.add_argument("--part", choices=("lookups", "replays"), action="append")
     parser.add_argument("--entries", type=int, default=10_000)
     parser.add_argument("--each", type=int, default=60, help="questions of each length")
     parser.add_argument("--rounds", type=int, default=3)
@@ -310,7 +284,6 @@ def main() -> None:
     given = parser.parse_args()
     parts: dict[str, Callable[[], Figures]] = {
         "lookups": lambda: lookups(given.entries, given.each, given.rounds),
-        "sickness": lambda: sickness(given.count),
         "replays": lambda: replays(given.count),
     }
     figures: Figures = {}
