@@ -40,6 +40,8 @@ bench: $(VENV)/.test ## What the README's CPU figures come from
 	$(BIN)/python -m bench.engine_cpu
 	$(BIN)/python -m bench.front
 	$(BIN)/python -m bench.prefix
+	$(BIN)/python -m bench.cache
+	$(BIN)/python -m bench.cache_faults
 
 smoke: $(VENV)/.test ## grpcurl against ADDRESS, or against a server of its own
 	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh)

@@ -249,14 +249,6 @@ def ask(client: FrameClient, number: int, text: str, tokens: int) -> float:
     return (time.perf_counter() - begun) * 1e3
 
 
-def requests(address: str, count: int, name: str) -> list[float]:
-    """Milliseconds of requests that nobody asked before."""
-    client = FrameClient(address, time.monotonic)
-    found = [ask(client, n, f"{name} {n}", 1) for n in range(count)]
-    client.close()
-    return found
-
-
 def replays(count: int) -> Figures:
     """A stored answer of 64 tokens against the same one without caches, whose engine takes 1 ms a token."""
     result: Figures = {}
