@@ -12,12 +12,6 @@ from quant.weights import Int4Groups, Int8Rows
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_kernel_and_plain_agree(form: str, bias: bool) -> None:

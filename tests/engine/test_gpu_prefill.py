@@ -48,12 +48,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SIZES = (16, 64, 128)
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 def watch(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
 

@@ -61,12 +61,6 @@ GAP = 1e-2  # of the largest logit: nearer than that, bf16 may choose otherwise
 EAGER = "eager"
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 def save(folder: Path, family: str) -> Path:
     config = {key: value for key, value in {**BASE, **FAMILIES[family]}.items() if value is not None}
     folder.mkdir(exist_ok=True)

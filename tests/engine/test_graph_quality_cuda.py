@@ -42,12 +42,6 @@ RANDOM = {
 SAMPLES = 2000  # of the bootstrap
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 def random_model(folder: Path) -> Path:
     """Key norms as large as a published model has them, and logits as decided as a trained one's."""
     (folder / "config.json").write_text(json.dumps(RANDOM))

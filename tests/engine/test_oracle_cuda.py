@@ -42,12 +42,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 def runner_on(device: Any, folder: Path, dtype: Any = "float32") -> Any:
     settings = EngineSettings(model=str(folder), device=device, dtype=dtype, max_sequences=8)
     return build(settings, lambda stage, done, total: None)

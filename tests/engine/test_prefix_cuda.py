@@ -36,12 +36,6 @@ CONFIG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pages_leave_a_card_and_come_back(dtype: torch.dtype) -> None:
     shape = KvShape(layers=3, kv_heads=2, head_dim=64)

@@ -20,12 +20,6 @@ STORED = Path(__file__).resolve().parents[1] / "quant" / "fixtures"
 DEMO = Path(__file__).resolve().parents[2] / "models"
 
 
-@pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
 def layers_of(folder: Path, **given: Any) -> tuple[Layer, ...]:
     settings = EngineSettings(model=str(folder), max_sequences=1, kv_bytes=1 << 24, **given)
     return prepare(settings, lambda stage, done, total: None).parts.model.weights.layers

@@ -1,4 +1,4 @@
-"""The card and what runs on it. Tests marked `gpu` need both; without a card they say so."""
+"""The card and what runs on it. Tests marked `gpu` need both."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from quant.weights import Dense, Int4Groups, Int8Rows
 
 @pytest.fixture(scope="session")
 def launcher() -> Launcher:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     return Launcher()
 
 
