@@ -1,6 +1,6 @@
 """Texts to unit vectors: an exported model under onnxruntime, one thread, one text at a time.
 
-Belongs to one thread, `worker`'s; takes 2 to 5 ms a question on a CPU.
+Belongs to one thread, `worker`'s. What it takes is in docs/perf-log.md.
 """
 
 from __future__ import annotations
