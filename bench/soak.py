@@ -1,6 +1,8 @@
 """Decodes for as long as it is told, alone, together, with sampling and with callers that leave, and holds every answer
 against the first one to the same question: an answer that changes is an error, and so is memory that grows. Prompts are
-short by default, so that each is fed whole, whoever comes with it: one that is cut elsewhere may round otherwise.
+short by default, so that each is fed whole, whoever comes with it. With `--longest` above that they are cut into chunks
+by who else is there, and bf16 rounds a chunk of another length otherwise: then a greedy answer may part from the first
+one, but only where float32 finds two tokens nearly as good as each other.
 
     python -m bench.soak --model models/demo --seconds 600
 
@@ -18,8 +20,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +35,13 @@ from engine.events import Event
 from engine.pages import PagePool
 from engine.runner import ModelRunner
 from engine.settings import EngineSettings
+from quant.decoder import Decoder
 
 QUESTIONS = 16
 TOGETHER = 8
 LEAVING = 0.25  # of callers, where some leave
+WHOLE = CHUNK // TOGETHER  # tokens of a prompt that is never cut
+NEAR = 0.02  # of the largest logit: how far apart two tokens may be where answers part
 SAMPLED = replace(GREEDY, temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1)
 
 
@@ -49,6 +55,15 @@ class Question:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A text, and two ways in which it went on."""
+
+    text: tuple[int, ...]
+    one: int
+    other: int
+
+
 @dataclass(slots=True)
 class Record:
     """What came of it."""
@@ -58,12 +73,18 @@ class Record:
     left: int = 0
     tokens: int = 0
     changed: Counter[int] = field(default_factory=Counter)  # answers other than the first, by question
+    forks: set[Fork] = field(default_factory=set)  # of greedy answers
 
     def take(self, question: Question, ids: Sequence[int]) -> None:
         """A whole answer."""
         self.told += 1
-        if self.answers.setdefault(question.number, tuple(ids)) != tuple(ids):
-            self.changed[question.number] += 1
+        first = self.answers.setdefault(question.number, tuple(ids))
+        if first == tuple(ids):
+            return
+        self.changed[question.number] += 1
+        if question.sampling.temperature == 0.0:
+            at = next(at for at, (one, other) in enumerate(zip(first, ids, strict=True)) if one != other)
+            self.forks.add(Fork((*question.prompt, *first[:at]), first[at], ids[at]))
 
 
 def questions(vocabulary: int, tokens: int, longest: int) -> list[Question]:
@@ -156,9 +177,20 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
         "changed_by_prompt": {
             len(one.prompt): record.changed[one.number] for one in known if record.changed[one.number]
         },
+        "forks": len(record.forks),
+        "widest_fork": widest(record.forks, given.model),
         "grown_bytes": memory() - held,
         "tokens_per_second": {"median": round(statistics.median(rates), 1), "last": round(rates[-1], 1)},
     }
+
+
+def widest(forks: Iterable[Fork], model: str) -> float:
+    """The largest distance between the two tokens of a fork, of the largest logit, in float32."""
+    judge, found = Decoder.open(Path(model)), 0.0
+    for fork in forks:
+        logits = judge.logits(judge.hidden(torch.tensor([fork.text]))[:, -1])[0]
+        found = max(found, float((logits[fork.one] - logits[fork.other]).abs() / logits.abs().max()))
+    return round(found, 5)
 
 
 def memory() -> int:
@@ -176,14 +208,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between two lines")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--longest", type=int, default=CHUNK // TOGETHER, help="prompt tokens")
+    parser.add_argument("--longest", type=int, default=WHOLE, help="prompt tokens")
     parser.add_argument("--revision", default=os.environ.get("WHIPPET_REVISION"), help="the commit, where git is not")
     given = parser.parse_args(argv)
     runner = build(EngineSettings(model=given.model, max_sequences=TOGETHER), lambda *_: None)
     about = {"bench": "soak", "revision": given.revision or revision(), "device": device(), "model": given.model}
     found = soak(runner, given)
     print(json.dumps(about | {"decoder": runner.info.decoder, "weights": runner.info.weight_format} | found))
-    return 1 if found["changed"] or found["grown_bytes"] > 0 else 0
+    wrong = found["changed"] if given.longest <= WHOLE else found["widest_fork"] > NEAR
+    return 1 if wrong or found["grown_bytes"] > 0 else 0
 
 
 if __name__ == "__main__":
