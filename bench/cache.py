@@ -12,9 +12,6 @@ import json
 import os
 import random
 import re
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +26,7 @@ import uvloop
 from bench.about import ROOT, device, revision
 from bench.front import UNARY, server
 from bench.grpc_frames import FrameClient
+from bench.redis_server import redis_server
 from cache.api import Allowance, CachedCompletion, Chunk, Ending, Mode, Question, Turn
 from cache.counters import Counters
 from cache.envelope import Envelope
@@ -80,26 +78,6 @@ def sentences() -> list[str]:
                     found[words] = None
                     found.update(dict.fromkeys(re.split(r"(?<=[.?!]) ", words)))
     return [text for text in found if len(text.split()) >= 3 and not re.search(r"\d[\d -]{7,}\d|@", text)]
-
-
-@contextmanager
-def redis() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server of our own: its address and its process."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        raise SystemExit("bench.cache needs redis-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    quiet = ("--save", "", "--appendonly", "no", "--loglevel", "warning")
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", *quiet]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            time.sleep(0.5)
-            yield f"redis://127.0.0.1:{port}/0", process
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
 
 
 def turn(text: str) -> Turn:
@@ -232,8 +210,8 @@ def lookups(entries: int, each: int, rounds: int) -> Figures:
         await filled.similar.aclose()
         return result
 
-    with redis() as (url, _):
-        return uvloop.run(run(url))
+    with redis_server() as redis:
+        return uvloop.run(run(redis.url))
 
 
 def ask(client: FrameClient, number: int, text: str, tokens: int) -> float:

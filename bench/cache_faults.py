@@ -5,118 +5,38 @@ stalled, slow, cutting its answers, full, read-only, emptied again and again. Pr
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import secrets
-import signal
-import socket
-import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from bench.about import device, revision
-from bench.cache import Figures, ask, measuring, quantiles, redis
+from bench.cache import Figures, ask, measuring, quantiles
 from bench.front import server
 from bench.grpc_frames import FrameClient
+from bench.redis_server import Proxy, RedisServer, proxy_in_thread, redis_server, write_keys
 
 SLOW = 0.1  # seconds an answer takes
 CUT = 9  # bytes of an answer that come
 RECOVERY = 2.0  # seconds
 
 
-class Between:
-    """A proxy in a thread of its own: passes, delays, or cuts what the other side answers."""
-
-    def __init__(self, target: int) -> None:
-        self.delay = 0.0
-        self.cut: int | None = None
-        self.port = 0
-        self._target = target
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        self._ready.wait(5)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-
-    def _run(self) -> None:
-        listening = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))
-        self.port = listening.sockets[0].getsockname()[1]
-        self._ready.set()
-        self._loop.run_forever()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            answers, up = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(self._pump(reader, up, False), self._pump(answers, writer, True))
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, answers: bool) -> None:
-        try:
-            while data := await source.read(65536):
-                if answers and self.delay:
-                    await asyncio.sleep(self.delay)
-                if answers and self.cut is not None:
-                    sink.write(data[: self.cut])
-                    break
-                sink.write(data)
-                await sink.drain()
-        except OSError:
-            pass
-        finally:
-            sink.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Patient:
-    """A Redis, and what stands before it."""
-
-    port: int
-    process: subprocess.Popen[bytes]
-    between: Between
-
-    def command(self, *words: str) -> None:
-        """One command over a bare socket."""
-        with socket.create_connection(("127.0.0.1", self.port), 5) as link:
-            link.sendall(" ".join(words).encode() + b"\r\n")
-            link.recv(1 << 16)
-
-
-@contextmanager
-def patient() -> Iterator[Patient]:
-    """A redis-server of our own, behind a proxy."""
-    with redis() as (url, process):
-        port = int(url.rsplit(":", 1)[1].partition("/")[0])
-        between = Between(port)
-        try:
-            yield Patient(port, process, between)
-        finally:
-            between.close()
-
-
-def sicknesses(of: Patient) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+def sicknesses(redis: RedisServer, between: Proxy) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
     """What makes it sick, and what makes it well again. The last is for ever."""
 
     def slow(seconds: float) -> None:
-        of.between.delay = seconds
+        between.delay = seconds
 
     def cut(after: int | None) -> None:
-        of.between.cut = after
+        between.cut_after = after
 
     def full(limit: str) -> None:
-        of.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
-        of.command("CONFIG", "SET", "maxmemory", limit)
+        redis.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        redis.command("CONFIG", "SET", "maxmemory", limit)
+
+    def follow(host: str, port: str) -> None:
+        redis.command("REPLICAOF", host, port)
 
     def nothing() -> None:
         pass
@@ -126,32 +46,30 @@ def sicknesses(of: Patient) -> dict[str, tuple[Callable[[], None], Callable[[], 
         "slow": (lambda: slow(SLOW), lambda: slow(0.0)),
         "cut": (lambda: cut(CUT), lambda: cut(None)),
         "full": (lambda: full("1"), lambda: full("0")),
-        "read-only": (lambda: of.command("REPLICAOF", "127.0.0.1", "1"), lambda: of.command("REPLICAOF", "NO", "ONE")),
+        "read-only": (lambda: follow("127.0.0.1", "1"), lambda: follow("NO", "ONE")),
         "emptied": (nothing, nothing),  # before every request
-        "stalled": (lambda: of.process.send_signal(signal.SIGSTOP), lambda: of.process.send_signal(signal.SIGCONT)),
+        "stalled": (redis.pause, redis.resume),
         "well again": (nothing, nothing),
-        "gone": (of.process.kill, nothing),
+        "gone": (redis.stop, nothing),
     }
 
 
 def measure(count: int) -> Figures:
     """Milliseconds of a whole request of one token; one that fails ends the run."""
     result: Figures = {}
-    with tempfile.TemporaryDirectory() as folder, patient() as of:
-        keys = Path(folder) / "keys"
-        keys.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
-        url = f"--cache.redis-url=redis://127.0.0.1:{of.between.port}/0"
+    with tempfile.TemporaryDirectory() as folder, redis_server() as redis, proxy_in_thread(redis.port) as between:
+        url, keys = f"--cache.redis-url={between.url}", write_keys(Path(folder) / "keys")
         flags = (url, f"--cache.key-file={keys}", "--cache.semantic.mode=off", "--optimizations.response-cache=true")
         with server(*flags) as (address, _):
             client = FrameClient(address, time.monotonic)
             asked = 0
-            for name, (sicken, heal) in sicknesses(of).items():
+            for name, (sicken, heal) in sicknesses(redis, between).items():
                 sicken()
                 times = []
                 with measuring(f"requests, Redis {name}"):
                     for _ in range(count):
                         if name == "emptied":
-                            of.command("FLUSHALL")
+                            redis.command("FLUSHALL")
                         times.append(ask(client, asked, f"{name} {asked}", 1))
                         asked += 1
                 result[name] = quantiles(times)

@@ -1,12 +1,17 @@
 """What all tests share: examples of property tests are the same in every run, unless someone goes exploring; threads
-wait asleep, as they do in the engine process; what is marked `gpu` needs a card, and says so where there is none."""
+wait asleep, as they do in the engine process; what is marked `gpu` needs a card, and says so where there is none;
+real Redis servers on free ports."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from bench.redis_server import RedisServer, free_port, write_keys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is first imported
 
@@ -24,3 +29,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    """Empty, and this test's alone; it has to stay as it is."""
+    shared_redis.command("FLUSHALL")
+    return shared_redis
+
+
+@pytest.fixture
+def make_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Servers that a test may ruin; `started=False` keeps a port for later."""
+    servers: list[RedisServer] = []
+
+    def make(*arguments: str, port: int | None = None, started: bool = True) -> RedisServer:
+        server = RedisServer(tmp_path, port or free_port(), arguments)
+        servers.append(server)
+        return server.start() if started else server
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    return write_keys(tmp_path / "keys")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from bench.redis_server import Proxy, RedisServer, proxy_in_thread, write_keys
 from cache.api import Allowance, CachedCompletion, Chunk, Ending, Question
 from engine.api import ModelInfo
 from service.cache_options import CacheOptions, SemanticCacheOptions
 from service.caching import AnswerCaches
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.cache.conftest import Proxy, RedisServer, free_port
 from tests.service.conftest import Server
 from tests.service.test_cache import as_stream, greedy
 from tests.service.test_delivery import INFO, ScriptedEngine
@@ -27,12 +26,6 @@ from tests.service.test_delivery import INFO, ScriptedEngine
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 ON = ("--optimizations.response-cache=true", "--fake.step-time=0.002")
 TENANTS = ("acme", "bravo")
-
-
-def write_keys(folder: Path) -> Path:
-    path = folder / "keys"
-    path.write_text(f"names {'ab' * 32}\nfirst {'cd' * 32}\n")
-    return path
 
 
 def write_tokens(folder: Path) -> Path:
@@ -48,7 +41,7 @@ def write_tokens(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"), free_port()).start()
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
     yield server
     server.stop()
 
@@ -57,7 +50,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def pair(serve: Serve, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
     """Two fronts, one Redis, two tenants."""
     folder = tmp_path_factory.mktemp("secrets")
-    flags = [*ON, f"--cache.redis-url={redis.url}", f"--cache.key-file={write_keys(folder)}"]
+    flags = [*ON, f"--cache.redis-url={redis.url}", f"--cache.key-file={write_keys(folder / 'keys')}"]
     flags += ["--cache.redis-budget=0.5", f"--auth.tokens-file={write_tokens(folder)}"]  # it is about what, not when
     with serve(*flags) as one, serve(*flags) as other:
         yield one, other
@@ -161,7 +154,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServer, tmp_path: Path, name: str) -> None:
     options = CacheOptions(
         redis_url=redis.url,
-        key_file=write_keys(tmp_path),
+        key_file=write_keys(tmp_path / "keys"),
         redis_budget=1.0,
         semantic=SemanticCacheOptions(mode="off"),
     )
@@ -196,26 +189,6 @@ def answer() -> CachedCompletion:
 
     ending = Ending(reason="stop", prompt_tokens=2, completion_tokens=1)
     return CachedCompletion(chunks=(Chunk((7,), "a", ending),), max_tokens=5, provenance="test", created_at=time.time())
-
-
-class Threaded:
-    """The proxy on a loop of its own, for tests that block."""
-
-    def __init__(self, target: int) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.proxy = Proxy(target)
-        self._run(self.proxy.start())
-
-    def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
-
-    def close(self) -> None:
-        self._run(self.proxy.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
 
 
 class Sick:
@@ -262,17 +235,15 @@ class Sick:
 def sick(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sick]:
     """Redis is not there yet when the server starts."""
     folder = tmp_path_factory.mktemp("sick")
-    redis = RedisServer(folder, free_port())
-    between = Threaded(redis.port)
-    url = between.proxy.url
+    redis = RedisServer(folder)
+    flags = (*ON, f"--cache.key-file={write_keys(folder / 'keys')}")
     try:
-        with serve(*ON, f"--cache.redis-url={url}", f"--cache.key-file={write_keys(folder)}") as server:
-            yield Sick(server, redis, between.proxy)
+        with proxy_in_thread(redis.port) as between, serve(*flags, f"--cache.redis-url={between.url}") as server:
+            yield Sick(server, redis, between)
             redis.stop()
             assert server.stop() == 0, server.log.read_text()
     finally:
         redis.stop()
-        between.close()
 
 
 def test_a_redis_that_starts_late(sick: Sick) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from bench.redis_server import RedisServer
 from cache.semantic.export import exported
 from service import caching
 from service.cache_options import CacheOptions, SemanticCacheOptions
@@ -18,10 +19,9 @@ from service.caching import checked
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.settings import BadSettings
-from tests.cache.conftest import RedisServer, free_port
 from tests.service.conftest import Server, ask, refused
 from tests.service.test_cache import as_stream, generate, greedy, said
-from tests.service.test_cache_redis import TENANTS, metadata, write_keys, write_tokens
+from tests.service.test_cache_redis import TENANTS, metadata, write_tokens
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 ON = ("--optimizations.response-cache=true", "--cache.semantic.mode=on", "--cache.semantic.audit=0")
@@ -179,9 +179,8 @@ def test_flush_of_one_entry(on: Server) -> None:
     assert said(on, request) == "miss"
 
 
-def test_tenants_never_meet(serve: Serve, tmp_path: Path) -> None:
-    redis = RedisServer(tmp_path, free_port()).start()
-    flags = (f"--cache.redis-url={redis.url}", f"--cache.key-file={write_keys(tmp_path)}", "--cache.redis-budget=0.5")
+def test_tenants_never_meet(serve: Serve, redis_server: RedisServer, key_file: Path, tmp_path: Path) -> None:
+    flags = (f"--cache.redis-url={redis_server.url}", f"--cache.key-file={key_file}", "--cache.redis-budget=0.5")
 
     def say(server: Server, request: pb.GenerateRequest, tenant: str) -> str:
         _, call = server.generation.Generate.with_call(request, timeout=20, metadata=metadata(tenant))
@@ -194,17 +193,14 @@ def test_tenants_never_meet(serve: Serve, tmp_path: Path) -> None:
             time.sleep(0.05)
 
     mine, theirs = TENANTS
-    try:
-        tokens = f"--auth.tokens-file={write_tokens(tmp_path)}"
-        with serve(*ON, *flags, tokens) as one, serve(*ON, *flags, tokens) as other:
-            time.sleep(1.0)
-            for server in (one, other):
-                say(one, chat(QUESTION, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF)), mine)
-                until_hit(server, probe(ALIKE), mine)
-                assert say(server, probe(ALIKE), theirs) == "miss"
-                assert say(server, probe(QUESTION), theirs) == "miss"
-    finally:
-        redis.stop()
+    tokens = f"--auth.tokens-file={write_tokens(tmp_path)}"
+    with serve(*ON, *flags, tokens) as one, serve(*ON, *flags, tokens) as other:
+        time.sleep(1.0)
+        for server in (one, other):
+            say(one, chat(QUESTION, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF)), mine)
+            until_hit(server, probe(ALIKE), mine)
+            assert say(server, probe(ALIKE), theirs) == "miss"
+            assert say(server, probe(QUESTION), theirs) == "miss"
 
 
 def test_shadow_decides_and_never_serves(serve: Serve) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import secrets
-import shutil
-import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
+from bench.redis_server import RedisServer
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import Server, ask
@@ -69,32 +66,14 @@ def test_tenants_share_with_themselves_alone(serve: Serve, tokens_file: Path, re
         assert tokens_of(server, IDS, "b", **off)[0] == FULL
 
 
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[str]:
-    binary = shutil.which("redis-server")
-    if binary is None:
-        pytest.fail("the tests need redis-server: apt-get install redis-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    words = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
-    process = subprocess.Popen([binary, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            break
-        time.sleep(0.01)
-    yield f"redis://127.0.0.1:{port}/0"
-    process.kill()
-    process.wait(10)
-
-
 def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
-    serve: Serve, redis: str, tokens_file: Path, tmp_path: Path
+    serve: Serve, redis_server: RedisServer, tokens_file: Path, key_file: Path
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
-    shared = (f"--cache.redis-url={redis}", f"--cache.key-file={keys}", "--cache.prefix.chunk-bytes=4096")
+    shared = (
+        f"--cache.redis-url={redis_server.url}",
+        f"--cache.key-file={key_file}",
+        "--cache.prefix.chunk-bytes=4096",
+    )
     slow = ("--fake.step-time=0.05", "--fake.faults=true", f"--auth.tokens-file={tokens_file}")
     with serve(*shared, *slow) as server:
         _, answer = tokens_of(server, IDS)
