@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.fake import plain_request
 from engine.pages import PagePool
 from engine.runner import ModelRunner
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
 
 CHUNK = 512  # prompt tokens a step
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
+GREEDY = plain_request(()).sampling
 
 
 def planner(runner: ModelRunner, pool: PagePool) -> Scheduler:

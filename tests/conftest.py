@@ -1,10 +1,12 @@
-"""What all tests share: examples of property tests are the same in every run, unless someone goes exploring; threads
-wait asleep, as they do in the engine process; what is marked `gpu` needs a card, and says so where there is none;
-real Redis servers on free ports."""
+"""What all tests share: examples of property tests are the same in every run, unless someone goes exploring; torch has
+one thread, for models so small that a second costs more than it gives; what is marked `gpu` needs a card, and says so
+where there is none; real Redis servers on free ports."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from hypothesis import settings
 
 from bench.redis_server import RedisServer, free_port, write_keys
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background; servers would not hear it either
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is first imported
 
 settings.register_profile("repeat", derandomize=True, deadline=None)
@@ -23,6 +27,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture is made."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     if item.get_closest_marker("gpu") is None:
         return
     import torch  # seconds that other tests need not pay

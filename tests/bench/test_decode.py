@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench import decode, served
+from bench.driven import GREEDY
 from bench.pace import Answer, figures, first_tokens, quantile
 from engine.api import SamplingParams
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -18,13 +18,6 @@ from service.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], dict[str, Any]]:
@@ -91,16 +84,7 @@ def test_a_request_over_grpc_asks_for_what_the_engine_is_asked() -> None:
 
 def test_a_long_prompt_goes_out_in_frames_that_a_server_takes() -> None:
     ports = ["--engine=fake", "--fake.max-context=20000", "--fake.vocab-size=151936"]
-    sampling = SamplingParams(
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=7,
-    )
+    sampling = replace(GREEDY, seed=7)
     with served.server(ports) as running:
         answer = served.ask(running, [150_000] * 8192, 5, sampling)
         assert answer.tokens == 5

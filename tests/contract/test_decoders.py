@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.api import GenerationRequest, Objection, SamplingParams, Stopping
+from bench.driven import GREEDY
+from engine.api import GenerationRequest, Objection, Stopping
 from engine.build import Prepared, make_runner, prepare
 from engine.decoders import DECODERS, DecoderEntry, choose, eager
 from engine.decoders.parts import Parts, Unfit
@@ -35,16 +35,6 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
 EAGER = DECODERS[-1]
 
 
@@ -60,11 +50,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
 
 
 @pytest.fixture(scope="module")
-def prepared(settings: EngineSettings) -> Iterator[Prepared]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield prepare(settings, progress)
-    torch.set_num_threads(threads)
+def prepared(settings: EngineSettings) -> Prepared:
+    return prepare(settings, progress)
 
 
 def requests() -> list[GenerationRequest]:

@@ -8,22 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from engine.api import GenerationRequest, SamplingParams, Stopping, TokenLogprob
+from bench.driven import GREEDY
+from engine.api import GenerationRequest, Stopping, TokenLogprob
 from engine.pages import PagePool
 from engine.plan import Runner
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
-
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
 
 
 @dataclass

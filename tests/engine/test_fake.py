@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed, Unsupported
 from engine.fake import AcceleratorError, BrokenPlan, FakeRunner, Fault, plain_request
@@ -46,16 +48,7 @@ def generate(fake: FakeRunner, request: GenerationRequest, count: int, chunk: in
 
 
 def sampled(seed: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=seed,
-    )
+    return replace(GREEDY, temperature=1.0, seed=seed)
 
 
 @settings(max_examples=30, deadline=None)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
 
-from engine.api import FinishReason, GenerationRequest, SamplingParams, Stopping
+from bench.driven import GREEDY
+from engine.api import FinishReason, GenerationRequest, Stopping
+from engine.decoders.graph.fleet import AHEAD_IN_TURN, Fleet
 from engine.decoders.graph.flight import AHEAD, NO_TOKEN, Flight, Seat, bucket, can_sample
 from engine.errors import EngineFailed
 from engine.events import Failure
@@ -25,16 +27,6 @@ from engine.settings import PAGE_SIZE
 VOCABULARY, RING = 5000, 64
 STOPPED, FULL = 1, 2
 SICK = 13  # a token that is no number
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
 
 
 def after(tokens: Rows[int]) -> int:
@@ -61,10 +53,11 @@ class Chair:
 class SlowCard:
     """Does what it was told when it feels like it, in order. Traps as the kernels do."""
 
-    def __init__(self, seed: int, pages: int, sick: int = -1) -> None:
+    def __init__(self, seed: int, pages: int, sick: int = -1, beside: SlowCard | None = None) -> None:
         self.random = random.Random(seed)
-        self.slots = [[-1] * PAGE_SIZE for _ in range(pages)]
-        self.queue: list[Callable[[], None]] = []
+        # Seats of the same device share its memory and its stream.
+        self.slots = [[-1] * PAGE_SIZE for _ in range(pages)] if beside is None else beside.slots
+        self.queue: list[Callable[[], None]] = [] if beside is None else beside.queue
         self.benches = {size: [Chair() for _ in range(size)] for size in (1, 2, 4, 8)}
         self.rings: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.here = 1  # as the host knows
@@ -155,19 +148,21 @@ class SlowCard:
 
 
 class SlowRunner:
-    """Shares rows between flight and prefill as the runner does."""
+    """Shares rows between flights and prefill as the runner does."""
 
-    def __init__(self, card: SlowCard, flight: Flight) -> None:
-        self.card, self.flight = card, flight
+    def __init__(self, cards: Rows[SlowCard], max_context: int) -> None:
+        self.card, self.cards = cards[0], cards
+        self.flights = [Flight(card, max_context) for card in cards]
+        self.fleet, self.flight = Fleet(self.flights), self.flights[0]
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.flight.forget(plan.fresh_slots)
+        self.fleet.forget(plan.fresh_slots)
         mine = [row for row in plan.rows if row.count == 1 and row.sample and can_sample(row)]
-        if len(mine) > 8:
+        if len(mine) > self.fleet.seats:
             mine = []
         results: dict[int, RowResult | None] = {}
         if mine:
-            found = self.flight.step(mine)
+            found = self.fleet.step(mine)
             results |= {id(row): result for row, result in zip(mine, found, strict=True)}
         results |= {id(row): self.card.prefill(row) for row in plan.rows if id(row) not in results}
         return StepResult(tuple(results[id(row)] for row in plan.rows))
@@ -196,14 +191,15 @@ def answer(asked: GenerationRequest, max_context: int, sick: int) -> tuple[list[
 class Life:
     """Some sequences through a real scheduler, with everything that can happen to them."""
 
-    def __init__(self, seed: int, pages: int, tokens_per_step: int, sick: int) -> None:
+    def __init__(self, seed: int, pages: int, tokens_per_step: int, sick: int, flights: int = 1) -> None:
         self.random = random.Random(seed)
         self.sick = sick
         self.max_context = min(150, pages * PAGE_SIZE)
         self.card = SlowCard(seed, pages, sick)
-        self.runner = SlowRunner(self.card, Flight(self.card, self.max_context))
+        others = [SlowCard(seed + at, pages, sick, self.card) for at in range(1, flights)]
+        self.runner = SlowRunner([self.card, *others], self.max_context)
         limits = Limits(
-            max_sequences=self.random.choice((1, 3, 8, 10)),
+            max_sequences=self.random.choice((1, 3, 8, 10) if flights == 1 else (9, 12, 16, 20)),
             max_batch_tokens=self.random.choice((5, 64)),
             max_context=self.max_context,
             tokens_per_step=tokens_per_step,
@@ -269,11 +265,12 @@ class Life:
     pages=some.integers(6, 60),
     ahead=some.sampled_from((1, 4, 16)),
     sick=some.sampled_from((-1, SICK)),
+    flights=some.sampled_from((1, 2)),
 )
-@examples(max_examples=150)
-def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int) -> None:
-    life = Life(seed, pages, ahead, sick)
-    for _ in range(life.random.randrange(1, 12)):
+@examples(max_examples=160)
+def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, flights: int) -> None:
+    life = Life(seed, pages * flights, ahead, sick, flights)
+    for _ in range(life.random.randrange(1, 12 * flights)):
         life.admit()
     for _ in range(60):
         if life.random.random() < 0.2:
@@ -426,18 +423,63 @@ def test_pages_exchanged_in_place_are_noticed() -> None:
     assert sequence.token_ids[1:] == answer(asked, 150, -1)[0][: len(sequence.token_ids) - 1]
 
 
+def many(count: int) -> list[Sequence]:
+    asked = [request([key], max_tokens=140) for key in range(count)]
+    pages = [list(range(10 * key, 10 * key + 10)) for key in range(count)]
+    return [Sequence(one, [key], slot=key, pages=pages[key], key=key) for key, one in enumerate(asked)]
+
+
+def moved_on(step: Callable[[list[Row]], list[RowResult]], sequences: Rows[Sequence]) -> None:
+    plan = [Row(one, len(one.token_ids) - 1, 1, True) for one in sequences]
+    for row, found in zip(plan, step(plan), strict=True):
+        assert found.token_ids
+        row.sequence.token_ids += found.token_ids
+
+
+def test_two_flights_share_what_one_cannot_seat() -> None:
+    card = SlowCard(8, 160)
+    runner = SlowRunner([card, SlowCard(9, 160, beside=card)], 150)
+    sequences = many(16)
+    for rows, seats in ((8, (8, None)), (9, (8, 1)), (16, (8, 8)), (16, (8, 8)), (12, None), (9, None), (3, (4, None))):
+        for _ in range(3):
+            moved_on(runner.fleet.step, sequences[:rows])
+        for at, (flight, own) in enumerate(zip(runner.flights, runner.cards, strict=True)):
+            assert flight._launched - flight._told <= (AHEAD if rows <= 8 else AHEAD_IN_TURN)
+            if seats is not None:
+                assert (own.here if flight._lanes else None) == seats[at]
+        placed = [own.placed for own in runner.cards]
+        moved_on(runner.fleet.step, sequences[:rows])
+        assert [own.placed for own in runner.cards] == placed  # rows that go on stay where they are
+    for sequence in sequences:
+        assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]
+
+
+def test_one_flight_that_fails_leaves_the_other_sound() -> None:
+    card = SlowCard(10, 160)
+    runner = SlowRunner([card, SlowCard(11, 160, beside=card)], 150)
+    sequences = many(10)
+
+    def several(times: int) -> None:
+        for _ in range(times):
+            moved_on(runner.fleet.step, sequences)
+
+    several(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.cards[1], "launch", lambda steps, longest: None)
+        with pytest.raises(EngineFailed):
+            several(4)
+    several(5)
+    for sequence in sequences:
+        assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]
+
+
 def test_fewer_rows_take_fewer_seats() -> None:
     card = SlowCard(7, 80)
     flight = Flight(card, 150)
-    sequences = []
-    for key in range(8):
-        asked = request([key], max_tokens=140)
-        sequences.append(Sequence(asked, [key], slot=key, pages=list(range(10 * key, 10 * key + 10)), key=key))
+    sequences = many(8)
     for rows in (8, 5, 4, 3, 2, 1, 6):
         for _ in range(2):
-            plan = [Row(one, len(one.token_ids) - 1, 1, True) for one in sequences[:rows]]
-            for row, found in zip(plan, flight.step(plan), strict=True):
-                row.sequence.token_ids += found.token_ids
+            moved_on(flight.step, sequences[:rows])
         assert card.here == bucket(rows)
     for sequence in sequences:
         assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from bench.driven import GREEDY
+from engine.api import GenerationRequest, Stopping
 from engine.build import Prepared, make_runner, prepare
 from engine.decoders import sampled
+from engine.decoders.capture import Recorder
 from engine.decoders.eager import EagerDecoder
 from engine.kernels import reference
 from engine.kernels.sampling import SampledRow, allocate
 from engine.noise import seed_key
 from engine.pages import PagePool
-from engine.plan import Row, StepPlan, StepResult
+from engine.plan import Row, RowResult, StepPlan, StepResult
 from engine.runner import ModelRunner
+from engine.sampling import Sampler
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
 from engine.settings import EngineSettings
@@ -39,25 +42,16 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=3,
-)
+PLAIN = replace(GREEDY, seed=3)
 KINDS = [
-    replace(GREEDY, temperature=0.8, top_k=50, top_p=0.95),
-    GREEDY,
-    replace(GREEDY, temperature=0.9, seed=11),
-    replace(GREEDY, temperature=1.1, top_p=0.9, seed=(1 << 64) - 1),
-    replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4),
-    replace(GREEDY, temperature=0.7, min_p=0.05, presence_penalty=0.5, logit_bias=((7, 6.0), (9, -50.0))),
-    replace(GREEDY, temperature=1.0, top_k=2000, frequency_penalty=-0.2),
-    replace(GREEDY, logit_bias=tuple((token, 3.0) for token in range(0, 300))),
+    replace(PLAIN, temperature=0.8, top_k=50, top_p=0.95),
+    PLAIN,
+    replace(PLAIN, temperature=0.9, seed=11),
+    replace(PLAIN, temperature=1.1, top_p=0.9, seed=(1 << 64) - 1),
+    replace(PLAIN, repetition_penalty=1.3, frequency_penalty=0.4),
+    replace(PLAIN, temperature=0.7, min_p=0.05, presence_penalty=0.5, logit_bias=((7, 6.0), (9, -50.0))),
+    replace(PLAIN, temperature=1.0, top_k=2000, frequency_penalty=-0.2),
+    replace(PLAIN, logit_bias=tuple((token, 3.0) for token in range(0, 300))),
 ]
 GAP = 0.15  # in logits, which reach 8: what bf16 may differ by
 
@@ -158,14 +152,35 @@ def test_every_row_draws_by_its_own_parameters(folder: Path) -> None:
 def test_no_such_row_is_left_to_eager(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(settings_of(folder), nobody)
     runner = make_runner(settings_of(folder), prepared, nobody)
-    eager_rows = 0
+    eager_rows = sampled_rows = 0
 
     def counted(self: EagerDecoder, plan: StepPlan, inner: Any = EagerDecoder.run) -> StepResult:
         nonlocal eager_rows
         eager_rows += sum(row.count == 1 and row.start >= len(row.sequence.request.token_ids) for row in plan.rows)
         return inner(self, plan)  # type: ignore[no-any-return]
 
+    def drawn(self: Sampler, rows: list[Row], logits: torch.Tensor, inner: Any = Sampler.sample) -> list[RowResult]:
+        nonlocal sampled_rows
+        sampled_rows += len(rows)
+        return inner(self, rows, logits)  # type: ignore[no-any-return]
+
     monkeypatch.setattr(EagerDecoder, "run", counted)
-    generate(runner, requests(), 200)
+    monkeypatch.setattr(Sampler, "sample", drawn)
+    asked = requests()
+    generate(runner, asked, 200)
     assert eager_rows == 0
+    assert sampled_rows == 0  # not after a prompt either
+    told = generate(runner, [replace(asked[1], logprobs=3)], 200)
+    assert sampled_rows == len(told[asked[1].request_id])
+    runner.close()
+
+
+def test_nothing_is_left_to_be_captured_by_a_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(settings_of(folder), prepare(settings_of(folder), nobody), nobody)
+
+    def never(self: Recorder, *given: Any, **named: Any) -> Any:
+        raise AssertionError("a graph was captured for a request")
+
+    monkeypatch.setattr(Recorder, "record", never)
+    generate(runner, requests(), 200)
     runner.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,14 +20,6 @@ from quant.weights import Dense, Int4Groups, Int8Rows, Weight
 
 CPU = Place(torch.float32, torch.device("cpu"))
 PLAN = DensePlan(torch.float32, int4_rows=4, int8_rows=4)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def int4(rows: int, columns: int, group: int, seed: int = 0) -> Int4Groups:

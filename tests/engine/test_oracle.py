@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +72,6 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 PROMPTS = (5, 40, 17, 33, 64, 3)  # tokens
 NEW = 64
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(name: str, folder: Path, **save: object) -> Any:

@@ -4,7 +4,7 @@ the stored ones; packing is done here value by value, from the format's descript
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.driven import GREEDY
 from engine import doctor
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import GenerationRequest, Stopping
 from engine.build import build, prepare
 from engine.decoders.eager import EagerDecoder
 from engine.errors import InvalidModel, Unsupported
@@ -52,14 +53,6 @@ SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # where a word has its eight outputs
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def settings(folder: Path, **given: Any) -> EngineSettings:
     chosen: dict[str, Any] = {"device": "cpu", "max_sequences": 2, "threads": 1, "kv_bytes": 1 << 20, **given}
     return EngineSettings(model=str(folder), **chosen)
@@ -70,18 +63,8 @@ def nothing(stage: str, done: int, total: int) -> None:
 
 
 def sequence_of(ids: list[int]) -> Sequence:
-    greedy = SamplingParams(
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=0,
-    )
     request = GenerationRequest(
-        request_id="", token_ids=tuple(ids), sampling=greedy, stopping=Stopping(max_tokens=1), arrived_at=0.0
+        request_id="", token_ids=tuple(ids), sampling=GREEDY, stopping=Stopping(max_tokens=1), arrived_at=0.0
     )
     sequence = Sequence(request, list(ids), key=0)
     sequence.pages += range(-(-len(ids) // 16))

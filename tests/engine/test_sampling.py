@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.noise import gumbel, seed_key, signed
 from engine.plan import Row
@@ -22,16 +23,7 @@ from engine.sequence import Sequence
 
 CPU = torch.device("cpu")
 WORD = (1 << 64) - 1
-NEUTRAL = SamplingParams(
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
+NEUTRAL = replace(GREEDY, temperature=1.0)
 
 
 # The reference

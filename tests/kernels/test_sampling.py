@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.decoders import sampled
 from engine.kernels import reference
@@ -26,16 +27,7 @@ from engine.sampling import NARROW, Sampler
 from engine.sequence import Sequence
 
 CPU = torch.device("cpu")
-PLAIN = SamplingParams(
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
+PLAIN = replace(GREEDY, temperature=1.0)
 ids = st.integers(0, 39)
 parameters = st.builds(
     SamplingParams,
