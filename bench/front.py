@@ -33,7 +33,7 @@ _READY = re.compile(r"^ready: data (\S+)")
 @contextmanager
 def server(*flags: str, python: str = sys.executable) -> Iterator[tuple[str, int]]:
     """A server on free ports. Gives its data address and its process id."""
-    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen")]
+    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = f"import sys; sys.executable = {python!r}; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     uncached = ("--optimizations.response-cache=false", "--cache.semantic.mode=off")  # unless the flags say otherwise
     command = [sys.executable, "-c", code, "--engine=fake", "--log-level=warning", *ports, *uncached, *flags]

@@ -56,7 +56,7 @@ class Server:
 @contextmanager
 def server(flags: Sequence[str]) -> Iterator[Server]:
     """A server on free ports, until the context ends."""
-    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen")]
+    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     began = time.monotonic()
     command = [sys.executable, "-c", code, "--log-level=warning", *ports, *flags]

@@ -75,6 +75,16 @@ class Caches:
         store = self._ground.store
         return dict(store.states) if isinstance(store, RedisStore) else {}
 
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes in this process, by what holds them."""
+        match self._ground.store:
+            case MemoryStore() as store:
+                return {"memory": store.held}
+            case RedisStore() as store:
+                return {"redis_queue": store.queued}
+        return {}
+
     def allowance(self) -> Allowance:
         """What one request may wait for the store, all its lookups together."""
         redis = self._settings.redis

@@ -48,6 +48,11 @@ class RedisStore:
         return {**self._small.states, **self._bulk.states, **self._admin.states}
 
     @property
+    def queued(self) -> int:
+        """Bytes that wait to be written."""
+        return self._queue.held
+
+    @property
     def link(self) -> Link:
         """For leases and flights, which are small and urgent too."""
         return self._small

@@ -36,6 +36,11 @@ class WriteQueue:
         self._bytes = 0
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def held(self) -> int:
+        """Bytes that wait."""
+        return self._bytes
+
     def offer(self, write: Write) -> bool:
         """False where there is no room. Needs a running loop."""
         if len(self._queue) >= self._items or self._bytes + len(write.value) > self._max_bytes:

@@ -148,6 +148,15 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """What the shared tier of keys and values did since the engine started, as `cache` counts it."""
+
+    counts: tuple[tuple[str, str, int], ...] = ()  # event, its label, how often
+    times: tuple[tuple[str, tuple[int, ...], float], ...] = ()  # event, buckets of `cache.counters`, seconds
+    breakers: tuple[tuple[str, str], ...] = ()  # connection, state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How busy the engine is, as of its last report."""
 
@@ -158,10 +167,13 @@ class EngineLoad:
     kept_pages: int = 0  # that nobody needs now, kept for prompts that begin alike
     total_pages: int = 0
     steps: int = 0
+    begun: int = 0  # sequences that had their first token
+    begun_cached: int = 0  # of those, with keys and values that were there
     prompt_tokens: int = 0  # of sequences that have begun
     cached_tokens: int = 0  # of those, whose keys and values were there
     generated_tokens: int = 0
     preemptions: int = 0
+    tier: TierReport | None = None  # None where there is no shared tier
 
 
 class TokenStream(Protocol):

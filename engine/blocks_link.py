@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cache.api import BlockLayout, BlockStore
+from engine.api import TierReport
 from engine.errors import Unsupported
 from engine.settings import PrefixSettings
 
 
 def open_store(settings: PrefixSettings, layout: BlockLayout) -> BlockStore:
     """Raises Unsupported, one line."""
+    return open_told(settings, layout)[0]
+
+
+def open_told(settings: PrefixSettings, layout: BlockLayout) -> tuple[BlockStore, Callable[[], TierReport]]:
+    """The store, and what says what it has done so far. Raises Unsupported, one line."""
     try:
         from cache.blocks.store import open_blocks
         from cache.counters import Counters
@@ -32,9 +39,19 @@ def open_store(settings: PrefixSettings, layout: BlockLayout) -> BlockStore:
             chunk_bytes=settings.chunk_bytes,
             min_tokens=settings.min_tokens,
         )
-        return open_blocks(blocks, layout, Counters())
+        counters = Counters()
+        store = open_blocks(blocks, layout, counters)
     except ValueError as error:  # InvalidKeyFile is one
         raise Unsupported(str(error)) from None
+
+    def report() -> TierReport:
+        return TierReport(
+            counts=tuple((*event, count) for event, count in counters.counts().items()),
+            times=tuple((event, times.buckets, times.total) for event, times in counters.times().items()),
+            breakers=tuple((name, state.value) for name, state in store.states.items()),
+        )
+
+    return store, report
 
 
 def _path(text: str | None) -> Path | None:

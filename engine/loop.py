@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
-from engine.api import EngineLoad
+from engine.api import EngineLoad, TierReport
 from engine.errors import EngineError, EngineFailed
 from engine.events import Event, Failure
 from engine.frames import Cancel, Command, Configure, FrameError, Pause, Resume, Step, Submit, Switch, Switched
@@ -18,6 +20,7 @@ from engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
+_TIER_INTERVAL = 1.0  # seconds between two while there is none: what is being written goes on being counted
 _FETCH_INTERVAL = 0.001  # seconds between two looks at what is on its way, while there is nothing else to do
 _MOST_FAILURES = 3  # steps in a row after which the process gives up
 
@@ -25,11 +28,19 @@ _MOST_FAILURES = 3  # steps in a row after which the process gives up
 class Loop:
     """Runs until the front goes (returns) or the runner is beyond hope (raises EngineFailed)."""
 
-    def __init__(self, link: Link, runner: Runner, scheduler: Scheduler, tier: BlockTier | None = None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        runner: Runner,
+        scheduler: Scheduler,
+        tier: BlockTier | None = None,
+        tier_report: Callable[[], TierReport] | None = None,
+    ) -> None:
         self._link = link
         self._runner = runner
         self._scheduler = scheduler
         self._tier = tier
+        self._tier_report = tier_report
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
         self._failures = 0  # steps in a row
@@ -54,7 +65,9 @@ class Loop:
         """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""
         if self._scheduler.fetching:
             return _FETCH_INTERVAL
-        return _LOAD_INTERVAL if self._scheduler.live else None
+        if self._scheduler.live:
+            return _LOAD_INTERVAL
+        return None if self._tier_report is None else _TIER_INTERVAL
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -119,13 +132,17 @@ class Loop:
     def _publish(self, events: list[Event], now: float, idle: bool) -> None:
         load = None
         if now - self._told_at >= _LOAD_INTERVAL or idle:
-            load = self._scheduler.load
+            load = self._load()
             if idle and load == self._told_load and not self._scheduler.live:
                 load = None
             else:
                 self._told_load, self._told_at = load, now
         if events or load is not None:
             self._link.send(Step(events, load))
+
+    def _load(self) -> EngineLoad:
+        load = self._scheduler.load
+        return load if self._tier_report is None else replace(load, tier=self._tier_report())
 
 
 def _device_lost(error: BaseException) -> bool:

@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Literal
 
-from engine.api import ModelInfo
+from engine.api import ModelInfo, TierReport
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.fake import FakeRunner
 from engine.frames import Configure, FrameError, Progress, Ready, Refused
@@ -59,7 +60,7 @@ def _serve(link: Link) -> int:
     settings = _settings(link)
     try:
         runner = _build(settings, _Told(link))
-        pool, index, tier = _prefixes(settings, runner)
+        pool, index, tier, tier_report = _prefixes(settings, runner)
     except (InvalidModel, Unsupported) as error:
         kind: Literal["invalid_model", "unsupported"]
         kind = "invalid_model" if isinstance(error, InvalidModel) else "unsupported"
@@ -69,7 +70,7 @@ def _serve(link: Link) -> int:
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
     link.send(Ready(runner.info))
-    Loop(link, runner, scheduler, tier).run()
+    Loop(link, runner, scheduler, tier, tier_report).run()
     if tier is not None:
         tier.close()
     runner.close()
@@ -102,16 +103,19 @@ def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
     )
 
 
-def _prefixes(settings: EngineSettings, runner: Runner) -> tuple[PagePool, PrefixIndex, BlockTier | None]:
-    """Pages, what is known of them, and the tier beyond. Raises Unsupported."""
+def _prefixes(
+    settings: EngineSettings, runner: Runner
+) -> tuple[PagePool, PrefixIndex, BlockTier | None, Callable[[], TierReport] | None]:
+    """Pages, what is known of them, the tier beyond and what that does. Raises Unsupported."""
     prefix, pages = settings.prefix, runner.pages
     pool = PagePool(runner.info.total_pages)
     index = PrefixIndex(pool, kv_identity(runner.info, pages.layout), prefix.enabled)
     if prefix.redis_url is None:
-        return pool, index, None
-    from engine.blocks_link import open_store  # what it needs beyond the standard library may not be installed
+        return pool, index, None, None
+    from engine.blocks_link import open_told  # what it needs beyond the standard library may not be installed
 
-    return pool, index, BlockTier(open_store(prefix, pages.layout), pages, index, prefix.shared)
+    store, report = open_told(prefix, pages.layout)
+    return pool, index, BlockTier(store, pages, index, prefix.shared), report
 
 
 class _Told:

@@ -60,6 +60,8 @@ class Scheduler:
         self._paused = 0
         self._fetching: dict[int, Sequence] = {}
         self._steps = 0
+        self._begun_count = 0
+        self._begun_cached = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generated_tokens = 0
@@ -232,6 +234,8 @@ class Scheduler:
             kept_pages=self._prefixes.kept,
             total_pages=self._total_pages,
             steps=self._steps,
+            begun=self._begun_count,
+            begun_cached=self._begun_cached,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
@@ -303,6 +307,8 @@ class Scheduler:
         """Its first token has come."""
         self._prompt_tokens += sequence.prompt_length
         self._cached_tokens += sequence.cached_tokens
+        self._begun_count += 1
+        self._begun_cached += sequence.cached_tokens > 0
         if self._tier is not None:
             self._tier.begun(sequence)
 

@@ -18,7 +18,7 @@ trap clean EXIT
 trap 'exit 2' INT TERM
 
 "$whippet" serve "$@" --listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --health-listen 127.0.0.1:0 \
-    >"$work/out" 2>"$work/err" &
+    --metrics-listen 127.0.0.1:0 >"$work/out" 2>"$work/err" &
 server=$!
 
 waited=0

@@ -11,12 +11,12 @@ from typing import Any
 
 from cache.api import Mode
 from cache.caches import Caches, open_caches
-from cache.counters import Counters
+from cache.counters import Counters, Times
 from cache.keyring import InvalidKeyFile, Keyring
 from cache.partition import ModelIdentity
 from cache.redis_link import open_client
 from cache.semantic.export import missing
-from engine.api import Engine, ModelInfo
+from engine.api import Engine, ModelInfo, TierReport
 from service.cache_options import CacheOptions
 from service.settings import BadSettings
 
@@ -73,14 +73,28 @@ class AnswerCaches:
             self._open = self._opened(info)
         return self._open[2]
 
+    def counts(self) -> dict[tuple[str, str], int]:
+        """What the caches did since the start, the engine's shared tier since the engine's."""
+        return {**self.counters.counts(), **{(event, label): count for event, label, count in self._tier.counts}}
+
+    def times(self) -> dict[str, Times]:
+        """How long it took."""
+        tier = {event: Times(buckets, total) for event, buckets, total in self._tier.times}
+        return {**self.counters.times(), **tier}
+
     def named_counts(self) -> dict[str, int]:
-        """What the caches did since the start."""
-        counts = self.counters.counts()
+        """What the caches did, by one name each."""
+        counts = self.counts()
         return {f"{event}.{label}" if label else event: count for (event, label), count in sorted(counts.items())}
 
     def breakers(self) -> dict[str, str]:
         """How each connection to the store does."""
-        return {} if self._open is None else {name: state.value for name, state in self._open[2].states.items()}
+        ours = {} if self._open is None else {name: state.value for name, state in self._open[2].states.items()}
+        return ours | dict(self._tier.breakers)
+
+    def held(self) -> dict[str, int]:
+        """Bytes in this process, by what holds them."""
+        return {} if self._open is None else self._open[2].held
 
     def beside(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Runs it off every request's path. Dropped where too much runs already."""
@@ -100,6 +114,10 @@ class AnswerCaches:
         if self._open is not None:
             await self._open[2].aclose()
             self._summarize()
+
+    @property
+    def _tier(self) -> TierReport:
+        return self._engine.load.tier or TierReport()
 
     def _opened(self, info: ModelInfo) -> tuple[ModelInfo, ModelIdentity, Caches]:
         identity = ModelIdentity(

@@ -25,9 +25,12 @@ from service.flush import Flusher
 from service.generate import Generator
 from service.health import SERVICE as HEALTH
 from service.health import Health
+from service.metrics import Metrics
 from service.model import ServedModel
 from service.progress import Progress
 from service.rpc import Endpoints, Guard
+from service.scrape import PATH as METRICS_PATH
+from service.scrape import MetricsPort
 from service.server import (
     ADMIN_NAMES,
     DATA_NAMES,
@@ -100,6 +103,7 @@ class _House:
     data: Port
     admin: Port
     probes: Port
+    metrics: MetricsPort | None
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -115,6 +119,9 @@ async def _serve(settings: Settings) -> int:
         for port in house.ports:
             await port.server.start()
             stack.push_async_callback(port.server.stop, None)
+        if house.metrics is not None:
+            stack.push_async_callback(house.metrics.stop)
+            await house.metrics.start()
         background = [asyncio.create_task(house.health.run()), asyncio.create_task(house.watch.run())]
         for task in background:
             stack.callback(task.cancel)
@@ -152,6 +159,7 @@ def _build(settings: Settings) -> _House:
     caches = AnswerCaches(cache_options, engine, tokenizer.digest)
     generation = GenerationServicer(Generator(model, Sources(model, engine, caches, switches), admission), model, watch)
     admin = AdminServicer(engine, admission, switches, caches, Flusher(caches, guard.tenants))
+    metrics = Metrics(engine, admission, caches, switches, settings.served_name)
     endpoints = Endpoints(guard)
     data = [*data_handlers(endpoints, generation, ModelServicer(model)), health.handlers()]
     return _House(
@@ -165,6 +173,7 @@ def _build(settings: Settings) -> _House:
             settings.admin_listen, [*admin_handlers(endpoints, admin), health.handlers()], ADMIN_NAMES, credentials
         ),
         probes=open_port(settings.health_listen, [health.handlers()], (HEALTH,), None),
+        metrics=MetricsPort(settings.metrics_listen, metrics.families) if settings.metrics_listen else None,
     )
 
 
@@ -176,6 +185,8 @@ def _announce(settings: Settings, house: _House) -> None:
             f"serving {settings.served_name}: {info.architecture}, {info.weight_format} {info.dtype} on {info.device}, "
             f"decoder {info.decoder}, {info.max_sequences} sequences of up to {info.max_context} tokens\n"
         )
+    if house.metrics is not None:
+        sys.stdout.write(f"metrics: http://{house.metrics.address}{METRICS_PATH}\n")
     tls = "-plaintext" if settings.tls.cert is None else "-cacert CA.pem"
     token = "" if settings.auth.tokens_file is None else ' -H "authorization: Bearer $TOKEN"'
     sys.stdout.write(

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.settings import (
@@ -141,6 +141,7 @@ class Settings(BaseSettings):
     listen: str = Field(default="127.0.0.1:50051", description="data port")
     admin_listen: str = Field(default="127.0.0.1:50052", description="admin port")
     health_listen: str = Field(default="127.0.0.1:50053", description="health alone, plaintext")
+    metrics_listen: str = Field(default="127.0.0.1:9090", description="Prometheus metrics over plain HTTP; empty: none")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()
@@ -152,9 +153,11 @@ class Settings(BaseSettings):
     optimizations: OptimizationOptions = OptimizationOptions()
     fake: FakeOptions = FakeOptions()
 
-    @field_validator("listen", "admin_listen", "health_listen")
+    @field_validator("listen", "admin_listen", "health_listen", "metrics_listen")
     @classmethod
-    def _address(cls, address: str) -> str:
+    def _address(cls, address: str, info: ValidationInfo) -> str:
+        if not address and info.field_name == "metrics_listen":
+            return address
         match = _ADDRESS.fullmatch(address)
         if match is None or int(match[2]) > 65_535:
             raise ValueError("write HOST:PORT, [ADDRESS]:PORT for IPv6")

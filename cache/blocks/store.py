@@ -164,7 +164,9 @@ class RedisBlocks:
         self._counter.count("block_chunks", "miss", len(chunks) - arrived)
         if arrived:
             self._measured = time.monotonic()
-            self._gate.fetched(sum(self._codec.payload_bytes(chunk) for chunk in chunks[:arrived]), seconds)
+            size = sum(self._codec.payload_bytes(chunk) for chunk in chunks[:arrived])
+            self._counter.count("block_bytes", "fetched", size)
+            self._gate.fetched(size, seconds)
         self._counter.observe("block_fetch", seconds)
         return Fetched(arrived, seconds)
 
@@ -209,6 +211,7 @@ class RedisBlocks:
             with self._writer.connection(deadline) as link:
                 link.command(b"SET", key.name.encode(), sealed, b"PX", ttl, deadline=deadline)
             self._counter.count("block_written")
+            self._counter.count("block_bytes", "written", len(payload))
         except (OSError, RespError, ValueError) as error:
             self._counter.count("block_write_failed", type(error).__name__)
             self._policy.lost(key.name)

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT")
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT")
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT")
+    parser.add_argument("--metrics-listen", default="127.0.0.1:9090", metavar="HOST:PORT")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -56,14 +57,14 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
     missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
     engine = _ask_engine(flags)
     text, text_problems = _look_at_text(flags.model)
-    addresses = (flags.listen, flags.admin_listen, flags.health_listen)
+    addresses = (flags.listen, flags.admin_listen, flags.health_listen, flags.metrics_listen)
     problems = [*missing, *engine.get("problems", []), *text_problems]
     return {
         "whippet": version(),
         "machine": asdict(machine),
         "engine": engine,
         "model": None if flags.model is None else {"folder": flags.model, "text": text},
-        "ports": [asdict(probe(address)) for address in addresses],
+        "ports": [asdict(probe(address)) for address in addresses if address],
         "problems": list(dict.fromkeys(problems)),
     }
 

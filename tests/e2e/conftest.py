@@ -56,7 +56,7 @@ def serve(whippet: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     @contextlib.contextmanager
     def start(*flags: str) -> Iterator[Running]:
         log = tmp_path_factory.mktemp("server") / "log"
-        ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen")]
+        ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
         with log.open("w") as out:
             process = subprocess.Popen(
                 [whippet, "serve", *ports, *flags], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ}

@@ -37,7 +37,7 @@ UNCACHED = ("--optimizations.response-cache=false", "--cache.semantic.mode=off")
 def command(*flags: str) -> list[str]:
     """A server with the fake engine on free ports and without caches, unless the flags say otherwise."""
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
-    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen")]
+    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     return [sys.executable, "-c", code, "--engine=fake", *ports, *UNCACHED, *flags]
 
 

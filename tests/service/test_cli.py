@@ -143,7 +143,7 @@ def test_ports() -> None:
 
 
 def flags(**given: Any) -> argparse.Namespace:
-    ports = dict.fromkeys(("listen", "admin_listen", "health_listen"), "127.0.0.1:0")
+    ports = dict.fromkeys(("listen", "admin_listen", "health_listen", "metrics_listen"), "127.0.0.1:0")
     return argparse.Namespace(
         **{
             "model": None,

@@ -198,7 +198,7 @@ def test_a_port_that_is_taken_is_an_error() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for flag in ("listen", "admin-listen", "health-listen"):
+        for flag in ("listen", "admin-listen", "health-listen", "metrics-listen"):
             done = subprocess.run(
                 command(f"--{flag}={address}"), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
             )
