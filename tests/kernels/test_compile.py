@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from engine.kernels.weights import to_matrix
 from quant.weights import Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]
+Compiler = Callable[[str, str, Mapping[str, int], str], bytes]
 
 
 def compile_with_nvcc(source: str, name: str, defines: Mapping[str, int], arch: str, folder: Path) -> bytes:
@@ -33,14 +35,28 @@ def compile_with_nvcc(source: str, name: str, defines: Mapping[str, int], arch: 
     return out.read_bytes()
 
 
-@pytest.fixture
-def compiler(tmp_path: Path) -> Callable[[str, str, Mapping[str, int], str], bytes]:
-    """NVRTC from its wheel, which the test requirements hold; where there is none, the toolkit's compiler."""
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    """NVRTC from its wheel, which the test requirements hold; where there is none, the toolkit's compiler. What was
+    compiled once is known.
+    """
     if find_spec("cuda") is not None and find_spec("cuda.core") is not None:
-        return compile_with_nvrtc
-    if shutil.which("nvcc"):
-        return lambda source, name, defines, arch: compile_with_nvcc(source, name, defines, arch, tmp_path)
-    pytest.fail("neither NVRTC (pip install cuda-core nvidia-cuda-nvrtc) nor nvcc is here to check the kernels with")
+        compile_source: Compiler = compile_with_nvrtc
+    elif shutil.which("nvcc"):
+        compile_source = partial(compile_with_nvcc, folder=tmp_path_factory.mktemp("nvcc"))
+    else:
+        pytest.fail(
+            "neither NVRTC (pip install cuda-core nvidia-cuda-nvrtc) nor nvcc is here to check the kernels with"
+        )
+    known: dict[tuple[str, tuple[tuple[str, int], ...], str], bytes] = {}
+
+    def compiled(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        key = (source, tuple(sorted(defines.items())), arch)
+        if key not in known:
+            known[key] = compile_source(source, name, defines, arch)
+        return known[key]
+
+    return compiled
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -48,7 +64,7 @@ def compiler(tmp_path: Path) -> Callable[[str, str, Mapping[str, int], str], byt
 def test_a_step_compiles(
     recorder: Any,
     model: Callable[[str], StepWeights],
-    compiler: Callable[[str, str, Mapping[str, int], str], bytes],
+    compiler: Compiler,
     monkeypatch: pytest.MonkeyPatch,
     form: str,
     batch: int,
@@ -112,7 +128,7 @@ def chunk_stages(
 )
 def test_a_prompt_compiles(
     recorder: Any,
-    compiler: Callable[[str, str, Mapping[str, int], str], bytes],
+    compiler: Compiler,
     tokens: int,
     slices: int,
     group: int,
