@@ -7,6 +7,8 @@ TORCH   ?= torch==2.13.0
 BUF     ?= 1.75.0
 MODEL   ?= models/demo-awq
 ADDRESS ?=
+# Tests that run at once. Each may start servers and measure time, so that two cores carry two; a card carries one.
+JOBS    ?= 2
 ARGS    ?=
 
 BIN   := $(VENV)/bin
@@ -19,7 +21,7 @@ serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
 
 test: $(VENV)/.test ## Run every test that needs no GPU
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.test $(BUFCLI) ## Style, types, arrows between packages, the wire contract
 	$(BIN)/ruff check .
