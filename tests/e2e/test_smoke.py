@@ -93,19 +93,43 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("check", LIES)
-def test_every_check_can_fail(fake: object, grpcurl: Path, tmp_path: Path, check: str) -> None:
-    method, edit, code = LIES[check]
-    liar = tmp_path / "grpcurl"
-    liar.write_text(
-        f"#!/bin/sh\nreal={shlex.quote(str(grpcurl))}\n"
-        f'case "$* " in\n*{shlex.quote(method)}*)\n'
-        f'  "$real" "$@" >"$0.out" 2>"$0.err"; code=$?\n'
-        f'  sed {shlex.quote(edit)} "$0.out"; sed {shlex.quote(edit)} "$0.err" >&2\n'
-        f"  exit {'$code' if code is None else code} ;;\n"
-        '*) exec "$real" "$@" ;;\nesac\n'
+@pytest.fixture(scope="module")
+def recorded(fake: object, grpcurl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grpcurl that says again what the real one said of a good server; asked anything else, it asks the real one."""
+    folder = tmp_path_factory.mktemp("recorded")
+    player = executable(
+        folder / "grpcurl",
+        'at="$0.$(printf %s "$*" | cksum | tr " " -)"',
+        'if [ ! -e "$at.code" ]; then',
+        f'  {shlex.quote(str(grpcurl))} "$@" >"$at.out" 2>"$at.err"; echo $? >"$at.code"',
+        "fi",
+        'cat "$at.out"; cat "$at.err" >&2; exit "$(cat "$at.code")"',
     )
-    liar.chmod(0o755)
+    done = script(SMOKE, fake.data, GRPCURL=player)  # type: ignore[attr-defined]
+    assert done.returncode == 0, done.stdout
+    assert len(list(folder.glob("*.code"))) == CHECKS
+    return player
+
+
+def executable(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("check", LIES)
+def test_every_check_can_fail(fake: object, recorded: Path, tmp_path: Path, check: str) -> None:
+    method, edit, code = LIES[check]
+    liar = executable(
+        tmp_path / "grpcurl",
+        f'{shlex.quote(str(recorded))} "$@" >"$0.out" 2>"$0.err"; code=$?',
+        'case "$* " in',
+        f"*{shlex.quote(method)}*)",
+        f'  sed {shlex.quote(edit)} "$0.out"; sed {shlex.quote(edit)} "$0.err" >&2',
+        f"  exit {'$code' if code is None else code} ;;",
+        "esac",
+        'cat "$0.out"; cat "$0.err" >&2; exit $code',
+    )
     done = script(SMOKE, fake.data, GRPCURL=liar)  # type: ignore[attr-defined]
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
     assert done.returncode == len(failed) > 0
@@ -126,12 +150,13 @@ def test_a_server_that_does_not_start(whippet: Path, grpcurl: Path) -> None:
 
 def test_a_server_that_ends_badly(tmp_path: Path, whippet: Path, grpcurl: Path) -> None:
     """All checks pass, yet the exit code tells."""
-    rude = tmp_path / "whippet"
-    rude.write_text(
-        f'#!/bin/sh\n"{whippet}" "$@" &\nserver=$!\n'
-        'trap \'kill "$server"; wait "$server"; exit 7\' TERM\nwait "$server"\n'
+    rude = executable(
+        tmp_path / "whippet",
+        f'"{whippet}" "$@" &',
+        "server=$!",
+        'trap \'kill "$server"; wait "$server"; exit 7\' TERM',
+        'wait "$server"',
     )
-    rude.chmod(0o755)
     done = script(LOCAL, "--engine", "fake", WHIPPET=rude, GRPCURL=grpcurl)
     assert done.returncode == 2
     assert "0 failed" in done.stdout
