@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed, Unsupported
-from engine.fake import AcceleratorError, BrokenPlan, FakeRunner, Fault, plain_request
+from engine.fake import AcceleratorError, FakeRunner, Fault, plain_request
 from engine.plan import Row, RowResult, Runner, StepPlan
 from engine.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
+from engine.shadow import BrokenPlan
 
 
 def runner(**fake: object) -> FakeRunner:

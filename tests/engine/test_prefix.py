@@ -15,13 +15,14 @@ from bench.prefix import DevicePages
 from cache.replay import LruBlocks, read_blocks, replay_prefix
 from engine.api import GenerationRequest
 from engine.events import Event
-from engine.fake import BrokenPlan, FakeRunner, plain_request
+from engine.fake import FakeRunner, plain_request
 from engine.pages import PagePool
 from engine.plan import Row, RowResult, StepPlan, StepResult
 from engine.prefix import PrefixIndex, chain_root, kv_identity, page_hash
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
+from engine.shadow import BrokenPlan
 
 TRACE = Path(__file__).parents[1] / "cache" / "data" / "mooncake_600.jsonl.gz"
 
