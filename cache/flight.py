@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 from cache.api import CacheKey, Chunk, Counter
-from cache.resume import Unfinished, resume
+from cache.resume import BEGUN, Refused, Unfinished, resume
 
 Generate = Callable[[], AsyncGenerator[Chunk, None]]
 
@@ -21,17 +22,26 @@ AHEAD = 2048  # messages that a generation may be ahead of its furthest reader
 LINGER = 1.0  # seconds that a finished flight can be joined: by then its answer is in the store
 
 
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A reader, and its own way of generating."""
+
+    generate: Generate
+    refusal: Refused | None = None
+
+
 class Flight:
     """One answer on its way."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
         self._log: list[Chunk] = []
-        self._waiting: list[Generate] = []  # of readers who have not led
+        self._waiting: list[_Seat] = []  # of readers who have not led
         self._readers = 0
         self._news = asyncio.Event()
         self._furthest = 0  # messages that some reader has taken
         self._taken = asyncio.Event()
+        self._begun = False  # somebody was let in
         self._over = False
         self._error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -55,22 +65,23 @@ class Flight:
     @asynccontextmanager
     async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
         """A seat: while any is taken, the flight goes on."""
+        seat = _Seat(generate)
         self._readers += 1
-        self._waiting.append(generate)
+        self._waiting.append(seat)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._fly(), name="flight")
-        chunks = self._read()
+        chunks = self._read(seat)
         try:
             yield chunks
         finally:
             self._readers -= 1
-            if generate in self._waiting:
-                self._waiting.remove(generate)
+            if seat in self._waiting:
+                self._waiting.remove(seat)
             if self._readers == 0:
                 self._task.cancel()
 
-    async def _read(self) -> AsyncIterator[Chunk]:
-        at = 0
+    async def _read(self, seat: _Seat) -> AsyncIterator[Chunk]:
+        at, told = 0, False
         while True:
             while at < len(self._log):
                 yield self._log[at]
@@ -78,24 +89,33 @@ class Flight:
                 if at > self._furthest:
                     self._furthest = at
                     self._taken.set()
-            if self._error is not None:
-                raise self._error
+            if (error := seat.refusal or self._error) is not None:
+                raise error
             if self._over:
                 return
+            if self._begun and not at and not told:
+                told = True
+                yield BEGUN
+                continue
             await self._news.wait()
 
     async def _fly(self) -> None:
-        error: Exception | None = None
+        refusal: Refused | None = None
+        failures: list[Exception] = []
         try:
-            for attempt in range(ATTEMPTS):
-                if not self._waiting:
-                    break
-                if attempt:
+            while self._waiting and len(failures) < ATTEMPTS:
+                if failures:
                     self._counter.count("flight_replaced")
-                error = await self._lead(self._waiting.pop(0))
+                seat = self._waiting.pop(0)
+                error = await self._lead(seat.generate)
                 if error is None:
                     return
-            self._error = error
+                if isinstance(error, Refused):
+                    seat.refusal = refusal = error
+                    self._wake()
+                else:
+                    failures.append(error)
+            self._error = failures[-1] if failures else refusal
         except asyncio.CancelledError:
             self._error = Unfinished("the flight was ended")
             raise
@@ -108,6 +128,10 @@ class Flight:
         try:
             async with aclosing(generate()) as source, aclosing(resume(tuple(self._log), source)) as rest:
                 async for chunk in rest:
+                    if chunk is BEGUN:
+                        self._begun = True
+                        self._wake()
+                        continue
                     self._log.append(chunk)
                     self._wake()
                     await self._keep_pace()

@@ -18,6 +18,18 @@ class Unfinished(Exception):
     """A source ended without an ending."""
 
 
+class Refused(Exception):
+    """Whoever was to generate may not do so now. Its own reader gets this; the next reader's way is tried."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+# Known by its identity: a source may begin with it, to say that it was let in before it has anything to deliver.
+BEGUN = Chunk((), "")
+
+
 class Skipper:
     """Leaves out of a fresh answer what has been delivered of it."""
 
@@ -46,6 +58,9 @@ async def resume(delivered: Sequence[Chunk], fresh: AsyncIterator[Chunk]) -> Asy
     """The rest of an answer. Raises Diverged, or Unfinished where the source ends early."""
     skipper = Skipper(delivered)
     async for chunk in fresh:
+        if chunk is BEGUN:
+            yield chunk
+            continue
         rest = skipper.rest(chunk)
         if rest is not None:
             yield rest

@@ -18,7 +18,7 @@ from cache.codec import pack_chunk, unpack_chunk
 from cache.envelope import Envelope
 from cache.flight import Generate
 from cache.lease import Lease, Leases
-from cache.resume import resume
+from cache.resume import BEGUN, resume
 from cache.settings import FlightSettings
 
 BLOCK = 0.05  # seconds a read waits for news; bounds how late a dead Redis is noticed
@@ -51,7 +51,8 @@ class SharedFlights:
             async with aclosing(source), aclosing(resume(delivered, source)) as rest:
                 try:
                     async for chunk in rest:
-                        delivered.append(chunk)
+                        if chunk is not BEGUN:
+                            delivered.append(chunk)
                         yield chunk
                     return
                 except _LeaderLostError:
@@ -83,6 +84,9 @@ class SharedFlights:
         try:
             async with aclosing(generate()) as chunks:
                 async for chunk in chunks:
+                    if chunk is BEGUN:
+                        yield chunk
+                        continue
                     whole = chunk.ending is not None
                     publisher.put(self._envelope.seal(lease.stream, INDEX.pack(place) + pack_chunk(chunk)))
                     place += 1
@@ -92,6 +96,7 @@ class SharedFlights:
 
     async def _follow(self, lease: Lease) -> AsyncGenerator[Chunk, None]:
         """Raises _LeaderLostError, or StoreFault where it is better to generate."""
+        yield BEGUN
         after, place, heard = "0", 0, time.monotonic()
         while True:
             after, items = await self._leases.read(lease, after, BLOCK)

@@ -1,4 +1,4 @@
-"""Who gets in: limits on waiting work, live names, drain, and deadlines that cannot be met.
+"""Who gets in: live names, tenants' quotas, drain, and a bound on all that is live. Places in the engine are `places`'.
 
 A ticket is held from the first look at a request until its end; the table of tickets is what is live.
 """
@@ -6,33 +6,29 @@ A ticket is held from the first look at a request until its end; the table of ti
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
-from engine.api import Priority, TokenStream
-from engine.errors import Aborted, DeadlineExceeded
-from service.errors import Draining, DuplicateRequest, Overloaded, UnknownRequest
+from engine.api import TokenStream
+from engine.errors import Aborted
+from service.errors import Draining, DuplicateRequest, UnknownRequest
+from service.places import Places
 from service.settings import LimitOptions
 
 _DRAIN_RETRY = 1.0  # seconds
-_RETRY_BOUNDS = (0.1, 10.0)  # seconds
-_SMOOTHING = 0.1  # weight of the newest interval between departures
-_ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
+_MOST_LOOKING = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
 
 
 class Ticket:
-    """One live request. Leaving the `with` block gives its place back."""
+    """One live request. Leaving the `with` block ends it."""
 
-    def __init__(self, owner: Admission, tenant: str, request_id: str, priority: Priority) -> None:
+    def __init__(self, owner: Admission, tenant: str, request_id: str) -> None:
         self._owner = owner
         self.tenant = tenant
         self.request_id = request_id
-        self.priority = priority
-        self.prompt_tokens = 0
-        self.started = False
+        self.looking = True
         self._stream: TokenStream | None = None
         self._aborted: str | None = None
 
@@ -44,20 +40,17 @@ class Ticket:
     ) -> None:
         self._owner.leave(self)
 
-    def count_prompt(self, tokens: int) -> None:
-        """Raises Overloaded where too many prompt tokens wait already. A prompt that waits alone is never too long."""
-        self._owner.count_prompt(self, tokens)
+    def looked(self) -> None:
+        """What the caches have is known."""
+        if self.looking:
+            self.looking = False
+            self._owner.looked()
 
     def attach(self, stream: TokenStream) -> None:
-        """From here on `abort` reaches the engine. Raises Aborted where it came before."""
+        """From here on `abort` reaches the stream. Raises Aborted where it came before."""
         if self._aborted is not None:
             raise Aborted(self._aborted)
         self._stream = stream
-
-    def start(self) -> None:
-        """The first token is there: it no longer waits."""
-        if not self.started:
-            self._owner.start(self)
 
     def abort(self, reason: str) -> None:
         """Its caller gets Aborted."""
@@ -72,14 +65,12 @@ class Admission:
     def __init__(
         self, limits: LimitOptions, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.places = Places(limits, capacity, clock)
         self._limits = limits
-        self._capacity = capacity  # sequences that run at once
         self._clock = clock
         self._live: dict[tuple[str, str], Ticket] = {}
         self._tenants: Counter[str] = Counter()
-        self._waiting: Counter[Priority] = Counter()  # no first token yet
-        self._waiting_tokens = 0
-        self._pace = _Pace()
+        self._looking = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -90,52 +81,47 @@ class Admission:
         return len(self._live)
 
     @property
+    def looking(self) -> int:
+        """Of those, whose answer may yet be found in a cache."""
+        return self._looking
+
+    @property
     def draining(self) -> bool:
         """Whether nothing new gets in."""
         return self._draining
 
-    def admit(self, tenant: str, request_id: str, priority: Priority, deadline: float | None) -> Ticket:
-        """A place in the table. Raises Draining, DuplicateRequest, DeadlineExceeded or Overloaded."""
+    def admit(self, tenant: str, request_id: str, deadline: float | None) -> Ticket:
+        """A line in the table. Raises Draining, DuplicateRequest, DeadlineExceeded or Overloaded."""
         if self._draining:
+            self.places.refusals["DRAINING"] += 1
             raise Draining(_DRAIN_RETRY)
         if (tenant, request_id) in self._live:
             raise DuplicateRequest(request_id)
-        self._check_deadline(priority, deadline)
+        if deadline is not None and deadline <= self._clock():
+            raise self.places.late("the deadline has passed")
         tenant_limit = self._limits.tenant_requests
         if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
-            raise self._overloaded("the tenant has too many live requests", "TENANT_QUOTA")
-        if len(self._live) >= self._capacity() + self._limits.queued_requests:
-            raise self._overloaded("too many requests wait", "QUEUE_FULL")
-        ticket = Ticket(self, tenant, request_id, priority)
+            raise self.places.overloaded("the tenant has too many live requests", "TENANT_QUOTA")
+        if len(self._live) >= self._limits.live_requests or self._looking >= max(_MOST_LOOKING, self.places.total):
+            raise self.places.overloaded("too many requests are live", "LIVE_REQUESTS")
+        ticket = Ticket(self, tenant, request_id)
         self._live[tenant, request_id] = ticket
         self._tenants[tenant] += 1
-        self._waiting[priority] += 1
+        self._looking += 1
         self._idle.clear()
         return ticket
 
-    def count_prompt(self, ticket: Ticket, tokens: int) -> None:
-        """See Ticket.count_prompt."""
-        if self._waiting_tokens > 0 and self._waiting_tokens + tokens > self._limits.queued_prompt_tokens:
-            raise self._overloaded("too many prompt tokens wait", "QUEUED_TOKENS")
-        self._waiting_tokens += tokens
-        ticket.prompt_tokens = tokens
-
-    def start(self, ticket: Ticket) -> None:
-        """See Ticket.start."""
-        ticket.started = True
-        self._waiting[ticket.priority] -= 1
-        self._waiting_tokens -= ticket.prompt_tokens
+    def looked(self) -> None:
+        """See Ticket.looked."""
+        self._looking -= 1
 
     def leave(self, ticket: Ticket) -> None:
-        """Gives the place back."""
-        saturated = len(self._live) > self._capacity()
-        if not ticket.started:
-            self.start(ticket)
+        """It has ended."""
+        ticket.looked()
         del self._live[ticket.tenant, ticket.request_id]
         self._tenants[ticket.tenant] -= 1
         if not self._tenants[ticket.tenant]:
             del self._tenants[ticket.tenant]
-        self._pace.departure(self._clock(), saturated)
         if not self._live:
             self._idle.set()
 
@@ -158,43 +144,3 @@ class Admission:
         except TimeoutError:
             pass
         return len(self._live)
-
-    def _check_deadline(self, priority: Priority, deadline: float | None) -> None:
-        if deadline is None:
-            return
-        now = self._clock()
-        if deadline <= now:
-            raise DeadlineExceeded("the deadline has passed")
-        queued = len(self._live) - self._capacity()
-        ahead = min(queued, sum(count for other, count in self._waiting.items() if other >= priority))
-        if ahead > 0 and deadline - now < ahead * self._pace.interval:
-            raise DeadlineExceeded("the deadline cannot be met: the queue is too long")
-
-    def _overloaded(self, message: str, reason: str) -> Overloaded:
-        low, high = _RETRY_BOUNDS
-        expected = min(max(self._pace.interval, low), high)
-        return Overloaded(
-            message, reason, expected * random.uniform(1.0, 1.5)
-        )  # spread, so that they do not all return at once
-
-
-class _Pace:
-    """How often a place becomes free while others wait for one."""
-
-    def __init__(self) -> None:
-        self._mean = 0.0
-        self._count = 0
-        self._last: float | None = None
-
-    @property
-    def interval(self) -> float:
-        """Seconds between two departures; 0 while too few were seen."""
-        return self._mean if self._count >= _ENOUGH_DEPARTURES else 0.0
-
-    def departure(self, now: float, saturated: bool) -> None:
-        """One left. Only intervals during which somebody waited say anything."""
-        if saturated and self._last is not None:
-            interval = now - self._last
-            self._mean = interval if self._count == 0 else self._mean + _SMOOTHING * (interval - self._mean)
-            self._count += 1
-        self._last = now if saturated else None

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from cache.api import CachedCompletion, Chunk
 from cache.api import Ending as ChunkEnding
-from cache.resume import Diverged, Unfinished
+from cache.resume import BEGUN, Diverged, Refused, Unfinished
 from engine.api import Engine, Finish, FinishReason, GenerationRequest, Start, TokenEvents, TokenStream
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
+from service.places import Place
 from service.request import Delivery
 from service.text import Detokenizer
 
@@ -37,6 +38,7 @@ class Leader:
         request: GenerationRequest,
         detokenizer: Callable[[], Detokenizer],
         batch: Delivery,
+        enter: Callable[[], Place],
         whole: Callable[[CachedCompletion], None],
     ) -> None:
         self.generated = Generated()
@@ -48,27 +50,31 @@ class Leader:
             max_tokens=min(batch.max_tokens, _SHARED.max_tokens),
             max_delay=min(batch.max_delay, _SHARED.max_delay),
         )
+        self._enter = enter  # raises Refused
         self._whole = whole  # is given the answer when it is complete
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Raises what the engine raises."""
-        stream = self._engine.submit(self._request)
-        stream.batch(self._batch.max_tokens, self._batch.max_delay)
-        chunks: list[Chunk] = []
-        try:
-            async for chunk in self._read(stream):
-                chunks.append(chunk)
-                if chunk.ending is not None:
-                    self._whole(self._completion(chunks))
-                yield chunk
-        finally:
-            stream.cancel()
+        """Raises what the engine raises, and Refused."""
+        with self._enter() as place:
+            stream = self._engine.submit(self._request)
+            stream.batch(self._batch.max_tokens, self._batch.max_delay)
+            chunks: list[Chunk] = []
+            try:
+                yield BEGUN
+                async for chunk in self._read(stream, place):
+                    chunks.append(chunk)
+                    if chunk.ending is not None:
+                        self._whole(self._completion(chunks))
+                    yield chunk
+            finally:
+                stream.cancel()
 
-    async def _read(self, stream: TokenStream) -> AsyncGenerator[Chunk, None]:
+    async def _read(self, stream: TokenStream, place: Place) -> AsyncGenerator[Chunk, None]:
         detokenizer, count = self._detokenizer(), 0
         async for events in stream:
             finish = events.finish
             if events.start is not None:
+                place.start()
                 self.generated.start = events.start
             ids = events.token_ids
             cut = finish is not None and finish.stop_token_id is not None and not detokenizer.include_stop
@@ -125,6 +131,7 @@ class ChunkStream:
         self._chunks = chunks
         self._generated = generated
         self._arrived_at = arrived_at
+        self._held: Chunk | None = None  # that `opened` took
         self._first_at: float | None = None
         self._error: Aborted | DeadlineExceeded | None = None
         self._waiter: asyncio.Task[object] | None = None
@@ -137,7 +144,7 @@ class ChunkStream:
         return self
 
     async def __anext__(self) -> TokenEvents:
-        chunk = await self._next()
+        chunk, self._held = self._held or await self._next(), None
         start = None
         if self._first_at is None:
             self._first_at = time.monotonic()
@@ -146,6 +153,12 @@ class ChunkStream:
             )
         finish = None if chunk.ending is None else self._finish(chunk.ending, self._first_at)
         return TokenEvents(chunk.token_ids, (), finish, start)
+
+    async def opened(self) -> None:
+        """Returns once the answer is under way: from then on nobody refuses it. Raises what reading would."""
+        first = await self._next()
+        if first is not BEGUN:
+            self._held = first
 
     def batch(self, tokens: int, delay: float) -> None:
         """Chunks are what they are: the sink puts them together."""
@@ -169,6 +182,8 @@ class ChunkStream:
             if self._error is not None and task is not None and task.uncancel() == 0:
                 raise self._error from None
             raise
+        except Refused as refused:
+            raise refused.reason from None
         except (Unfinished, Diverged) as error:
             raise EngineUnavailable(str(error), _RETRY) from None
         finally:

@@ -19,12 +19,13 @@ from engine.api import (
     TokenLogprob,
     TokenStream,
 )
-from service.admission import Admission, Ticket
+from service.admission import Admission
 from service.chunks import Generated
 from service.convert import GenerationMessage, read_generation, too_long
 from service.delivery import Sink
 from service.errors import InvalidRequest, Violation
 from service.model import ServedModel
+from service.places import Place
 from service.request import Ask, CacheSource, Ending, EndReason, ModelFacts, Origin, PromptFacts, Served
 from service.sourcing import Sources
 from service.text import Detokenizer
@@ -61,11 +62,12 @@ class Generator:
         """The whole answer goes to the sink. Raises what `status` knows."""
         facts = self._model.facts()
         ask = read_generation(message, facts, self._sources.semantic)
-        with self._admission.admit(origin.tenant, ask.request_id, ask.priority, origin.deadline) as ticket:
+        with self._admission.admit(origin.tenant, ask.request_id, origin.deadline) as ticket:
+            if not self._sources.may_know(ask):  # then it costs nothing to find out what the engine would say
+                self._admission.places.check(ask.priority, origin.deadline)
             ids = await self._model.encode(ask.prompt, facts)
             looked = await self._sources.look(ask, _engine_request(ask, ids, origin, facts), origin.tenant)
-            if looked.hit is None:
-                ticket.count_prompt(len(ids))
+            ticket.looked()
             sink = make_sink(ask, looked.chunked)
             async with self._sources.open(looked, ask, origin, sink.batch) as source:
                 ticket.attach(source.stream)
@@ -73,7 +75,7 @@ class Generator:
                     await sink.begin(PromptFacts(ask.request_id, facts.name, len(ids), looked.served.header))
                     detokenizer = self._model.detokenizer(ask)
                     answer = Asked(ask, looked.request, looked.served, source.generated)
-                    await _Answer(answer, ticket, sink, detokenizer, self._clock).run(source.stream)
+                    await _Answer(answer, source.place, sink, detokenizer, self._clock).run(source.stream)
                 finally:
                     sink.close()
 
@@ -94,13 +96,13 @@ class _Answer:
     def __init__(
         self,
         asked: Asked,
-        ticket: Ticket,
+        place: Place | None,
         sink: Sink,
         detokenizer: Detokenizer | None,
         clock: Callable[[], float],
     ) -> None:
         self._asked = asked
-        self._ticket = ticket
+        self._place = place
         self._sink = sink
         self._detokenizer = detokenizer
         self._clock = clock
@@ -113,8 +115,9 @@ class _Answer:
         """From the first event to the last message."""
         async for events in stream:
             if events.start is not None:
-                self._ticket.start()
                 self._start = events.start
+                if self._place is not None:
+                    self._place.start()
             if events.finish is not None:
                 await self._finish(events, events.finish)
                 return

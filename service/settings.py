@@ -44,11 +44,20 @@ class SchedulerOptions(Group):
 class LimitOptions(Group):
     """How much work may wait."""
 
-    queued_requests: int = Field(default=256, ge=0, description="requests beyond those that run at once")
+    queued_requests: int = Field(default=256, ge=0, description="generations beyond those that run at once")
     queued_prompt_tokens: int = Field(
         default=1_048_576, ge=1, description="prompt tokens of requests without a first token"
     )
     tenant_requests: int | None = Field(default=None, ge=1, description="live requests of one tenant; unset: no limit")
+    live_requests: int = Field(
+        default=4096, ge=1, description="requests in all, those that a cache answers or that read along included"
+    )
+
+    @model_validator(mode="after")
+    def _room_for_all(self) -> LimitOptions:
+        if self.live_requests <= self.queued_requests:
+            raise ValueError("live-requests must be more than queued-requests")
+        return self
 
 
 class StreamOptions(Group):

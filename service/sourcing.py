@@ -16,11 +16,14 @@ from dataclasses import dataclass, replace
 from cache.api import Allowance, CachedCompletion, Chunk, Mode, Question, SemanticLookup, Turn
 from cache.caches import Caches
 from cache.flight import LINGER
+from cache.resume import Refused
 from engine.api import Engine, GenerationRequest, Priority, TokenStream
-from engine.errors import EngineError
+from engine.errors import DeadlineExceeded, EngineError
 from service.caching import AnswerCaches
 from service.chunks import ChunkStream, Generated, Leader, stored
+from service.errors import Overloaded
 from service.model import ServedModel
+from service.places import Place, Places
 from service.question import cacheable, question_of, turn_of
 from service.request import Access, Ask, CacheSource, Delivery, Origin, Served
 from service.switches import RESPONSE_CACHE, SEMANTIC_CACHE, Switches
@@ -68,14 +71,18 @@ class Source:
     """An answer to be read."""
 
     stream: TokenStream
+    place: Place | None = None  # where the stream is the engine's own
     generated: Generated | None = None  # filled if it is generated for this request; None: nobody else reads it
 
 
 class Sources:
     """Finds answers, or has them made."""
 
-    def __init__(self, model: ServedModel, engine: Engine, caches: AnswerCaches, switches: Switches) -> None:
+    def __init__(
+        self, model: ServedModel, engine: Engine, caches: AnswerCaches, switches: Switches, places: Places
+    ) -> None:
         self._model = model
+        self._places = places
         self._engine = engine
         self._caches = caches
         self._switches = switches
@@ -84,6 +91,14 @@ class Sources:
     def semantic(self) -> bool:
         """Whether there is a semantic cache."""
         return self._caches.semantic_mode is not Mode.OFF
+
+    def may_know(self, ask: Ask) -> bool:
+        """Whether a cache may have the answer, or somebody else be generating it."""
+        accesses = (
+            self._access(ask.cache.response, RESPONSE_CACHE),
+            self._access(ask.cache.semantic, SEMANTIC_CACHE),
+        )
+        return cacheable(ask) and any(access.read for access in accesses)
 
     async def look(self, ask: Ask, request: GenerationRequest, tenant: str) -> Looked:
         """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
@@ -110,19 +125,22 @@ class Sources:
 
     @asynccontextmanager
     async def open(self, looked: Looked, ask: Ask, origin: Origin, batch: Delivery) -> AsyncIterator[Source]:
-        """The answer. Leaving the block lets go of it."""
+        """The answer. Leaving the block lets go of it. Raises DeadlineExceeded or Overloaded where it would have to be
+        generated and there is no place."""
         plan, hit = looked.plan, looked.hit
         if plan is None or not looked.chunked:
-            stream = self._engine.submit(looked.request)
-            stream.batch(batch.max_tokens, batch.max_delay)
-            try:
-                yield Source(stream)
-            finally:
-                stream.cancel()
+            request = looked.request
+            with self._places.take(request.priority, len(request.token_ids), origin.deadline) as place:
+                stream = self._engine.submit(request)
+                stream.batch(batch.max_tokens, batch.max_delay)
+                try:
+                    yield Source(stream, place)
+                finally:
+                    stream.cancel()
             return
         if hit is not None:
-            async with aclosing(stored(hit)) as chunks:
-                yield self._source(chunks, Generated(), origin)
+            async with aclosing(stored(hit)) as kept, _reading(kept, Generated(), origin) as source:
+                yield source
             return
         shared = self._shareable(ask, plan)
         request = _for_all(looked.request) if shared else looked.request
@@ -131,14 +149,18 @@ class Sources:
             request,
             lambda: self._model.text_maker(ask),
             batch,
+            lambda: self._enter(request, origin.deadline),
             lambda whole: self._caches.beside(lambda: self._learn(plan, looked.similar, whole), "store"),
         )
         making = plan.caches.join(plan.question, leader.chunks, plan.allowance) if shared else aclosing(leader.chunks())
-        async with making as chunks:
-            yield self._source(chunks, leader.generated, origin)
+        async with making as chunks, _reading(chunks, leader.generated, origin) as source:
+            yield source
 
-    def _source(self, chunks: AsyncIterator[Chunk], generated: Generated, origin: Origin) -> Source:
-        return Source(ChunkStream(chunks, generated, origin.arrived_at, origin.deadline), generated)
+    def _enter(self, request: GenerationRequest, deadline: float | None) -> Place:
+        try:
+            return self._places.take(request.priority, len(request.token_ids), deadline)
+        except (DeadlineExceeded, Overloaded) as error:
+            raise Refused(error) from None
 
     def _access(self, asked: Access | None, switch: str) -> Access:
         if not self._switches.on(switch):
@@ -187,21 +209,43 @@ class Sources:
             await semantic.put(plan.turn, whole)
 
     async def _audit(self, ask: Ask, plan: Plan, request: GenerationRequest, similar: SemanticLookup) -> None:
-        """Generates what was served from the cache, to see whether that was right."""
-        semantic = plan.caches.semantic
+        """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
+        semantic, count = plan.caches.semantic, self._caches.counters.count
         if semantic is None:
+            return
+        if not self._places.quiet or self._engine.load.waiting:
+            count("semantic_audit", "skipped")
             return
         found: list[CachedCompletion] = []
         behind = replace(_for_all(request), priority=Priority.BACKGROUND)
-        leader = Leader(self._engine, behind, lambda: self._model.text_maker(ask), _WHOLE, found.append)
+        leader = Leader(
+            self._engine,
+            behind,
+            lambda: self._model.text_maker(ask),
+            _WHOLE,
+            lambda: self._enter(behind, None),
+            found.append,
+        )
         try:
             async with aclosing(leader.chunks()) as chunks:
                 async for _ in chunks:
                     pass
-        except EngineError:
-            self._caches.counters.count("semantic_audit", "failed")
+        except (EngineError, Refused):
+            count("semantic_audit", "failed")
         for whole in found:
             await semantic.observe(similar, whole)
+            count("semantic_audit", "done")
+
+
+@asynccontextmanager
+async def _reading(chunks: AsyncIterator[Chunk], generated: Generated, origin: Origin) -> AsyncIterator[Source]:
+    """An answer that is under way: callers that are refused must not have been sent headers, or they do not retry."""
+    stream = ChunkStream(chunks, generated, origin.arrived_at, origin.deadline)
+    try:
+        await stream.opened()
+        yield Source(stream, generated=generated)
+    finally:
+        stream.cancel()
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:

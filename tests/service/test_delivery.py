@@ -143,7 +143,7 @@ def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:
     model = ServedModel("m", Tokenizer.of_bytes(), engine)
     caches = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), engine, "")
     switches = Switches(OptimizationOptions(response_cache=False, semantic_cache=False), engine)
-    return Generator(model, Sources(model, engine, caches, switches), admission)
+    return Generator(model, Sources(model, engine, caches, switches, admission.places), admission)
 
 
 async def answer(script: Script, slow: float = 0.0, **fields: Any) -> tuple[Recorder, ScriptedEngine]:
