@@ -23,6 +23,7 @@ WIDE_TILES = (64, 128)  # of a warpgroup's products
 _STAGES = 4
 _MOST_STAGES = 8
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
+_STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,10 @@ def divide(matrix: Matrix, tokens: int, card: CardShape, most_slices: int = MOST
     blocks = _ceil(tokens, tile) * _ceil(matrix.rows, BLOCK_ROWS)
     resident = card.multiprocessors * max(1, card.shared // (stages * size) if tile < 64 else 1)
 
-    def cost(slices: int) -> int:
-        # What several slices leave is read once more by whoever adds them up.
-        return _ceil(blocks * slices, resident) * (_ceil(units, slices) + _RAMP) + (slices > 1)
+    def cost(slices: int) -> float:
+        # What several slices leave is wider, and read by whoever adds them up.
+        moved = tokens * matrix.rows * 2 * (2 if slices == 1 else 4 * slices)
+        return _ceil(blocks * slices, resident) * (_ceil(units, slices) + _RAMP) + moved / _STAGE_BYTES
 
     slices = min((n for n in range(1, min(most_slices, units) + 1)), key=lambda n: (cost(n), n))
     return Division(tile, slices, stages, wide)

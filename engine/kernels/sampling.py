@@ -119,6 +119,13 @@ class Sampling:
         for ids, mark in ((given, SEEN), (made, SEEN), (never, BARRED)):
             table[ids] = table[ids] | mark
 
+    def rehearse(self) -> None:
+        """Does once what gives a row to an owner: torch loads a kernel at its first use, which takes milliseconds."""
+        self.set_bias(0, ((0, 0.0),))
+        self.set_marks(0, (0,), (0,), (0,))
+        self.place(0, SampledRow(temperature=1.0, top_k=1))
+        self.leave(0, 0.0)
+
 
 def blocks(vocabulary: int) -> int:
     """That share a row."""

@@ -15,7 +15,7 @@ from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.sampling import Sampling
 from engine.kernels.tiling import Tiling
-from engine.kernels.tokens import Choice, FirstNorm, Progress
+from engine.kernels.tokens import Choice, Fed, FirstNorm, Progress
 from engine.kernels.weights import Matrix
 
 
@@ -146,6 +146,20 @@ def prepare_start(library: Kernels, weights: StepWeights, buffers: StepBuffers) 
     return tokens.start(library, buffers.progress, buffers.places, _first(weights, buffers))
 
 
+def prepare_first(
+    library: Kernels,
+    weights: StepWeights,
+    buffers: StepBuffers,
+    fed: Fed,
+    plan: ChainPlan,
+    sampled: Sampling | None = None,
+) -> tuple[Launch, ...]:
+    """The token that follows a chunk, chosen and told as a step of one row does it. Raises BuildError."""
+    rest = [one.with_trigger(plan.trigger) for one in _choosing(library, weights, buffers, plan, sampled)]
+    take = tokens.take(library, fed, weights.final_gain, buffers.stream)
+    return take, *(rest if plan.dependent else [one.alone() for one in rest])
+
+
 def _first(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
     return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
 
@@ -173,11 +187,18 @@ def _stages(
         update = ResidualUpdate(buffers.inner, stream, next_gain, down.bias)
         how = plan.tiling("down", down.matrix)
         yield ops.linear_residual(library, update, down.matrix, how)
+    yield from _choosing(library, weights, buffers, plan, sampled)
+
+
+def _choosing(
+    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None
+) -> Iterator[Launch]:
+    """From the last residual to the state after the token."""
     how = plan.tiling("head", weights.head)
     choice = buffers.choice
     if sampled is not None:
         choice = replace(choice, logits=sampled.logits, temperature=sampled.heat)
-    yield tokens.head(library, stream, weights.head, choice, buffers.places, how)
+    yield tokens.head(library, buffers.stream, weights.head, choice, buffers.places, how)
     if sampled is not None:
         yield from sampling.sampling(library, sampled, choice, buffers.places)
     yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, _first(weights, buffers))

@@ -1,4 +1,4 @@
-"""Wrappers of `head`, `advance` and `start`: from the last residual to the next token, and on to the next step."""
+"""Wrappers of `head`, `advance`, `start`, `take`: from the last residual to the next token, and on to the next step."""
 
 from __future__ import annotations
 
@@ -90,12 +90,24 @@ def start(library: Kernels, progress: Progress, places: Places, first: FirstNorm
     return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values).alone()
 
 
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A chunk of a prompt that has passed the last layer."""
+
+    residual: torch.Tensor  # float32 [tokens, hidden]
+    place: torch.Tensor  # int32; its first is the count of tokens
+
+
+def take(library: Kernels, fed: Fed, gain: torch.Tensor, target: Normed) -> Launch:
+    """target, of one row = the last token of the chunk, as the head wants it."""
+    values: dict[str, Argument] = {"chunk": fed.residual, "place": fed.place, "gain": gain, **_stream(target)}
+    kernel = library.kernel("advance", "take", {"OP_COLUMNS": fed.residual.shape[1]})
+    return prepare(kernel, Shape((1, 1, 1), _THREADS), values).alone()
+
+
 def _embedding(first: FirstNorm) -> dict[str, torch.Tensor]:
-    target = first.target
-    return {
-        "table": first.table,
-        "gain": first.gain,
-        "residual": target.residual,
-        "normed": target.scaled,
-        "squares": target.squares,
-    }
+    return {"table": first.table, "gain": first.gain, **_stream(first.target)}
+
+
+def _stream(target: Normed) -> dict[str, torch.Tensor]:
+    return {"residual": target.residual, "normed": target.scaled, "squares": target.squares}

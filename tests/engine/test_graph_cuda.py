@@ -27,6 +27,7 @@ from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Layer, Weights, dense_tensors
 from engine.noise import gumbel, seed_key
 from engine.pages import PagePool
+from engine.plan import StepPlan, StepResult
 from engine.runner import ModelRunner
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
@@ -167,6 +168,30 @@ def test_every_token_is_as_good_as_the_best(family: str, tmp_path: Path, request
         assert len(alone) == len(answer.token_ids) == 150
         check(prepared.parts, truth, request, answer.token_ids)
         check(prepared.parts, truth, request, alone)
+    runner.close()
+
+
+def test_sixteen_rows_are_two_flights(tmp_path: Path, request_of: Any, drive: Any, monkeypatch: Any) -> None:
+    folder = save(tmp_path, "qwen3")
+    prepared = prepared_on_card(folder, max_sequences=16)
+    runner = make_runner(settings_of(folder, max_sequences=16), prepared, nobody)
+    asked = [
+        request_of(text, 20 + 15 * (at % 5), **({"temperature": 0.8, "seed": at} if at % 2 else {}))
+        for at, text in enumerate(texts([3 + 20 * at for at in range(16)]))
+    ]
+    eager = 0
+
+    def counted(self: EagerDecoder, plan: StepPlan, inner: Any = EagerDecoder.run) -> StepResult:
+        nonlocal eager
+        eager += len(plan.rows)
+        return inner(self, plan)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(EagerDecoder, "run", counted)
+    truth = exact(prepared.parts)
+    for request, answer in zip(asked, drive(runner, asked).answers, strict=True):
+        assert len(answer.token_ids) == request.stopping.max_tokens
+        check(prepared.parts, truth, request, answer.token_ids)
+    assert eager == 0
     runner.close()
 
 

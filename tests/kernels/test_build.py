@@ -16,7 +16,7 @@ ENTRIES = {
     "gate_up.cu": ["gate_up"],
     "attention.cu": ["attention"],
     "head.cu": ["head"],
-    "advance.cu": ["start", "advance"],
+    "advance.cu": ["start", "take", "advance"],
     "gemm.cu": ["gemm"],
     "gemm_wide.cu": ["gemm"],
     "prefill_attention.cu": ["prefill_attention"],

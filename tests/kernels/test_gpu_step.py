@@ -20,6 +20,7 @@ from engine.kernels.step import (
     StepBuffers,
     StepWeights,
     allocate,
+    prepare_first,
     prepare_start,
     prepare_step,
 )
@@ -389,3 +390,63 @@ def test_sampled_rows_among_plain_ones(library: KernelLibrary, launcher: Launche
     assert mixed[0] == plain[0]
     assert mixed[2] == plain[2]
     assert len({token for token, _ in mixed[3]}) > len({token for token, _ in plain[3]})
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_token_after_a_chunk(library: KernelLibrary, launcher: Launcher, form: str, captured: bool) -> None:
+    """Against float64, for a chunk of any count; what lies behind the count may be anything."""
+    torch.manual_seed(21)
+    model = Model(form, 1200)
+    weights = model.weights
+    buffers = allocate(weights, 1, MOST, 16, logits=True)
+    assert buffers.choice.logits is not None
+    residual = torch.full((64, HIDDEN), float("nan"), device="cuda")
+    place = torch.zeros(2, device="cuda", dtype=torch.int32)
+    chain = prepare_first(library, weights, buffers, tokens.Fed(residual, place), plan())
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            launcher.enqueue(chain)
+    for at, count in enumerate((1, 2, 37, 64)):
+        residual[:count] = torch.randn(count, HIDDEN, device="cuda") * 3
+        place[0] = count
+        buffers.choice.temperature.fill_(0.7 * (at % 2))
+        buffers.choice.noise_key.fill_(99 + at)
+        buffers.places.position.fill_(200 + at)
+        buffers.choice.logits.fill_(float("nan"))
+        if captured:
+            graph.replay()
+        else:
+            launcher.enqueue(chain)
+        torch.cuda.synchronize()
+        wanted = reference.linear(
+            residual[count - 1].double(), weights.final_gain.double(), weights.eps, model.head, None
+        )
+        found = buffers.choice.logits[0]
+        assert (found.double() - wanted).norm() / wanted.norm() < 1e-2
+        row = SampledRow(temperature=0.7 * (at % 2), noise_key=99 + at)
+        none = torch.zeros(VOCABULARY, device="cuda")
+        scores = reference.scores(found, row, 201 + at, none, none.int())
+        assert scores is not None
+        token, flags = ring_of(buffers, 0, at + 1)[-1]
+        assert float(scores.max() - scores[token]) < 2e-5
+        assert flags == 0
+        residual.fill_(float("nan"))
+
+
+def test_a_chunk_without_numbers_has_no_token(library: KernelLibrary, launcher: Launcher) -> None:
+    torch.manual_seed(22)
+    model = Model("bf16", 1200)
+    buffers = allocate(model.weights, 1, MOST, 16)
+    residual = torch.full((4, HIDDEN), float("nan"), device="cuda")
+    place = torch.tensor([4, 0], device="cuda", dtype=torch.int32)
+    buffers.places.position.fill_(8)
+    for state in (None, sampling.allocate(1, VOCABULARY, torch.device("cuda"))):
+        if state is not None:
+            state.place(0, SampledRow(temperature=1.0, top_k=5))
+        buffers.places.position.fill_(8)
+        launcher.enqueue(prepare_first(library, model.weights, buffers, tokens.Fed(residual, place), plan(), state))
+        torch.cuda.synchronize()
+        _, flags = ring_of(buffers, 0, int(buffers.progress.count[0]))[-1]
+        assert flags == tokens.NO_TOKEN

@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from engine.kernels import sampling
 from engine.kernels.attention import SPLITS, Heads, attention_defines, most_splits
 from engine.kernels.build import BuildError
 from engine.kernels.launch import Trigger, prepare
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
+from engine.kernels.step import (
+    ChainPlan,
+    StepBuffers,
+    StepWeights,
+    allocate,
+    prepare_first,
+    prepare_start,
+    prepare_step,
+)
 from engine.kernels.tiling import Tiling
+from engine.kernels.tokens import Fed
 
 Models = Callable[[str], StepWeights]
 FORMS = ["bf16", "int8", "int4"]
@@ -144,3 +154,26 @@ def test_a_plan_may_divide_a_stage_itself(recorder: Any, model: Models) -> None:
     windows = [defines["OP_WINDOW"] for name, _, defines, _ in recorder.asked if name == "linear_residual"]
     assert windows == [own.window, 1, own.window, 1]
     assert isinstance(own, Tiling)
+
+
+@pytest.mark.parametrize("dependent", [True, False])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_what_follows_a_chunk(recorder: Any, model: Models, drawn: bool, dependent: bool) -> None:
+    weights = model("bf16")
+    buffers = buffers_of(weights, 1)
+    fed = Fed(torch.zeros(5, 896), torch.zeros(2, dtype=torch.int32))
+    state = sampling.allocate(1, weights.head.rows, torch.device("cpu")) if drawn else None
+    chain = prepare_first(recorder, weights, buffers, fed, ChainPlan(132, dependent=dependent), state)
+    stages = ["adjust", "bins", "sift", "draw"] if drawn else []
+    assert [launch.kernel.name for launch in chain] == ["take", "head", *stages, "advance"]
+    assert [launch.dependent for launch in chain] == [False] + [dependent] * (len(chain) - 1)
+    take, head, advance = chain[0], chain[1], chain[-1]
+    assert take.values["chunk"] == fed.residual.data_ptr()
+    assert take.values["place"] == fed.place.data_ptr()
+    assert take.values["gain"] == weights.final_gain.data_ptr()
+    assert take.values["normed"] == head.values["x"]
+    assert take.values["squares"] == head.values["squares"]
+    assert head.values["best"] == advance.values["best"]
+    # and as the end of a step does it
+    step = prepare_step(recorder, weights, buffers, ChainPlan(132, dependent=dependent), state)
+    assert [launch.values for launch in step[-len(chain) + 1 :]] == [launch.values for launch in chain[1:]]

@@ -1,4 +1,5 @@
-"""The decoder of captured graphs: whole steps of up to eight rows that copy nothing, launched ahead of their tokens."""
+"""The decoder of captured graphs: whole steps of up to eight rows that copy nothing, launched ahead of their tokens. Up
+to sixteen rows are two such steps, one after the other."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import torch
 from engine.checkpoint import Progress
 from engine.decoders.graph import weights
 from engine.decoders.graph.card import GraphCard
+from engine.decoders.graph.fleet import MOST_FLIGHTS, Fleet
 from engine.decoders.graph.flight import AHEAD, BUCKETS, Flight, can_sample
 from engine.decoders.parts import Parts, Unfit
 from engine.errors import Unsupported
 from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
+from engine.kernels.context import keep_little
 from engine.plan import Row, StepPlan, StepResult
 
 SWITCHES = ("graphs", "fused_kernels")
@@ -38,40 +41,47 @@ class GraphDecoder:
     tokens_per_step = 2 * AHEAD
 
     def __init__(self, parts: Parts) -> None:
+        rows = range(0, min(parts.max_sequences, MOST_FLIGHTS * BUCKETS[-1]), BUCKETS[-1])
         with torch.inference_mode():
             try:
+                keep_little()
                 library = open_library(torch.cuda.get_device_capability(parts.model.place.device))
-                self._card = GraphCard(library, weights.step_weights(parts), parts.max_context, parts.max_sequences)
-                self._card.build(BUCKETS[0])
+                read = weights.step_weights(parts)
+                self._cards = [
+                    GraphCard(library, read, parts.max_context, parts.max_sequences - first) for first in rows
+                ]
+                self._cards[0].build(BUCKETS[0])
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
-        self._flight = Flight(self._card, parts.max_context)
+        self._fleet = Fleet([Flight(card, parts.max_context) for card in self._cards])
         self._fused = True
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures."""
         with torch.inference_mode():
-            self._card.warmup(progress)
+            for card in self._cards:
+                card.warmup(progress)
 
     def share(self, plan: StepPlan) -> tuple[Row, ...]:
-        """Rows of one token that the kernels can choose a successor for, up to eight."""
+        """Rows of one token that the kernels can choose a successor for, as many as there are seats or none."""
         if not self._fused:
             return ()
         rows = tuple(row for row in plan.rows if row.count == 1 and row.sample and can_sample(row))
-        return rows if len(rows) <= BUCKETS[-1] else ()
+        return rows if len(rows) <= self._fleet.seats else ()
 
     def run(self, plan: StepPlan) -> StepResult:
         """One token or several a row."""
-        return StepResult(tuple(self._flight.step(plan.rows)))
+        return StepResult(tuple(self._fleet.step(plan.rows)))
 
     def forget(self, slots: Rows[int]) -> None:
         """These slots have new owners."""
-        self._flight.forget(slots)
+        self._fleet.forget(slots)
 
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
         if name == "graphs":
-            self._card.graphs = enabled
+            for card in self._cards:
+                card.graphs = enabled
         elif name == "fused_kernels":
             self._fused = enabled
         else:
@@ -79,4 +89,5 @@ class GraphDecoder:
 
     def close(self) -> None:
         """Gives the graphs back."""
-        self._card.close()
+        for card in self._cards:
+            card.close()

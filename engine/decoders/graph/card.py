@@ -12,6 +12,7 @@ import torch
 
 from engine.checkpoint import Progress
 from engine.decoders import sampled
+from engine.decoders.capture import Recorder
 from engine.decoders.graph.flight import BUCKETS, MOST_STOPS, SIZES, Seat, bucket
 from engine.errors import EngineFailed
 from engine.kernels import sampling
@@ -125,6 +126,7 @@ class GraphCard:
         self._max_context = max_context
         self._sizes = [seats for seats in BUCKETS if seats <= bucket(min(max_rows, BUCKETS[-1]))]
         self._launcher = Launcher()
+        self._recorder = Recorder(weights.table.device)
         self._benches: dict[int, Bench] = {}
         self._here: Bench | None = None
         vocabulary, device = weights.head.rows, weights.table.device
@@ -164,7 +166,12 @@ class GraphCard:
             progress("kernels", done, len(self._sizes))
             self.build(seats)
         progress("kernels", len(self._sizes), len(self._sizes))
-        wanted = [(steps, size) for bench in self._benches.values() for steps in bench.reaches for size in SIZES]
+        wanted = [
+            (steps, size)
+            for bench in self._benches.values()
+            for steps in (*bench.reaches, *bench.sampled)
+            for size in SIZES
+        ]
         for done, (steps, size) in enumerate(wanted):
             progress("graphs", done, len(wanted))
             self._graph(steps, size).replay()
@@ -174,30 +181,21 @@ class GraphCard:
             for pages in ((0,), (0, 0)):
                 self.add_pages(0, 0, pages)
             self._launcher.enqueue([bench.start])
+        self._sampling.rehearse()
         self._here = None
         torch.cuda.synchronize()
         progress("graphs", len(wanted), len(wanted))
 
     def _graph(self, steps: Steps, size: int) -> torch.cuda.CUDAGraph:
-        """Captured when it is first wanted: those with sampling stages by the first request that needs them."""
         found = steps.graphs.get(size)
         if found is None:
-            found = steps.graphs[size] = self._capture(steps.chain, size)
-        return found
 
-    def _capture(self, chain: tuple[Launch, ...], times: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            graph.capture_begin()
-            try:
-                for _ in range(times):
-                    self._launcher.enqueue(chain)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(side)
-        return graph
+            def enqueue() -> None:
+                for _ in range(size):
+                    self._launcher.enqueue(steps.chain)
+
+            found = steps.graphs[size] = self._recorder.record(enqueue)
+        return found
 
     def place(self, seats: Rows[Seat], number: int) -> None:
         """These rows and no others."""

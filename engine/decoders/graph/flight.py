@@ -100,10 +100,9 @@ def can_sample(row: Row) -> bool:
 class Flight:
     """The rows on the device and the steps under way."""
 
-    def __init__(self, card: Card, max_context: int, ahead: int = AHEAD, sizes: tuple[int, ...] = SIZES) -> None:
+    def __init__(self, card: Card, max_context: int, sizes: tuple[int, ...] = SIZES) -> None:
         self._card = card
         self._max_context = max_context
-        self._most_ahead = ahead
         self._sizes = sizes
         self._lanes: list[Lane] = []
         self._seats = 0  # seats that the device moves, taken or not
@@ -118,20 +117,24 @@ class Flight:
             if lane.slot in slots:
                 lane.slot = -1
 
-    def step(self, rows: Rows[Row]) -> list[RowResult]:
-        """At least one id for each row, and whatever else has come."""
+    def leave(self) -> None:
+        """Nobody's rows go on here; what is under way is for nobody."""
+        self._lanes = []
+
+    def step(self, rows: Rows[Row], most_ahead: int = AHEAD) -> list[RowResult]:
+        """At least one id for each row, and whatever else has come. Launches `most_ahead` steps ahead, no more."""
         try:
             lanes = self._current(rows)
             if lanes is None:
                 lanes = self._seat(rows, self._settle(rows))
             else:
                 self._extend(lanes)
-                self._ahead = min(2 * self._ahead, self._most_ahead)
+                self._ahead = min(2 * self._ahead, most_ahead)
             self._send(lanes)
             self._receive(lanes)
             self._send(lanes)
         except BaseException:
-            self._lanes = []
+            self.leave()
             raise
         return [_given(lane) for lane in lanes]
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.checkpoint import Progress
+from engine.decoders.capture import Recorder
+from engine.decoders.graph import weights as step_weights
 from engine.decoders.parts import Parts, Unfit
 from engine.decoders.prefill import products
+from engine.decoders.prefill.first import FirstTokens, can_draw
 from engine.decoders.prefill.mailbox import Mailbox
 from engine.decoders.prefill.products import Products
 from engine.errors import EngineFailed, Unsupported
@@ -21,6 +25,7 @@ from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import MINIMUM_CAPABILITY, OVERLAP_CAPABILITY, BuildError, KernelLibrary, open_library
 from engine.kernels.launch import Launch, Launcher
+from engine.kernels.tokens import Fed
 from engine.kernels.weights import Format
 from engine.linear import Linear
 from engine.model.weights import Layer
@@ -99,8 +104,18 @@ class PrefillStage:
         self._buffers = self._allocate(sizes[-1])
         self._splits = ops.splits_of(self._layout, sizes, device)
         self._attention = tuple(self._layer_attention(index) for index in range(config.layers))
+        self._recorder = Recorder(device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._captured = self._fused = True
+        self._first = self._first_tokens()
+
+    def _first_tokens(self) -> FirstTokens | None:
+        """None where the kernels of decode steps do not read this model."""
+        parts = self._parts
+        if step_weights.why_not(parts) is not None:
+            return None
+        fed = Fed(self._buffers.residual, self._mail.arrived)
+        return FirstTokens(self._library, step_weights.step_weights(parts), fed, parts.max_sequences)
 
     def _allocate(self, tokens: int) -> Buffers:
         config, device = self._parts.model.config, self._parts.model.place.device
@@ -143,16 +158,12 @@ class PrefillStage:
     def _capture(self, progress: Progress) -> None:
         # No pages are known yet, so a chunk of no tokens must do: it writes none.
         self._mail.send([0, 0])
-        pool = None
         for done, size in enumerate(reversed(self._sizes)):
             progress("prefill", done, len(self._sizes))
-            self._forward(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._forward(size)
-            pool = graph.pool()
-            self._graphs[size] = graph
+            self._graphs[size] = self._recorder.record(partial(self._forward, size), rehearse=True)
+        if self._first is not None:
+            self._first.warmup(self._recorder)
+        torch.cuda.synchronize()
         progress("prefill", len(self._sizes), len(self._sizes))
 
     def share(self, plan: StepPlan) -> tuple[Row, ...]:
@@ -161,13 +172,23 @@ class PrefillStage:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Row by row."""
-        sampled = [row for row in plan.rows if row.sample]
-        hidden = [found for row in plan.rows if (found := self._feed(row)) is not None]
-        if not sampled:
-            return StepResult((None,) * len(plan.rows))
-        logits = self._parts.model.weights.head(torch.cat(hidden)).float()
-        drawn = self._parts.sampler.sample(sampled, logits)
-        results: dict[int, RowResult] = {id(row): result for row, result in zip(sampled, drawn, strict=True)}
+        drawn: list[tuple[Row, int]] = []
+        kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
+        for row in plan.rows:
+            last = self._feed(row)
+            if row.sample and self._first is not None and can_draw(row):
+                drawn.append((row, self._first.draw(row)))
+            elif row.sample:
+                kept.append((row, self._buffers.x[last : last + 1].clone()))
+        results: dict[int, RowResult] = {}
+        if kept:
+            rows, hidden = zip(*kept, strict=True)
+            logits = self._parts.model.weights.head(torch.cat(hidden)).float()
+            found = self._parts.sampler.sample(rows, logits)
+            results |= {id(row): result for row, result in zip(rows, found, strict=True)}
+        if drawn and self._first is not None:
+            told = self._first.read([number for _, number in drawn])
+            results |= {id(row): result for (row, _), result in zip(drawn, told, strict=True)}
         return StepResult(tuple(results.get(id(row)) for row in plan.rows))
 
     def forget(self, slots: Rows[int]) -> None:
@@ -177,6 +198,8 @@ class PrefillStage:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
         if name == "graphs":
             self._captured = enabled
+            if self._first is not None:
+                self._first.captured = enabled
         elif name == "fused_kernels":
             self._fused = enabled
         else:
@@ -185,9 +208,11 @@ class PrefillStage:
     def close(self) -> None:
         """Drops the graphs."""
         self._graphs.clear()
+        if self._first is not None:
+            self._first.close()
 
-    def _feed(self, row: Row) -> torch.Tensor | None:
-        """A row's tokens, piece by piece; normed hidden state [1, hidden] of the last where it samples."""
+    def _feed(self, row: Row) -> int:
+        """A row's tokens, piece by piece; which of the last piece's is the last."""
         ids = row.sequence.token_ids
         end, piece = row.start + row.count, 0
         if not 0 <= min(ids[row.start : end]) <= max(ids[row.start : end]) < self._parts.model.config.vocab_size:
@@ -196,7 +221,7 @@ class PrefillStage:
         for first in range(row.start, end, self._sizes[-1]):
             piece = min(self._sizes[-1], end - first)
             self._replay(ids[first : first + piece], first, row.sequence.pages)
-        return self._buffers.x[piece - 1 : piece].clone() if row.sample else None
+        return piece - 1
 
     def _replay(self, ids: Rows[int], start: int, pages: Rows[int]) -> None:
         count, held = len(ids), -(-(start + len(ids)) // PAGE_SIZE)
