@@ -29,3 +29,23 @@ def device() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
+def card_bytes(pid: int | None = None) -> int | None:
+    """What the driver counts of a process's memory on the cards, or of all processes'; None where it does not tell."""
+    if pid is None:
+        return _mebibytes([used for (used,) in _smi("--query-gpu=memory.used")])
+    return _mebibytes([used for one, used in _smi("--query-compute-apps=pid,used_memory") if one == str(pid)])
+
+
+def _mebibytes(counted: list[str]) -> int | None:
+    return sum(map(int, counted)) << 20 if counted and all(map(str.isdigit, counted)) else None
+
+
+def _smi(query: str) -> list[list[str]]:
+    try:
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True)
+    except OSError:
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]

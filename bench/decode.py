@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench.about import device, revision
+from bench.about import card_bytes, device, revision
 from bench.driven import asked, planner
 from bench.pace import Answer, figures, first_tokens
 from engine.api import SamplingParams
@@ -133,6 +133,7 @@ def engine_settings(given: argparse.Namespace) -> EngineSettings:
 
 def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, Any]:
     """The engine's own figures, each with its share of the roofline where the card's bandwidth is known."""
+    before = card_bytes()
     arm = EngineArm(engine_settings(given), sampling)
     info, reading = arm.runner.info, arm.reading
     found = measure(arm.ask, given, info.vocab_size)
@@ -145,9 +146,18 @@ def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, 
     peak = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found |= {"decoder": info.decoder, "dtype": info.dtype, "weights": info.weight_format, "bandwidth": bandwidth}
     found |= {"load_s": round(arm.loaded, 2), "start_s": round(arm.started, 2), "peak_bytes": peak}
+    found |= {"driver_bytes": _driver_bytes(before) if cuda else None}
     found |= {"objections": {one.decoder: one.reason for one in info.objections}, "vocabulary": info.vocab_size}
     arm.close()
     return found
+
+
+def _driver_bytes(before: int | None) -> int | None:
+    """What the driver counts of this process, code and all; where it counts none apart, how much more than before."""
+    own, whole = card_bytes(os.getpid()), card_bytes()
+    if own is not None or before is None or whole is None:
+        return own
+    return whole - before
 
 
 def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary: int) -> dict[str, Any]:
@@ -224,7 +234,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     record |= {"torch": torch.__version__, "settings": vars(given)}
     found = record["engine"] = in_engine(given, sampling)
     show("engine", found)
-    print(f"{'':9} {found['decoder']}, started in {found['start_s']} s, peak {found['peak_bytes'] / 1e9:.2f} GB")
+    print(
+        f"{'':9} {found['decoder']}, started in {found['start_s']} s, peak {found['peak_bytes'] / 1e9:.2f} GB", end=""
+    )
+    counted = found["driver_bytes"]
+    print("" if counted is None else f", {counted / 1e9:.2f} GB as the driver counts")
     if given.grpc:
         served = record["served"] = through_grpc(given, sampling, found["vocabulary"])
         show("served", served)
