@@ -1,0 +1,102 @@
+"""A scheduler over the fake runner, which refuses every plan that would compute rubbish, driven by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from engine.api import FinishReason, GenerationRequest
+from engine.events import Event
+from engine.fake import FakeRunner, plain_request
+from engine.pages import PagePool
+from engine.plan import StepPlan
+from engine.prefix import PrefixIndex
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence
+from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
+
+
+class Bench:
+    """A scheduler, its pool and a fake runner, driven by hand. Time is a number that the test moves."""
+
+    def __init__(
+        self,
+        *,
+        sequences: int = 4,
+        batch: int = 64,
+        pages: int = 32,
+        ids: int = 1,
+        batching: bool = True,
+        prefix: bool = True,
+    ) -> None:
+        context = pages * PAGE_SIZE
+        fake = FakeSettings(max_context=context, total_pages=pages, tokens_per_step=ids)
+        self.runner = FakeRunner(EngineSettings(model="", kind="fake", max_sequences=sequences, fake=fake))
+        self.pool = PagePool(pages)
+        limits = Limits(max_sequences=sequences, max_batch_tokens=batch, max_context=context, tokens_per_step=ids)
+        self.prefixes = PrefixIndex(self.pool, enabled=prefix)
+        self.scheduler = Scheduler(limits, self.pool, batching, self.prefixes)
+        self.limits = limits
+        self.now = 1000.0
+        self.sequences: dict[int, Sequence] = {}
+        self.events: dict[int, list[Event]] = {}
+        self.plans: list[StepPlan] = []
+
+    def admit(self, prompt: int = 5, output: int = 8, text: object = None, **changes: object) -> int:
+        """Prompts with the same `text` begin alike."""
+        key = len(self.sequences) + 1
+        rng = random.Random(key if text is None else str(text))
+        ids = tuple(rng.randrange(1, 256) for _ in range(prompt))
+        request = dataclasses.replace(plain_request(ids, output, arrived_at=self.now), **changes)  # type: ignore[arg-type]
+        self.sequences[key] = Sequence(request, list(request.token_ids), key=key)
+        self.scheduler.admit(self.sequences[key])
+        self.events[key] = []
+        return key
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            assert not self.ended(event.key), "something came after the end"
+            self.events[event.key].append(event)
+
+    def step(self, seconds: float = 0.01) -> StepPlan | None:
+        self.now += seconds
+        self.take(self.scheduler.expire(self.now))
+        plan = self.scheduler.plan(self.now)
+        if plan is not None:
+            self.plans.append(plan)
+            self.take(self.scheduler.commit(plan, self.runner.run(plan), self.now))
+        return plan
+
+    def run(self, most: int = 10_000) -> int:
+        """Steps until nothing is left to do; how many it took."""
+        for count in range(most):
+            if self.step() is None:
+                return count
+        raise AssertionError(f"not done after {most} steps")
+
+    def ended(self, key: int) -> bool:
+        return any(event.finish is not None or event.failure is not None for event in self.events[key])
+
+    def output(self, key: int) -> list[int]:
+        return [token_id for event in self.events[key] for token_id in event.token_ids]
+
+    def reason(self, key: int) -> FinishReason | None:
+        finish = self.events[key][-1].finish
+        return None if finish is None else finish.reason
+
+
+def alone(request: GenerationRequest, pages: int) -> list[int]:
+    """What the request brings with the engine to itself and all the time: the oracle for everything below."""
+    bench = Bench(pages=pages, batch=100_000, prefix=False)
+    request = dataclasses.replace(request, deadline=None, expires_at=None)
+    sequence = Sequence(request, list(request.token_ids), key=1)
+    bench.sequences[1], bench.events[1] = sequence, []
+    bench.scheduler.admit(sequence)
+    bench.now = request.arrived_at
+    bench.run()
+    return bench.output(1)
+
+
+def rows_of(plan: StepPlan | None) -> dict[int, tuple[int, int, bool]]:
+    assert plan is not None
+    return {row.sequence.key: (row.start, row.count, row.sample) for row in plan.rows}
