@@ -28,11 +28,11 @@ from cache.ground import Ground
 from cache.keyring import open_keyring
 from cache.lease import Leases
 from cache.memory import MemoryStore
-from cache.partition import Epochs, ModelIdentity, Partitions
+from cache.partition import PREFIXES, Epochs, ModelIdentity, Partitions
 from cache.redis_link import Link
 from cache.redis_store import RedisStore
 from cache.response import ExactCache
-from cache.semantic.embedder import OnnxEmbedder
+from cache.semantic.embedder import open_embedder
 from cache.semantic.export import ExportFailed, exported
 from cache.semantic.search import SimilarCache
 from cache.settings import CacheSettings, FlightSettings, RedisSettings
@@ -62,6 +62,7 @@ class Caches:
         self._flights = Flights(ground.counter)
         self._semantic: SimilarCache | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._prefixes = Epochs(ground.store, ground.partitions, PREFIXES)
         self.responses = ExactCache(ground, settings.response)
 
     @property
@@ -91,10 +92,12 @@ class Caches:
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
-        """The tenant's partition, for the blocks of the engine. None where the store does not say: do not share."""
+        """The tenant's partition, for keys and values of prompts. None where the store does not say: do not share."""
         try:
             with allowance.spending() as within:
-                epoch = self._ground.epochs.known(tenant) or await self._ground.epochs.current(tenant, within)
+                epoch = await self._ground.epochs.recent(tenant, within)
+            with allowance.spending() as within:
+                epoch += await self._prefixes.recent(tenant, within)
         except StoreFault:
             return None
         return self._ground.partitions.of(tenant, epoch)
@@ -118,10 +121,13 @@ class Caches:
         await self._ground.epochs.bump(tenant)
 
     async def flush(self, tenant: str, kinds: tuple[Kind, ...], entry_id: str = "") -> int:
-        """Entries of some kinds, or the one of that id; how many there were. Raises StoreFault."""
+        """Entries of some kinds, or the one of that id; how many there were. Keys and values of prompts are no entries:
+        they become unreachable, on other replicas within a second. Raises StoreFault."""
         epoch = await self._ground.epochs.current(tenant)
         partition = self._ground.partitions.of(tenant, epoch)
-        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds])
+        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not Kind.BLOCK])
+        if Kind.BLOCK in kinds:
+            await self._prefixes.bump(tenant)
         if Kind.RESPONSE in kinds:
             # What has just been generated can still be joined for a moment, here and elsewhere.
             self._flights.forget_finished()
@@ -166,7 +172,7 @@ class Caches:
     async def _load(self) -> None:
         model = self._settings.semantic.model
         try:
-            embedder = await asyncio.to_thread(lambda: OnnxEmbedder(exported(model)))
+            embedder = await asyncio.to_thread(lambda: open_embedder(exported(model)))
         except (ExportFailed, ImportError, OSError, ValueError) as error:
             log.error("cache: no semantic cache: %s", error)
             self._ground.counter.count("semantic_unavailable", type(error).__name__)

@@ -10,18 +10,21 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from cache.api import CacheKey, Kind, Parameter, Store
+from cache.api import CacheKey, Kind, Parameter, Store, StoreFault
 from cache.keyring import Keyring
 
 SCHEMA = 1
 EPOCH_BYTES = 16
 EPOCH_TTL = 90 * 86_400.0  # renewed by no one: a tenant starts anew every quarter at the latest
 KNOWN_EPOCHS = 4096
+RECENT = 1.0  # seconds that an epoch is believed where no lookup corrects it
+ALL, PREFIXES = b"epoch", b"prefix epoch"  # what an epoch is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +79,9 @@ class Partitions:
         """The partition of a tenant in an epoch."""
         return mac(self._tenant_key(tenant), b"partition", *self._model, str(SCHEMA).encode(), epoch).hex()[:32]
 
-    def epoch_key(self, tenant: str) -> CacheKey:
+    def epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
         """Where a tenant's epoch is kept. The same for all models: one purge is a purge of all."""
-        name = mac(self._tenant_key(tenant), b"epoch").hex()
+        name = mac(self._tenant_key(tenant), purpose).hex()
         return CacheKey(Kind.EPOCH, name[:32], name[32:])
 
     def digest(self, tenant: str, purpose: bytes, *parts: bytes) -> str:
@@ -92,18 +95,27 @@ class Partitions:
 class Epochs:
     """Which epoch each tenant is in, as last heard. Lookups carry the epoch along and correct it (`Epochs.learn`)."""
 
-    def __init__(self, store: Store, partitions: Partitions) -> None:
+    def __init__(
+        self,
+        store: Store,
+        partitions: Partitions,
+        purpose: bytes = ALL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._partitions = partitions
-        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._purpose = purpose
+        self._clock = clock
+        self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was heard
 
     def known(self, tenant: str) -> bytes | None:
         """Without asking the store; may be outdated."""
-        return self._known.get(tenant)
+        known = self._known.get(tenant)
+        return None if known is None else known[0]
 
     def learn(self, tenant: str, epoch: bytes) -> None:
         """Remembers what the store said."""
-        self._known[tenant] = epoch
+        self._known[tenant] = epoch, self._clock()
         self._known.move_to_end(tenant)
         if len(self._known) > KNOWN_EPOCHS:
             self._known.popitem(last=False)
@@ -111,12 +123,27 @@ class Epochs:
     async def current(self, tenant: str, within: float | None = None) -> bytes:
         """Asks the store, and begins an epoch where there is none. Raises StoreFault."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
-        epoch = await self._store.set_if_absent(self._partitions.epoch_key(tenant), fresh, EPOCH_TTL, within)
+        key = self._partitions.epoch_key(tenant, self._purpose)
+        epoch = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
         self.learn(tenant, epoch)
         return epoch
+
+    async def recent(self, tenant: str, within: float | None = None) -> bytes:
+        """As it was a second ago at most; where the store does not answer, as last heard. Raises StoreFault where it
+        never was."""
+        known = self._known.get(tenant)
+        if known is not None and self._clock() - known[1] < RECENT:
+            return known[0]
+        try:
+            return await self.current(tenant, within)
+        except StoreFault:
+            if known is None:
+                raise
+            self.learn(tenant, known[0])  # not asked again for a while
+            return known[0]
 
     async def bump(self, tenant: str) -> None:
         """Purges a tenant on every replica at once. Raises StoreFault, in which case nothing was purged."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
-        await self._store.set(self._partitions.epoch_key(tenant), fresh, EPOCH_TTL)
+        await self._store.set(self._partitions.epoch_key(tenant, self._purpose), fresh, EPOCH_TTL)
         self.learn(tenant, fresh)

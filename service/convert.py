@@ -62,6 +62,7 @@ _KINDS = {
     admin_pb2.CACHE_KIND_UNSPECIFIED: (),
     admin_pb2.CACHE_KIND_RESPONSE: (Kind.RESPONSE,),
     admin_pb2.CACHE_KIND_SEMANTIC: (Kind.SEMANTIC,),
+    admin_pb2.CACHE_KIND_PREFIX: (Kind.BLOCK,),
 }
 _ACCESS = {
     pb.CACHE_MODE_OFF: Access(read=False, write=False),
@@ -159,7 +160,7 @@ def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
 
 
 def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
-    """What to forget. Raises InvalidRequest, or Unimplemented."""
+    """What to forget. Raises InvalidRequest."""
     found = Violations()
     if message.kind not in admin_pb2.CacheKind.values():
         found.add("kind", "is no known kind of cache")
@@ -167,9 +168,9 @@ def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
         found.add("entry_id", "is no id that an answer told")
     if len(message.tenant) > _MAX_TENANT:
         found.add("tenant", f"must have at most {_MAX_TENANT} characters")
+    if message.kind == admin_pb2.CACHE_KIND_PREFIX and message.entry_id:
+        found.add("entry_id", "names an answer: leave it out with this kind")
     found.raise_any()
-    if message.kind == admin_pb2.CACHE_KIND_PREFIX:
-        raise Unimplemented("kind", "keys and values are forgotten with all else of a tenant: leave kind unset")
     return Flush(message.tenant, _KINDS[message.kind], message.entry_id)
 
 

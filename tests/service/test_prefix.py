@@ -12,16 +12,18 @@ import grpc
 import pytest
 
 from bench.redis_server import RedisServer
+from cache.partition import RECENT
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import Server, ask
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 IDS = [1 + at * at % 251 for at in range(1100)]
+OFF = {"response": pb.CACHE_MODE_OFF}
 FULL = 1088  # the last token is always computed, and sixty-eight pages lie before it
 
 
-def tokens_of(server: Server, ids: list[int], token: str = "a", **cache: bool) -> tuple[int, list[int]]:
+def tokens_of(server: Server, ids: list[int], token: str = "a", **cache: int) -> tuple[int, list[int]]:
     """cached tokens and answer."""
     request = ask(token_ids=pb.TokenIds(ids=ids), tokens=4, output=pb.OutputOptions(token_ids=True))
     request.sampling.temperature = 0
@@ -93,3 +95,56 @@ def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
     with serve(*shared, *slow) as replica:
         assert tokens_of(replica, [*IDS[:1030], 9])[0] == 1024
         assert tokens_of(replica, IDS, "b")[0] == 0
+
+
+def flush(server: Server, kind: admin_pb2.CacheKind, tenant: str = "tenant-a") -> int:
+    admin = (("authorization", "Bearer a"),)
+    request = admin_pb2.FlushCacheRequest(tenant=tenant, kind=kind)
+    return int(server.admin.FlushCache(request, timeout=5, metadata=admin).entries)
+
+
+def test_flushing_prefixes_alone_leaves_answers(serve: Serve, tokens_file: Path) -> None:
+    with serve(f"--auth.tokens-file={tokens_file}", "--optimizations.response-cache=true") as server:
+        _, answer = tokens_of(server, IDS)
+        read = {"response": pb.CACHE_MODE_READ}
+        until(lambda: tokens_of(server, IDS, **read) == (len(IDS), answer))
+        assert tokens_of(server, IDS, "b", **OFF)[0] == 0
+        assert flush(server, admin_pb2.CACHE_KIND_PREFIX) == 0
+        assert tokens_of(server, IDS, **read) == (len(IDS), answer)
+        assert tokens_of(server, IDS, **OFF) == (0, answer)
+        assert tokens_of(server, IDS, **OFF) == (FULL, answer)
+        assert tokens_of(server, IDS, "b", **OFF) == (FULL, answer)
+        assert flush(server, admin_pb2.CACHE_KIND_RESPONSE) == 1
+        assert tokens_of(server, IDS, **OFF) == (FULL, answer)
+        flush(server, admin_pb2.CACHE_KIND_PREFIX, "")  # everybody's
+        assert [tokens_of(server, IDS, name, **OFF)[0] for name in "ab"] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", [admin_pb2.CACHE_KIND_PREFIX, admin_pb2.CACHE_KIND_UNSPECIFIED])
+def test_a_flush_reaches_other_servers_and_what_lies_in_redis(
+    serve: Serve, redis_server: RedisServer, tokens_file: Path, key_file: Path, kind: admin_pb2.CacheKind
+) -> None:
+    shared = (
+        f"--cache.redis-url={redis_server.url}",
+        f"--cache.key-file={key_file}",
+        f"--auth.tokens-file={tokens_file}",
+    )
+    slow = ("--cache.prefix.chunk-bytes=4096", "--fake.step-time=0.05", "--cache.redis-budget=0.5")
+    with serve(*shared, *slow) as one, serve(*shared, *slow) as other:
+        for name in "ab":
+            for _ in range(2):
+                _, answer = tokens_of(one, IDS, name)
+        until(lambda: tokens_of(other, IDS, "a")[0] >= 1024)  # out of Redis, and then out of its own pages
+        assert tokens_of(other, IDS, "a") == (FULL, answer)
+        flush(one, kind)
+        assert tokens_of(one, IDS, "a") == (0, answer)
+        time.sleep(RECENT)
+        assert tokens_of(other, IDS, "a") == (0, answer)
+        assert tokens_of(one, IDS, "b")[0] >= 1024
+
+
+def until(probe: Callable[[], bool], within: float = 10.0) -> None:
+    end = time.monotonic() + within
+    while not probe():
+        assert time.monotonic() < end
+        time.sleep(0.05)
