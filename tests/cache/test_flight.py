@@ -1,68 +1,21 @@
-"""Identical requests at once: one generation, whoever leaves, whoever dies, on one replica and across two."""
+"""Identical requests at once, on one replica: one generation, whoever leaves, whoever dies."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.api import CacheKey, Chunk, Ending, Kind
+from cache.api import CacheKey, Chunk, Kind
 from cache.counters import Counters
-from cache.envelope import Envelope
-from cache.flight import AHEAD, Flights, Generate
-from cache.keyring import Keyring
-from cache.lease import Leases
-from cache.redis_link import Link
+from cache.flight import AHEAD, Flights
 from cache.resume import Diverged, Skipper, Unfinished, resume
-from cache.settings import FlightSettings, RedisSettings
-from cache.shared_flight import SharedFlights
-
-KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
-TEXT = "the whole answer, word by word"
-END = Ending(reason="stop", prompt_tokens=3, completion_tokens=len(TEXT))
-QUICK = FlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
-
-
-class Model:
-    """Generates TEXT, a token a letter, `step` letters a message; may die on the way."""
-
-    def __init__(self, step: int = 3, pause: float = 0.005, dies_after: int | None = None, text: str = TEXT) -> None:
-        self.step, self.pause, self.dies_after, self.text = step, pause, dies_after, text
-        self.started = self.finished = self.closed = 0
-
-    async def generate(self) -> AsyncGenerator[Chunk, None]:
-        self.started += 1
-        try:
-            for at in range(0, len(self.text), self.step):
-                if self.dies_after is not None and at >= self.dies_after:
-                    raise RuntimeError("the engine died")
-                await asyncio.sleep(self.pause)
-                part = self.text[at : at + self.step]
-                yield Chunk(tuple(map(ord, part)), part)
-            self.finished += 1
-            yield Chunk((), "", END)
-        finally:
-            self.closed += 1
-
-
-async def read(chunks: AsyncIterator[Chunk]) -> str:
-    found = [chunk async for chunk in chunks]
-    assert found[-1].ending == END
-    assert all(chunk.ending is None for chunk in found[:-1])
-    text = "".join(chunk.text for chunk in found)
-    assert [i for chunk in found for i in chunk.token_ids] == [ord(letter) for letter in text]
-    return text
-
-
-async def ask(flights: Flights, generate: Generate, key: CacheKey = KEY) -> str:
-    async with flights.join(key, generate) as chunks:
-        return await read(chunks)
+from tests.cache.flown import END, KEY, TEXT, Model, ask
 
 
 @pytest.fixture
@@ -191,19 +144,32 @@ async def test_closing_tells_readers(counters: Counters) -> None:
 
 async def test_a_slow_reader_holds_nobody_up(flights: Flights) -> None:
     model = Model(pause=0)
+    async with flights.join(KEY, model.generate) as slow:
+        first = await anext(slow)
+        assert await asyncio.wait_for(ask(flights, model.generate), 20) == TEXT
+        assert first.text + "".join([chunk.text async for chunk in slow]) == TEXT
+    assert model.started == 1
 
-    async def slowly() -> str:
-        async with flights.join(KEY, model.generate) as chunks:
-            text = ""
-            async for chunk in chunks:
-                text += chunk.text
-                await asyncio.sleep(0.03)
-            return text
 
-    slow = asyncio.ensure_future(slowly())
-    await asyncio.wait_for(ask(flights, model.generate), 0.2)
-    assert not slow.done()
-    assert await slow == TEXT
+async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_own(flights: Flights) -> None:
+    left, fresh = Model(), Model()
+    async with flights.join(KEY, left.generate) as chunks:
+        assert (await anext(chunks)).text
+    assert await ask(flights, fresh.generate) == TEXT  # the other is cancelled, and does not know it yet
+    assert (left.started, left.finished, fresh.started) == (1, 0, 1)
+
+
+async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: Flights, counters: Counters) -> None:
+    done, under_way = Model(pause=0), Model(pause=0)
+    other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
+    await ask(flights, done.generate)
+    async with flights.join(other, under_way.generate) as chunks:
+        assert (await anext(chunks)).text
+        flights.forget_finished()
+        assert await ask(flights, under_way.generate, other) == TEXT
+        assert under_way.started == 1
+    assert await ask(flights, done.generate) == TEXT
+    assert done.started == 2
 
 
 CUTS = st.lists(st.integers(0, len(TEXT)), max_size=6).map(lambda cuts: sorted({0, *cuts, len(TEXT)}))
@@ -238,143 +204,3 @@ async def test_a_replacement_that_says_something_else_is_refused(other: str) -> 
     with pytest.raises(Diverged):
         async with aclosing(resume(delivered, fresh())) as rest:
             [chunk async for chunk in rest]
-
-
-async def ended(task: asyncio.Future[str]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
-Make = Callable[..., SharedFlights]
-
-
-@pytest.fixture
-async def make_shared(redis_server: Any, keyring: Keyring, counters: Counters) -> AsyncIterator[Make]:
-    links: list[Link] = []
-    made: list[SharedFlights] = []
-
-    def make(url: str = redis_server.url, settings: FlightSettings = QUICK, budget: float = 1.0) -> SharedFlights:
-        redis = RedisSettings(url=url)
-        pair = (Link(redis, budget, "small", counters), Link(redis, budget, "flight", counters))
-        links.extend(pair)
-        made.append(SharedFlights(Leases(*pair, settings), Envelope(keyring, 1 << 20, counters), settings, counters))
-        return made[-1]
-
-    yield make
-    for shared in made:
-        await shared.aclose()
-    for link in links:
-        await link.aclose()
-
-
-async def fly(shared: SharedFlights, model: Model) -> str:
-    async with aclosing(shared.around(KEY, model.generate)) as chunks:
-        return await read(chunks)
-
-
-async def test_two_replicas_are_one_generation(make_shared: Make, counters: Counters) -> None:
-    model = Model(pause=0.01)
-    replicas = [(Flights(counters), make_shared()) for _ in range(2)]
-
-    async def one(number: int) -> str:
-        flights, shared = replicas[number % 2]
-        return await ask(flights, lambda: shared.around(KEY, model.generate))
-
-    assert await asyncio.gather(*(one(number) for number in range(100))) == [TEXT] * 100
-    assert model.started == 1
-    for flights, _ in replicas:
-        await flights.aclose()
-
-
-async def test_who_comes_to_another_replica_just_after_reads_the_finished_stream(make_shared: Make) -> None:
-    model = Model(pause=0)
-    assert await fly(make_shared(), model) == TEXT
-    await asyncio.sleep(0.05)
-    assert await fly(make_shared(), model) == TEXT
-    assert model.started == 1
-
-
-async def test_a_replica_that_dies_is_replaced_by_a_follower(make_shared: Make, redis_server: Any) -> None:
-    dying, healthy = Model(pause=0.3), Model(step=7, pause=0.001)
-    leader_side = make_shared()
-    leader = asyncio.ensure_future(fly(leader_side, dying))
-    await asyncio.sleep(0.05)
-    follower = asyncio.ensure_future(fly(make_shared(), healthy))
-    await asyncio.sleep(0.05)
-    await leader_side.aclose()  # as a killed process: nothing is published or renewed any more
-    assert await asyncio.wait_for(follower, 3) == TEXT
-    assert healthy.started == 1
-    await ended(leader)
-
-
-async def test_a_leader_that_fails_lets_a_follower_take_over_at_once(make_shared: Make) -> None:
-    dying, healthy = Model(pause=0.1, dies_after=9), Model(step=7, pause=0.001)
-    slow = FlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)
-    leader = asyncio.ensure_future(fly(make_shared(settings=slow), dying))
-    await asyncio.sleep(0.03)
-    follower = asyncio.ensure_future(fly(make_shared(settings=slow), healthy))
-    with pytest.raises(RuntimeError):
-        await leader
-    assert await asyncio.wait_for(follower, 2) == TEXT
-
-
-async def test_a_silent_leader_is_waited_for_so_long_and_no_longer(make_shared: Make) -> None:
-    hung, healthy = Model(pause=60), Model(pause=0)
-    leader = asyncio.ensure_future(fly(make_shared(), hung))
-    await asyncio.sleep(0.05)
-    begun = asyncio.get_running_loop().time()
-    assert await fly(make_shared(), healthy) == TEXT
-    assert 0.9 < asyncio.get_running_loop().time() - begun < 3
-    await ended(leader)
-
-
-async def test_a_dead_redis_means_generating_alone(make_redis: Callable[..., Any], make_shared: Make) -> None:
-    shared = make_shared(make_redis(started=False).url)
-    model = Model(pause=0)
-    assert await asyncio.gather(*(fly(shared, model) for _ in range(5))) == [TEXT] * 5
-    assert model.started == 5
-
-
-async def test_redis_stalls_in_mid_flight_and_both_finish(make_redis: Callable[..., Any], make_shared: Make) -> None:
-    server = make_redis()
-    lead, follow = Model(pause=0.01), Model(step=7, pause=0.001)
-    leader = asyncio.ensure_future(fly(make_shared(server.url, budget=0.1), lead))
-    await asyncio.sleep(0.04)
-    follower = asyncio.ensure_future(fly(make_shared(server.url, budget=0.1), follow))
-    await asyncio.sleep(0.02)
-    server.pause()
-    assert await asyncio.wait_for(asyncio.gather(leader, follower), 3) == [TEXT, TEXT]
-
-
-async def test_a_forged_stream_is_not_followed(
-    redis_server: Any, make_shared: Make, keyring: Keyring, counters: Counters
-) -> None:
-    token = "f" * 32
-    redis_server.command("SET", f"l:{KEY.partition}:{KEY.digest}", token)
-    redis_server.command("XADD", f"f:{KEY.partition}:{KEY.digest}{token}", "*", "c", "lies")
-    model = Model(pause=0)
-    assert await fly(make_shared(), model) == TEXT
-    assert model.started == 1
-    redis_server.command("SET", f"l:{KEY.partition}:{KEY.digest}", "no token")
-    assert await fly(make_shared(), model) == TEXT
-    assert model.started == 2
-
-
-async def test_a_message_left_out_of_a_stream_is_noticed(
-    redis_server: Any, make_shared: Make, keyring: Keyring, counters: Counters
-) -> None:
-    model = Model(pause=0.01)
-    await fly(make_shared(), model)
-    await asyncio.sleep(0.05)
-    token = redis_server.command("GET", f"l:{KEY.partition}:{KEY.digest}").split(b"\r\n")[1].decode()
-    stream = f"f:{KEY.partition}:{KEY.digest}{token}"
-    entry = redis_server.command("XRANGE", stream, "-", "+", "COUNT", "2").split(b"\r\n")
-    ids = [part.decode() for part in entry if part.count(b"-") == 1 and part.replace(b"-", b"").isdigit()]
-    assert redis_server.command("XDEL", stream, ids[1]) == b":1\r\n"
-    assert await fly(make_shared(), model) == TEXT
-    assert model.started == 2
-
-
-def test_a_lease_must_outlive_its_heartbeat() -> None:
-    with pytest.raises(ValueError, match="two heartbeats"):
-        FlightSettings(lease=1.0, heartbeat=0.6)

@@ -1,0 +1,49 @@
+"""An answer that is generated letter by letter, and who reads it whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from cache.api import CacheKey, Chunk, Ending, Kind
+from cache.flight import Flights, Generate
+
+KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
+TEXT = "the whole answer, word by word"
+END = Ending(reason="stop", prompt_tokens=3, completion_tokens=len(TEXT))
+
+
+class Model:
+    """Generates TEXT, a token a letter, `step` letters a message; may die on the way."""
+
+    def __init__(self, step: int = 3, pause: float = 0.005, dies_after: int | None = None, text: str = TEXT) -> None:
+        self.step, self.pause, self.dies_after, self.text = step, pause, dies_after, text
+        self.started = self.finished = self.closed = 0
+
+    async def generate(self) -> AsyncGenerator[Chunk, None]:
+        self.started += 1
+        try:
+            for at in range(0, len(self.text), self.step):
+                if self.dies_after is not None and at >= self.dies_after:
+                    raise RuntimeError("the engine died")
+                await asyncio.sleep(self.pause)
+                part = self.text[at : at + self.step]
+                yield Chunk(tuple(map(ord, part)), part)
+            self.finished += 1
+            yield Chunk((), "", END)
+        finally:
+            self.closed += 1
+
+
+async def read(chunks: AsyncIterator[Chunk]) -> str:
+    found = [chunk async for chunk in chunks]
+    assert found[-1].ending == END
+    assert all(chunk.ending is None for chunk in found[:-1])
+    text = "".join(chunk.text for chunk in found)
+    assert [i for chunk in found for i in chunk.token_ids] == [ord(letter) for letter in text]
+    return text
+
+
+async def ask(flights: Flights, generate: Generate, key: CacheKey = KEY) -> str:
+    async with flights.join(key, generate) as chunks:
+        return await read(chunks)
