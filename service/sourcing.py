@@ -210,11 +210,11 @@ class Sources:
 
     async def _audit(self, ask: Ask, plan: Plan, request: GenerationRequest, similar: SemanticLookup) -> None:
         """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
-        semantic, count = plan.caches.semantic, self._caches.counters.count
+        semantic, counters = plan.caches.semantic, self._caches.counters
         if semantic is None:
             return
         if not self._places.quiet or self._engine.load.waiting:
-            count("semantic_audit", "skipped")
+            counters.count("semantic_audit", "skipped")
             return
         found: list[CachedCompletion] = []
         behind = replace(_for_all(request), priority=Priority.BACKGROUND)
@@ -231,10 +231,10 @@ class Sources:
                 async for _ in chunks:
                     pass
         except (EngineError, Refused):
-            count("semantic_audit", "failed")
+            counters.count("semantic_audit", "failed")
         for whole in found:
             await semantic.observe(similar, whole)
-            count("semantic_audit", "done")
+            counters.count("semantic_audit", "done")
 
 
 @asynccontextmanager

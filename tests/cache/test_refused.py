@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from cache.counters import Counters
 from cache.flight import Flights, Generate
 from cache.resume import BEGUN, Refused
-from tests.cache.test_flight import KEY, TEXT, Make, Model, ask, flights, make_shared, read
+from tests.cache.flown import KEY, TEXT, Model, ask, read
+from tests.cache.test_flight import flights
+from tests.cache.test_shared_flight import Make, make_shared
 
 __all__ = ["flights", "make_shared"]  # fixtures
 
