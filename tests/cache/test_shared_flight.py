@@ -22,6 +22,7 @@ from cache.shared_flight import INDEX, SharedFlights
 from tests.cache.flown import END, KEY, TEXT, Model, ask, read
 
 QUICK = FlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
+LONG = FlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)
 
 
 async def ended(task: asyncio.Future[str]) -> None:
@@ -102,10 +103,9 @@ async def test_a_replica_that_dies_is_replaced_by_a_follower(make_shared: Make, 
 
 async def test_a_leader_that_fails_lets_a_follower_take_over_at_once(make_shared: Make) -> None:
     dying, healthy = Model(pause=0.1, dies_after=9), Model(step=7, pause=0.001)
-    slow = FlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)
-    leader = asyncio.ensure_future(fly(make_shared(settings=slow), dying))
+    leader = asyncio.ensure_future(fly(make_shared(settings=LONG), dying))
     await until(lambda: dying.started)
-    follower = asyncio.ensure_future(fly(make_shared(settings=slow), healthy))
+    follower = asyncio.ensure_future(fly(make_shared(settings=LONG), healthy))
     with pytest.raises(RuntimeError):
         await leader
     assert await asyncio.wait_for(follower, 15) == TEXT  # neither its lease nor anybody's patience ended
@@ -174,7 +174,7 @@ async def test_an_answer_with_a_message_too_large_for_the_stream_is_nobody_elses
     redis_server: Any, make_shared: Make, counters: Counters
 ) -> None:
     model = Model(step=1200, pause=0, text=TEXT * 40)
-    shared = make_shared(most=1000)
+    shared = make_shared(settings=LONG, most=1000)
     for _ in range(2):
         async with aclosing(shared.around(KEY, model.generate)) as chunks:
             assert "".join([chunk.text async for chunk in chunks]) == TEXT * 40
@@ -210,6 +210,7 @@ async def test_an_end_that_comes_with_the_end_of_its_lease_is_read(keyring: Keyr
     assert item is not None
     assert await fly(SharedFlights(Late([item]), envelope, QUICK, counters), model) == TEXT
     assert model.started == 0
+    assert ("flight_shared", "leader_lost") not in counters.counts()
 
 
 def test_a_lease_must_outlive_its_heartbeat() -> None:
