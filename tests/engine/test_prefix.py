@@ -3,98 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.prefix import DevicePages
-from cache.replay import LruBlocks, read_blocks, replay_prefix
 from engine.api import GenerationRequest
-from engine.events import Event
 from engine.fake import FakeRunner, plain_request
-from engine.pages import PagePool
 from engine.plan import Row, RowResult, StepPlan, StepResult
-from engine.prefix import PrefixIndex, chain_root, kv_identity, page_hash
-from engine.scheduler import Limits, Scheduler
+from engine.prefix import chain_root, kv_identity, page_hash
 from engine.sequence import Sequence
-from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
+from engine.settings import PAGE_SIZE, EngineSettings
 from engine.shadow import BrokenPlan
-
-TRACE = Path(__file__).parents[1] / "cache" / "data" / "mooncake_600.jsonl.gz"
-
-
-def text(length: int, seed: object = 0) -> tuple[int, ...]:
-    rng = random.Random(str(seed))
-    return tuple(rng.randrange(1, 256) for _ in range(length))
-
-
-class Engine:
-    """Scheduler and fake runner; counts the tokens that were fed."""
-
-    def __init__(
-        self, pages: int = 64, batch: int = 512, sequences: int = 4, ids: int = 1, prefix: bool = True
-    ) -> None:
-        context = pages * PAGE_SIZE
-        fake = FakeSettings(max_context=context, total_pages=pages, tokens_per_step=ids)
-        self.runner = FakeRunner(EngineSettings(model="", kind="fake", max_sequences=sequences, fake=fake))
-        self.pool = PagePool(pages)
-        self.index = PrefixIndex(self.pool, b"model", prefix)
-        limits = Limits(max_sequences=sequences, max_batch_tokens=batch, max_context=context, tokens_per_step=ids)
-        self.scheduler = Scheduler(limits, self.pool, prefixes=self.index)
-        self.fed = 0
-        self.now = 0.0
-        self.key = 0
-        self.events: dict[int, list[Event]] = {}
-        self.sequences: dict[int, Sequence] = {}
-
-    def submit(self, ids: tuple[int, ...], output: int = 8, **changes: object) -> int:
-        self.key += 1
-        request = plain_request(ids, output, **{"arrived_at": self.now, **changes})
-        self.sequences[self.key] = Sequence(request, list(ids), key=self.key)
-        self.scheduler.admit(self.sequences[self.key])
-        self.events[self.key] = []
-        return self.key
-
-    def step(self) -> StepPlan | None:
-        self.now += 0.01
-        plan = self.scheduler.plan(self.now)
-        if plan is not None:
-            self.fed += sum(row.count for row in plan.rows)
-            self.take(self.scheduler.commit(plan, self.runner.run(plan), self.now))
-        return plan
-
-    def take(self, events: list[Event]) -> None:
-        for event in events:
-            self.events[event.key].append(event)
-
-    def run(self) -> None:
-        while self.step() is not None:
-            pass
-        assert self.scheduler.live == 0
-
-    def output(self, key: int) -> tuple[int, ...]:
-        return tuple(token_id for event in self.events[key] for token_id in event.token_ids)
-
-    def cached(self, key: int) -> int:
-        finish = self.events[key][-1].finish
-        starts = [event.start for event in self.events[key] if event.start is not None]
-        assert finish is not None
-        assert [start.cached_tokens for start in starts] == [finish.cached_tokens]
-        return finish.cached_tokens
-
-    def ask(self, ids: tuple[int, ...], output: int = 8, **changes: object) -> tuple[int, tuple[int, ...]]:
-        """cached tokens and answer of one request by itself."""
-        key = self.submit(ids, output, **changes)
-        self.run()
-        return self.cached(key), self.output(key)
-
-
-def alone(ids: tuple[int, ...], output: int = 8, **changes: object) -> tuple[int, ...]:
-    return Engine(prefix=False).ask(ids, output, **changes)[1]
+from tests.engine.prefixed import Engine, alone, text
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100])
@@ -284,66 +205,6 @@ def test_a_root_is_of_everything_that_shapes_keys_and_values() -> None:
     assert len(hashes) == 81
 
 
-def test_leaves_go_first_and_of_them_the_longest_unused() -> None:
-    engine = Engine(pages=12)
-    engine.ask(text(65, "a"), 1)  # 4 pages
-    engine.ask((*text(32, "a"), *text(33, "b")), 1)  # shares two of them, and 2 of its own
-    engine.ask(text(65, "c"), 1)
-    assert engine.scheduler.load.kept_pages == 10
-    engine.ask(text(50, "d"), 1)  # 4 pages of which 3 can be kept: 2 were free
-    assert engine.ask(text(65, "a"), 1)[0] == 32, "the longest unused leaves had to go, and only they"
-    engine = Engine(pages=12)
-    engine.ask(text(65, "a"), 1)
-    engine.ask(text(65, "c"), 1)
-    engine.ask(text(65, "a"), 1)
-    engine.ask(text(90, "d"), 1)
-    assert engine.ask(text(65, "a"), 1)[0] == 64, "it was used last"
-
-
-class Simulated:
-    """Blocks with times of use, written without a look at the index: the leaf unused for longest goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.used: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        self.now = 0
-
-    def match(self, blocks: tuple[int, ...]) -> int:
-        count = 0
-        while count < len(blocks) and blocks[: count + 1] in self.used:
-            count += 1
-        return count
-
-    def insert(self, blocks: tuple[int, ...]) -> None:
-        self.now += 1
-        for end in range(1, min(len(blocks), self.capacity) + 1):
-            self.used[blocks[:end]] = self.now
-        while len(self.used) > self.capacity:
-            oldest = min(self.used.values())
-            gone = max((chain for chain, used in self.used.items() if used == oldest), key=len)
-            del self.used[gone]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(3, 12), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=60))
-def test_the_index_hits_what_a_simulation_hits(capacity: int, requests: list[tuple[int, ...]]) -> None:
-    device, simulated = DevicePages(capacity), Simulated(capacity)
-    for blocks in requests:
-        blocks = blocks[:capacity]
-        assert device.match(blocks) == simulated.match(blocks)
-        device.insert(blocks)
-        simulated.insert(blocks)
-
-
-@pytest.mark.parametrize("capacity", [200, 1000, 5000])
-def test_a_trace_hits_as_often_as_in_another_simulation(capacity: int) -> None:
-    requests = read_blocks(TRACE)
-    found, expected = (replay_prefix(requests, index) for index in (DevicePages(capacity), LruBlocks(capacity)))
-    assert found.blocks == expected.blocks
-    assert found.rate == pytest.approx(expected.rate, abs=0.005)
-    assert found.hits > found.shared_head - 2  # every request begins with the same block
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_conversations_in_any_order_bring_what_each_brings_alone(data: st.DataObject) -> None:
@@ -365,3 +226,29 @@ def test_conversations_in_any_order_bring_what_each_brings_alone(data: st.DataOb
     for key, request in requests.items():
         assert engine.output(key) == alone(request.token_ids, request.stopping.max_tokens)
         assert 0 <= engine.cached(key) < len(request.token_ids)
+
+
+def test_a_chain_that_was_cut_by_the_switch_grows_no_more() -> None:
+    """What it computes from then on stands behind pages that nobody can find."""
+    engine = Engine()
+    running = engine.submit(text(50), 60)
+    engine.step()
+    engine.scheduler.set_prefix_cache(False)
+    engine.scheduler.set_prefix_cache(True)
+    engine.run()
+    assert engine.output(running) == alone(text(50), 60)
+    assert engine.scheduler.load.kept_pages == engine.pool.used == 0
+
+
+def test_who_gave_up_equal_pages_does_not_take_them_again() -> None:
+    engine = Engine(pages=8, batch=100)
+    engine.submit(text(33), 1)
+    long = engine.submit(text(33), 200)
+    engine.step()
+    while engine.sequences[long].prefix.pages:
+        engine.step()
+    assert engine.scheduler.load.kept_pages == 1, "of two, one had to go"
+    engine.step()
+    assert engine.sequences[long].prefix.pages == []
+    engine.run()
+    assert engine.output(long) == alone(text(33), 200)[: 8 * PAGE_SIZE - 33]
