@@ -35,7 +35,7 @@ from cache.keyring import Keyring
 from cache.partition import Epochs, ModelIdentity, Partitions
 from cache.redis_store import RedisStore
 from cache.response import ExactCache
-from cache.semantic.embedder import OnnxEmbedder, Vector
+from cache.semantic.embedder import ModelEmbedder, Vector, open_embedder
 from cache.semantic.export import exported
 from cache.semantic.search import SimilarCache
 from cache.settings import RedisSettings, ResponseSettings, SemanticSettings
@@ -50,7 +50,7 @@ Figures = dict[str, dict[str, float]]
 class Mixed:
     """The real embedder, but for texts that only fill the index."""
 
-    def __init__(self, real: OnnxEmbedder) -> None:
+    def __init__(self, real: ModelEmbedder) -> None:
         self._real = real
         self._random = np.random.default_rng(1)
         self.digest, self.width = real.digest, real.width
@@ -104,7 +104,7 @@ class Lookups:
         partitions = Partitions(keyring, ModelIdentity(weights="bench", tokenizer="bench"))
         store = RedisStore(RedisSettings(url=url, budget=1.0), counter)
         ground = Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counter), counter)
-        self.embedder = Mixed(OnnxEmbedder(exported()))
+        self.embedder = Mixed(open_embedder(exported()))
         self.exact = ExactCache(ground, ResponseSettings())
         self.similar = SimilarCache(ground, self.embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
 

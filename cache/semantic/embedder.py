@@ -1,4 +1,5 @@
-"""Texts to unit vectors: an exported model under onnxruntime, one thread, one text at a time.
+"""Texts to unit vectors: an exported model on one thread, one text at a time. In C where the processor and the folder
+allow it, else under onnxruntime.
 
 Belongs to one thread, `worker`'s. What it takes is in docs/perf-log.md.
 """
@@ -6,17 +7,24 @@ Belongs to one thread, `worker`'s. What it takes is in docs/perf-log.md.
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Vector = npt.NDArray[np.float32]
+from cache.semantic.native import NativeEncoder, Vector, lacking
+
+__all__ = ["Embedder", "ModelEmbedder", "Vector", "native_embedder", "onnx_embedder", "open_embedder"]
+
+log = logging.getLogger(__name__)
 
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
 MANIFEST = "manifest.json"
+NATIVE = "native"
+ONNX = "onnxruntime"
 
 
 class Embedder(Protocol):
@@ -36,27 +44,21 @@ class Embedder(Protocol):
         """A unit vector."""
 
 
-class OnnxEmbedder:
-    """An `Embedder` from a folder that `export` wrote."""
+class ModelEmbedder:
+    """An `Embedder` from a folder that `export` wrote, and something that runs its model."""
 
-    def __init__(self, folder: Path) -> None:
-        # Imported here: both take long, and a server with the cache off needs neither.
-        import onnxruntime  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    def __init__(self, folder: Path, digest: str, width: int, encode: Callable[[Sequence[int]], Vector]) -> None:
+        # Imported here: it takes long, and a server with the cache off does not need it.
         from tokenizers import Tokenizer
 
-        manifest = json.loads((folder / MANIFEST).read_text())
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.inter_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._digest = str(manifest["digest"])
-        self._width = int(manifest["width"])
-        self._session: Any = onnxruntime.InferenceSession(
-            str(folder / MODEL), options, providers=["CPUExecutionProvider"]
-        )
+        self._digest = digest
+        self._width = width
+        self._encode = encode
         self._tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._marks = int(self._tokenizer.num_special_tokens_to_add(False))
+        self._last: tuple[str, list[int]] = ("", self._tokenizer.encode("").ids)
 
     @property
     def digest(self) -> str:
@@ -70,10 +72,52 @@ class OnnxEmbedder:
 
     def tokens(self, text: str) -> int:
         """As the protocol says."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return len(self._ids(text)) - self._marks
 
     def embed(self, text: str) -> Vector:
-        """As the protocol says."""
-        ids = np.array([self._tokenizer.encode(text).ids], np.int64)
-        vector: Vector = self._session.run(None, {"ids": ids})[0]
+        """As the protocol says. Raises ValueError beyond the model's window."""
+        return self._encode(self._ids(text))
+
+    def _ids(self, text: str) -> list[int]:
+        """Most texts are counted first and embedded next."""
+        if self._last[0] != text:
+            self._last = (text, self._tokenizer.encode(text).ids)
+        return self._last[1]
+
+
+def open_embedder(folder: Path) -> ModelEmbedder:
+    """The faster one of those that are in the folder and run here."""
+    made = json.loads((folder / MANIFEST).read_text())["runtimes"]
+    if NATIVE in made and not lacking():
+        try:
+            return native_embedder(folder)
+        except OSError as error:  # such as a folder that nothing may be executed from
+            log.warning("cache: the embedder is left to onnxruntime: %s", error)
+    return onnx_embedder(folder)
+
+
+def native_embedder(folder: Path) -> ModelEmbedder:
+    """In C. Raises OSError where it was not made."""
+    return _embedder(folder, NATIVE, NativeEncoder(folder))
+
+
+def onnx_embedder(folder: Path) -> ModelEmbedder:
+    """Under onnxruntime."""
+    import onnxruntime  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session: Any = onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
+
+    def encode(ids: Sequence[int]) -> Vector:
+        vector: Vector = session.run(None, {"ids": np.array([ids], np.int64)})[0]
         return vector
+
+    return _embedder(folder, ONNX, encode)
+
+
+def _embedder(folder: Path, runtime: str, encode: Callable[[Sequence[int]], Vector]) -> ModelEmbedder:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    return ModelEmbedder(folder, str(manifest["runtimes"][runtime]["digest"]), int(manifest["width"]), encode)

@@ -1,7 +1,8 @@
-"""Makes the embedder once and keeps it: sentence-transformers → ONNX → int8, held against the original.
+"""Makes the embedder once and keeps it: sentence-transformers → eight bits, for onnxruntime and, where the machine has
+a C compiler and a processor for it, for the encoder in C. Each is held against the original.
 
-`python -m cache.semantic.export [FOLDER]`. Torch runs in a process of its own (`source`); this one only needs onnx and
-onnxruntime, and a server that finds the result in the cache folder needs neither onnx nor torch.
+`python -m cache.semantic.export [FOLDER]`. Torch runs in a process of its own (`source`); a server that finds the
+result in the cache folder needs neither onnx nor torch nor a compiler.
 """
 
 from __future__ import annotations
@@ -14,16 +15,33 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from cache.semantic.embedder import MANIFEST, MODEL, TOKENIZER, OnnxEmbedder
+from cache.semantic.embedder import (
+    MANIFEST,
+    MODEL,
+    NATIVE,
+    ONNX,
+    TOKENIZER,
+    Embedder,
+    native_embedder,
+    onnx_embedder,
+)
+from cache.semantic.native import LIBRARY, SOURCE, WEIGHTS, NotNative, compile_encoder, lacking, write_weights
 from cache.semantic.source import REFERENCE
+
+if TYPE_CHECKING:
+    from cache.semantic.graph import Shape  # which needs onnx
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of what this file does: a change makes new folders
+VERSION = 2  # of what this file does: a change makes new folders
 LEAST_MEAN = 0.985  # cosine to sentence-transformers' own vectors
 LEAST = 0.965
 PATIENCE = 300.0  # seconds for loading sentence-transformers
@@ -73,7 +91,7 @@ def cache_folder() -> Path:
 
 def source_digest(folder: Path) -> str:
     """Of the files that decide what a model says. Raises ExportFailed."""
-    digest = hashlib.sha256(b"whippet embedder %d" % VERSION)
+    digest = hashlib.sha256(b"whippet embedder %d" % VERSION + SOURCE.read_bytes())
     if not (folder / FILES[0]).is_file():
         raise ExportFailed(f"{folder} has no {FILES[0]}")
     for name in FILES:
@@ -124,40 +142,76 @@ def _export(folder: Path, work: Path, digest: str) -> Path:
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """A folder that becomes an embedder, and what its vectors are held against."""
+
+    folder: Path
+    digest: str
+    width: int
+    reference: npt.NDArray[np.float32]
+    runtimes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def hold(self, runtime: str, name: str, load: Callable[[Path], Embedder]) -> None:
+        """Enters a runtime if it is close to the original. Raises ExportFailed."""
+        self.runtimes[runtime] = {"digest": f"{self.digest}-{name}"}
+        self.write()
+        embedder = load(self.folder)
+        cosines = [float(embedder.embed(text) @ one) for text, one in zip(REFERENCE, self.reference, strict=True)]
+        mean, least = float(np.mean(cosines)), min(cosines)
+        if mean >= LEAST_MEAN and least >= LEAST:
+            self.runtimes[runtime] |= {"mean_cosine": mean, "least_cosine": least}
+        else:
+            del self.runtimes[runtime]
+        self.write()
+        if runtime not in self.runtimes:
+            raise ExportFailed(
+                f"{name} is too far from the original: cosine {mean:.4f} on average, {least:.4f} at worst"
+            )
+
+    def write(self) -> None:
+        """The manifest as it stands."""
+        manifest = {"width": self.width, "reference": len(REFERENCE), "runtimes": self.runtimes}
+        (self.folder / MANIFEST).write_text(json.dumps(manifest))
+
+
 def _quantize(raw: Path, made: Path, digest: str) -> None:
+    from safetensors.numpy import load_file
+
+    from cache.semantic.graph import read_shape
+
+    shape = read_shape(json.loads((raw / "shape.json").read_text()))
+    weights = load_file(raw / "weights.safetensors")
+    making = _Making(made, digest, shape.width, load_file(raw / "reference.safetensors")["vectors"])
+    _for_onnxruntime(raw, making, shape, weights)
+    try:
+        if lacks := lacking():
+            raise NotNative(f"the processor lacks {lacks}")
+        compile_encoder(made / LIBRARY)
+        write_weights(made / WEIGHTS, weights, shape.layers, shape.heads, shape.epsilon)
+        making.hold(NATIVE, "c", native_embedder)
+    except (NotNative, ExportFailed, OSError) as error:
+        log.warning("cache: the embedder is left to onnxruntime, which takes longer: %s", error)
+
+
+def _for_onnxruntime(raw: Path, making: _Making, shape: Shape, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
     """Tries full range first, then the seven bits that CPUs without VNNI need in order not to overflow."""
     import onnx
     from onnxruntime.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
         QuantType,
         quantize_dynamic,
     )
-    from safetensors.numpy import load_file
 
-    from cache.semantic.graph import build, read_shape
+    from cache.semantic.graph import build
 
-    shape = read_shape(json.loads((raw / "shape.json").read_text()))
-    onnx.save(build(shape, load_file(raw / "weights.safetensors")), raw / "fp32.onnx")
-    reference = load_file(raw / "reference.safetensors")["vectors"]
-    found = (0.0, 0.0)
-    for reduce_range in (False, True):
-        quantize_dynamic(
-            raw / "fp32.onnx", made / MODEL, per_channel=True, weight_type=QuantType.QInt8, reduce_range=reduce_range
-        )
-        manifest = {"digest": f"{digest}-{int(reduce_range)}", "width": shape.width}
-        (made / MANIFEST).write_text(json.dumps(manifest))
-        found = _agreement(made, reference)
-        if found[0] >= LEAST_MEAN and found[1] >= LEAST:
-            manifest.update(mean_cosine=found[0], least_cosine=found[1], reference=len(REFERENCE))
-            (made / MANIFEST).write_text(json.dumps(manifest))
-            return
-    raise ExportFailed(f"int8 is too far from the original: cosine {found[0]:.4f} on average, {found[1]:.4f} at worst")
-
-
-def _agreement(folder: Path, reference: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> tuple[float, float]:
-    """Mean and least cosine."""
-    embedder = OnnxEmbedder(folder)
-    cosines = [float(embedder.embed(text) @ vector) for text, vector in zip(REFERENCE, reference, strict=True)]
-    return float(np.mean(cosines)), min(cosines)
+    onnx.save(build(shape, weights), raw / "fp32.onnx")
+    model = making.folder / MODEL
+    try:
+        quantize_dynamic(raw / "fp32.onnx", model, per_channel=True, weight_type=QuantType.QInt8)
+        making.hold(ONNX, "int8", onnx_embedder)
+    except ExportFailed:
+        quantize_dynamic(raw / "fp32.onnx", model, per_channel=True, weight_type=QuantType.QInt8, reduce_range=True)
+        making.hold(ONNX, "int7", onnx_embedder)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from cache.keyring import Keyring
 from cache.memory import MemoryStore
 from cache.partition import Epochs, ModelIdentity, Partitions
 from cache.response import ExactCache
-from cache.semantic.embedder import OnnxEmbedder
+from cache.semantic.embedder import open_embedder
 from cache.semantic.export import ExportFailed, exported, missing
 from cache.semantic.search import SimilarCache
 from cache.settings import ResponseSettings, SemanticSettings
@@ -109,7 +109,7 @@ async def _questions(path: Path, flags: argparse.Namespace) -> list[str]:
     questions = replay.read_labelled(path, tuple(flags.part or ("test",)))[: flags.limit]
     if absent := missing(flags.model):
         raise ExportFailed(f"{', '.join(absent)} is not installed: pip install 'whippet-serve[embed]'")
-    embedder = OnnxEmbedder(exported(flags.model))
+    embedder = open_embedder(exported(flags.model))
     settings = SemanticSettings(
         mode=Mode(flags.mode),
         threshold=flags.threshold,

@@ -12,7 +12,7 @@ from cache.counters import Counters
 from cache.keyring import Keyring
 from cache.memory import MemoryStore
 from cache.redis_store import RedisStore
-from cache.semantic.embedder import OnnxEmbedder
+from cache.semantic.embedder import ModelEmbedder, open_embedder
 from cache.semantic.export import exported
 from cache.settings import RedisSettings
 
@@ -58,6 +58,6 @@ def unused_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def embedder() -> OnnxEmbedder:
+def embedder() -> ModelEmbedder:
     """The real one; made once a machine and kept in the user's cache folder."""
-    return OnnxEmbedder(exported())
+    return open_embedder(exported())

@@ -30,7 +30,7 @@ from cache.replay import (
     replay_semantic,
 )
 from cache.response import ExactCache
-from cache.semantic.embedder import OnnxEmbedder
+from cache.semantic.embedder import ModelEmbedder
 from cache.semantic.search import SimilarCache
 from cache.settings import ResponseSettings, SemanticSettings
 
@@ -104,13 +104,13 @@ async def test_exact_hits_are_the_repeated_prompts(ground: Ground) -> None:
 
 
 @pytest.fixture
-async def similar(ground: Ground, embedder: OnnxEmbedder) -> AsyncIterator[SimilarCache]:
+async def similar(ground: Ground, embedder: ModelEmbedder) -> AsyncIterator[SimilarCache]:
     cache = SimilarCache(ground, embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
     yield cache
     await cache.aclose()
 
 
-async def test_semantic_hits_and_false_ones(similar: SimilarCache, embedder: OnnxEmbedder) -> None:
+async def test_semantic_hits_and_false_ones(similar: SimilarCache, embedder: ModelEmbedder) -> None:
     questions = read_labelled(DATA / "clinc_500.json")[:250]
     again = [Labelled(f"please {question.text}", question.intent) for question in questions[:50]]
     traps = [Labelled(question.text + " not", "other") for question in questions[:50]]
@@ -126,7 +126,7 @@ async def test_semantic_hits_and_false_ones(similar: SimilarCache, embedder: Onn
     assert "p95" in text
 
 
-def test_the_anchor_serves_false_ones(embedder: OnnxEmbedder) -> None:
+def test_the_anchor_serves_false_ones(embedder: ModelEmbedder) -> None:
     questions = [Labelled("enable dark mode", "on"), Labelled("disable dark mode", "off")]
     report = replay_cosine(questions, embedder, 0.7)
     assert (report.hits, report.wrong) == ({"cosine": 1}, {"cosine": 1})

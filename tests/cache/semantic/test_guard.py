@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.semantic.canonical import canonical
-from cache.semantic.embedder import OnnxEmbedder
+from cache.semantic.embedder import ModelEmbedder
 from cache.semantic.guard import RULES, fleeting, strictly_equal, veto
 
 DATA = Path(__file__).parents[1] / "data"
@@ -39,7 +39,7 @@ def test_the_halves_share_nothing_but_a_few_paraphrases() -> None:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_served_wrong_is_at_most_one_percent_where_cosine_alone_serves_many(half: str, embedder: OnnxEmbedder) -> None:
+def test_served_wrong_is_at_most_one_percent_where_cosine_alone_serves_many(half: str, embedder: ModelEmbedder) -> None:
     served: Counter[tuple[str, bool]] = Counter()
     for row in pairs(half):
         near = float(embedder.embed(row["a"]) @ embedder.embed(row["b"]))
