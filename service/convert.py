@@ -9,11 +9,8 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from cache.api import Kind
 from engine.api import Priority, SamplingParams
 from service.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
-from service.flush import Flush
-from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.request import (
     Access,
@@ -22,7 +19,6 @@ from service.request import (
     ChatPrompt,
     Delivery,
     ModelFacts,
-    Origin,
     Output,
     Prompt,
     Stops,
@@ -44,10 +40,7 @@ MAX_DELAY = 60.0  # seconds
 DEFAULT_DELAY = 0.05  # seconds, where a message may hold several tokens
 _GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
-_ANSWER_MARGIN = 0.2  # seconds before a deadline in which the answer still arrives
 _SEEDS = 1 << 64
-_MAX_TENANT = 64  # characters
-_ENTRY_ID = re.compile(r"[0-9a-f]{8,128}")
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 _PRIORITIES = {
@@ -57,13 +50,6 @@ _PRIORITIES = {
     pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
 }
 
-
-_KINDS = {
-    admin_pb2.CACHE_KIND_UNSPECIFIED: (),
-    admin_pb2.CACHE_KIND_RESPONSE: (Kind.RESPONSE,),
-    admin_pb2.CACHE_KIND_SEMANTIC: (Kind.SEMANTIC,),
-    admin_pb2.CACHE_KIND_PREFIX: (Kind.BLOCK,),
-}
 _ACCESS = {
     pb.CACHE_MODE_OFF: Access(read=False, write=False),
     pb.CACHE_MODE_READ: Access(read=True, write=False),
@@ -136,42 +122,6 @@ def read_detokenize(message: pb.DetokenizeRequest, facts: ModelFacts) -> list[in
         found.token_ids("token_ids", message.token_ids, facts.vocab_size)
     found.raise_any()
     return list(message.token_ids)
-
-
-def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
-    """Which optimisation, and whether it is to be on."""
-    found = Violations()
-    if not message.name:
-        found.add("name", "must not be empty")
-    if not message.HasField("enabled"):
-        found.add("enabled", "must be set")
-    found.raise_any()
-    return message.name, message.enabled
-
-
-def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
-    """Seconds to wait; None: for ever."""
-    if not message.HasField("timeout"):
-        return None if origin.deadline is None else max(0.0, origin.deadline - origin.arrived_at - _ANSWER_MARGIN)
-    found = Violations()
-    within = found.duration("timeout", message.timeout, None)
-    found.raise_any()
-    return within
-
-
-def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
-    """What to forget. Raises InvalidRequest."""
-    found = Violations()
-    if message.kind not in admin_pb2.CacheKind.values():
-        found.add("kind", "is no known kind of cache")
-    if message.entry_id and not _ENTRY_ID.fullmatch(message.entry_id):
-        found.add("entry_id", "is no id that an answer told")
-    if len(message.tenant) > _MAX_TENANT:
-        found.add("tenant", f"must have at most {_MAX_TENANT} characters")
-    if message.kind == admin_pb2.CACHE_KIND_PREFIX and message.entry_id:
-        found.add("entry_id", "names an answer: leave it out with this kind")
-    found.raise_any()
-    return Flush(message.tenant, _KINDS[message.kind], message.entry_id)
 
 
 def _request_id(given: str, found: Violations) -> str:

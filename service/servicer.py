@@ -7,7 +7,8 @@ from service import answers
 from service.admission import Admission
 from service.auth import DEFAULT_TENANT
 from service.caching import AnswerCaches
-from service.convert import check_model, read_detokenize, read_drain, read_flush, read_switch, read_tokenize
+from service.convert import check_model, read_detokenize, read_tokenize
+from service.convert_admin import read_drain, read_flush, read_switch
 from service.delivery import Messages, StallWatch, Whole, Writer
 from service.flush import Flusher
 from service.generate import Generator
