@@ -31,6 +31,7 @@ _DETAILS = (
 )
 
 
+STEP = 0.002  # seconds, of an engine that is watched
 UNCACHED = ("--optimizations.response-cache=false", "--cache.semantic.mode=off")
 
 
@@ -207,6 +208,16 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., contextlib.
 def server(serve: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
     """One that all tests share, which must leave it idle. A step takes 1 ms."""
     with serve("--fake.step-time=0.001", "--scheduler.max-sequences=8") as one:
+        yield one
+        one.idle()
+        assert one.stop() == 0, one.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def cached(serve: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
+    """A response cache in memory; its engine is slow enough to be watched."""
+    flags = ("--optimizations.response-cache=true", f"--fake.step-time={STEP}", "--fake.faults=true")
+    with serve(*flags, "--scheduler.max-sequences=8", "--drain.timeout=5") as one:
         yield one
         one.idle()
         assert one.stop() == 0, one.log.read_text()

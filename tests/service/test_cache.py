@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -14,52 +14,11 @@ from hypothesis import strategies as st
 
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.service.asked import as_stream, generate, generated, greedy, kept, said
 from tests.service.conftest import Server, ask, refused
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 OFF = pb.CacheOptions(response=pb.CACHE_MODE_OFF)
-STEP = 0.002  # seconds
-
-
-@pytest.fixture(scope="module")
-def cached(serve: Serve) -> Iterator[Server]:
-    """A response cache in memory; its engine is slow enough to be watched."""
-    flags = ("--optimizations.response-cache=true", f"--fake.step-time={STEP}", "--fake.faults=true")
-    with serve(*flags, "--scheduler.max-sequences=8", "--drain.timeout=5") as one:
-        yield one
-        one.idle()
-        assert one.stop() == 0, one.log.read_text()
-
-
-def greedy(text: str, tokens: int | None = 8, **fields: Any) -> pb.GenerateRequest:
-    request = ask(text, tokens, **fields)
-    if not request.sampling.HasField("temperature"):
-        request.sampling.temperature = 0
-    return request
-
-
-def as_stream(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:
-    return pb.GenerateStreamRequest.FromString(request.SerializeToString())
-
-
-def generate(server: Server, request: pb.GenerateRequest) -> tuple[pb.GenerateResponse, str]:
-    response, call = server.generation.Generate.with_call(request, timeout=20)
-    return response, str(dict(call.initial_metadata())["x-cache"])
-
-
-def said(server: Server, request: pb.GenerateRequest) -> str:
-    """The header alone."""
-    return generate(server, request)[1]
-
-
-def kept(server: Server, request: pb.GenerateRequest) -> None:
-    """Waits until the answer is stored: that happens beside the request."""
-    reading = pb.GenerateRequest.FromString(request.SerializeToString())
-    reading.cache.response = pb.CACHE_MODE_READ
-    end = time.monotonic() + 5
-    while said(server, reading) != "hit-response":
-        assert time.monotonic() < end, "never stored"
-        time.sleep(0.01)
 
 
 def steady(finish: pb.Finish) -> pb.Finish:
@@ -71,10 +30,6 @@ def steady(finish: pb.Finish) -> pb.Finish:
     copy.usage.ClearField("cached_tokens")
     copy.sampling.ClearField("seed")
     return copy
-
-
-def generated(server: Server) -> int:
-    return int(server.idle().generated_tokens)
 
 
 def test_a_hit_is_the_same_stream_and_takes_no_slot(cached: Server) -> None:
@@ -265,78 +220,6 @@ def test_what_is_not_to_be_kept_passes_by(cached: Server, fields: dict[str, Any]
         assert answer.finish.cache_source == pb.CACHE_SOURCE_NONE
         time.sleep(0.05)
     assert len(answer.logprobs) == (4 if "output" in fields else 0)
-
-
-def test_a_hundred_at_once_are_one_generation(cached: Server) -> None:
-    before = generated(cached)
-    request = greedy("all at once", 60)
-    calls = [cached.generation.Generate.future(request, timeout=30) for _ in range(60)]
-    streams = [cached.generation.GenerateStream(as_stream(request), timeout=30) for _ in range(40)]
-    texts = {"".join(message.text for message in stream) for stream in streams} | {c.result().text for c in calls}
-    assert len(texts) == 1
-    assert generated(cached) == before + 60
-    sources = [call.result().finish.cache_source for call in calls]
-    assert sources.count(pb.CACHE_SOURCE_NONE) <= 1
-
-
-def test_a_follower_reads_along_from_the_middle(cached: Server) -> None:
-    request = as_stream(greedy("read along", 200))
-    leader = cached.generation.GenerateStream(request, timeout=30)
-    head = [next(leader) for _ in range(20)]
-    follower = cached.generation.GenerateStream(request, timeout=30)
-    begun = time.monotonic()
-    first = next(follower)
-    assert time.monotonic() - begun < 100 * STEP  # long before the leader is done
-    text = "".join(message.text for message in (*head, *leader))
-    rest = list(follower)
-    assert first.text + "".join(message.text for message in rest) == text
-    assert rest[-1].finish.cache_source == pb.CACHE_SOURCE_RESPONSE
-
-
-def test_a_leader_whose_client_leaves_goes_on_while_followers_remain(cached: Server) -> None:
-    before = generated(cached)
-    request = as_stream(greedy("the leader leaves", 150))
-    leader = cached.generation.GenerateStream(request, timeout=30)
-    for _ in range(5):
-        next(leader)
-    followers = [cached.generation.GenerateStream(request, timeout=30) for _ in range(2)]
-    for follower in followers:
-        next(follower)
-    leader.cancel()
-    rests = [list(follower) for follower in followers]
-    assert all(rest[-1].finish.usage.completion_tokens == 150 for rest in rests)
-    assert generated(cached) == before + 150
-
-
-def test_when_all_have_left_the_engine_stops(cached: Server) -> None:
-    before = generated(cached)
-    request = as_stream(greedy("all leave", 4000))
-    calls = [cached.generation.GenerateStream(request, timeout=30) for _ in range(3)]
-    for call in calls:
-        next(call)
-    for call in calls:
-        call.cancel()
-    begun = time.monotonic()
-    load = cached.idle()
-    assert time.monotonic() - begun < 3
-    assert load.generated_tokens < before + 4000
-    request.cache.response = pb.CACHE_MODE_READ
-    request.stopping.max_tokens = 10
-    assert said(cached, pb.GenerateRequest.FromString(request.SerializeToString())) == "miss"  # nothing was kept
-
-
-def test_the_end_of_one_reader_is_not_the_end_of_others(cached: Server) -> None:
-    request = as_stream(greedy("ends differ", 300))
-    names = ("first", "second", "third")
-    calls = []
-    for name in names:
-        request.request_id = name
-        calls.append(cached.generation.GenerateStream(request, timeout=0.3 if name == "third" else 30))
-        next(calls[-1])
-    cached.admin.AbortGeneration(admin_pb2.AbortGenerationRequest(request_id="first"), timeout=5)
-    assert refused(lambda timeout: list(calls[0])).code is grpc.StatusCode.ABORTED
-    assert refused(lambda timeout: list(calls[2])).code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert list(calls[1])[-1].finish.usage.completion_tokens == 300
 
 
 @pytest.mark.parametrize(("fault", "code"), [(1, grpc.StatusCode.INTERNAL), (2, grpc.StatusCode.INTERNAL)])

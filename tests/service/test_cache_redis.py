@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,31 +11,20 @@ from typing import Any
 
 import pytest
 
-from bench.redis_server import Proxy, RedisServer, proxy_in_thread, write_keys
+from bench.redis_server import RedisServer, write_keys
 from cache.api import Allowance, CachedCompletion, Chunk, Ending, Question
 from engine.api import ModelInfo
 from service.cache_options import CacheOptions, SemanticCacheOptions
 from service.caching import AnswerCaches
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.service.asked import as_stream, greedy, until
 from tests.service.conftest import Server
-from tests.service.test_cache import as_stream, greedy
-from tests.service.test_delivery import INFO, ScriptedEngine
+from tests.service.scripted import INFO, ScriptedEngine
+from tests.service.tenants import metadata, write_tokens
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 ON = ("--optimizations.response-cache=true", "--fake.step-time=0.002")
-TENANTS = ("acme", "bravo")
-
-
-def write_tokens(folder: Path) -> Path:
-    path = folder / "tokens.yaml"
-    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in TENANTS}
-    path.write_text(
-        "".join(
-            f'- {{tenant: {name}, sha256: "{hash_}", rights: [generate, admin]}}\n' for name, hash_ in hashes.items()
-        )
-    )
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +45,9 @@ def pair(serve: Serve, redis: RedisServer, tmp_path_factory: pytest.TempPathFact
         assert one.stop() == other.stop() == 0
 
 
-def metadata(tenant: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {tenant}"),)
-
-
 def say(server: Server, request: pb.GenerateRequest, tenant: str = "acme") -> tuple[pb.GenerateResponse, str]:
     response, call = server.generation.Generate.with_call(request, timeout=20, metadata=metadata(tenant))
     return response, str(dict(call.initial_metadata())["x-cache"])
-
-
-def until(probe: Callable[[], bool], within: float = 10.0) -> None:
-    end = time.monotonic() + within
-    while not probe():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def tokens(server: Server) -> int:
@@ -189,137 +166,6 @@ def answer() -> CachedCompletion:
 
     ending = Ending(reason="stop", prompt_tokens=2, completion_tokens=1)
     return CachedCompletion(chunks=(Chunk((7,), "a", ending),), max_tokens=5, provenance="test", created_at=time.time())
-
-
-class Sick:
-    """A front, its Redis, and what is between."""
-
-    def __init__(self, server: Server, redis: RedisServer, proxy: Proxy) -> None:
-        self.server, self.redis, self.proxy = server, redis, proxy
-        self.asked = 0
-
-    def run(self, count: int) -> list[float]:
-        """So many requests, half of them asked before; seconds that each waited for its caches."""
-        waited = []
-        for _ in range(count):
-            self.asked += 1
-            request = greedy(f"sick {self.asked // 2}", 4)
-            plain = greedy(f"sick {self.asked // 2}", 4, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF))
-            response = self.server.generation.Generate(request, timeout=20)
-            assert response.text == self.server.generation.Generate(plain, timeout=20).text
-            waited.append(response.finish.timings.cache_lookup.ToNanoseconds() / 1e9)
-        return waited
-
-    def counts(self) -> dict[str, int]:
-        return dict(self.server.load().cache_counts)
-
-    def well(self) -> None:
-        """Waits until what is written can be read again, and every breaker of requests is closed."""
-        self.asked += 2
-        request = greedy(f"sick {self.asked // 2} well", 4)
-
-        def hit() -> bool:
-            self.asked += 2
-            fresh = greedy(f"sick {self.asked // 2} fresh", 4)
-            self.server.generation.Generate(fresh, timeout=20)  # a breaker closes when somebody asks
-            _, call = self.server.generation.Generate.with_call(request, timeout=20)
-            states = self.server.load().cache_breakers
-            closed = states["small_reads"] == states["small_writes"] == "closed"
-            time.sleep(0.05)
-            return closed and dict(call.initial_metadata())["x-cache"] == "hit-response"
-
-        until(hit, 20)
-
-
-@pytest.fixture(scope="module")
-def sick(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sick]:
-    """Redis is not there yet when the server starts."""
-    folder = tmp_path_factory.mktemp("sick")
-    redis = RedisServer(folder)
-    flags = (*ON, f"--cache.key-file={write_keys(folder / 'keys')}")
-    try:
-        with proxy_in_thread(redis.port) as between, serve(*flags, f"--cache.redis-url={between.url}") as server:
-            yield Sick(server, redis, between)
-            redis.stop()
-            assert server.stop() == 0, server.log.read_text()
-    finally:
-        redis.stop()
-
-
-def test_a_redis_that_starts_late(sick: Sick) -> None:
-    assert max(sick.run(12)) < 0.2
-    assert "open" in sick.server.load().cache_breakers.values()
-    sick.redis.start()
-    sick.well()
-
-
-@contextlib.contextmanager
-def refused(sick: Sick) -> Iterator[None]:
-    sick.redis.stop()
-    yield
-    sick.redis.start()
-
-
-@contextlib.contextmanager
-def stalled(sick: Sick) -> Iterator[None]:
-    sick.redis.pause()
-    yield
-    sick.redis.resume()
-
-
-@contextlib.contextmanager
-def slow(sick: Sick) -> Iterator[None]:
-    sick.proxy.delay = 0.1
-    yield
-    sick.proxy.delay = 0.0
-
-
-@contextlib.contextmanager
-def cut(sick: Sick) -> Iterator[None]:
-    sick.proxy.cut_after = 9
-    yield
-    sick.proxy.cut_after = None
-
-
-@contextlib.contextmanager
-def full(sick: Sick) -> Iterator[None]:
-    sick.redis.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
-    sick.redis.command("CONFIG", "SET", "maxmemory", "1")
-    yield
-    sick.redis.command("CONFIG", "SET", "maxmemory", "0")
-
-
-@contextlib.contextmanager
-def readonly(sick: Sick) -> Iterator[None]:
-    sick.redis.command("REPLICAOF", "127.0.0.1", "1")
-    sick.redis.command("CONFIG", "SET", "replica-serve-stale-data", "yes")
-    yield
-    sick.redis.command("REPLICAOF", "NO", "ONE")
-
-
-FAULTS = {"refused": refused, "stalled": stalled, "slow": slow, "cut": cut, "full": full, "readonly": readonly}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_no_request_fails_because_redis_does(sick: Sick, name: str) -> None:
-    sick.well()
-    before = sick.counts()
-    with FAULTS[name](sick):
-        waited = sorted(sick.run(20))
-        counts = sick.counts()
-    assert waited[-1] < 0.2  # 20 ms and what a busy machine adds
-    assert waited[10] < 0.02  # most find the breaker open
-    if name in ("refused", "stalled", "slow", "cut"):
-        assert counts.get("cache_fault.breaker", 0) > before.get("cache_fault.breaker", 0)
-    sick.well()
-
-
-def test_an_emptied_redis_is_a_miss(sick: Sick) -> None:
-    sick.well()
-    for _ in range(10):
-        sick.redis.command("FLUSHALL")
-        assert max(sick.run(2)) < 0.2
-    sick.well()
 
 
 async def test_answers_are_dropped_when_too_much_runs_beside() -> None:

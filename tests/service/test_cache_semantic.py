@@ -19,13 +19,12 @@ from service.caching import checked
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.settings import BadSettings
+from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, learnt, loaded, probe, said
 from tests.service.conftest import Server, ask, refused
-from tests.service.test_cache import as_stream, generate, greedy, said
-from tests.service.test_cache_redis import TENANTS, metadata, write_tokens
+from tests.service.tenants import TENANTS, metadata, write_tokens
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 ON = ("--optimizations.response-cache=true", "--cache.semantic.mode=on", "--cache.semantic.audit=0")
-QUESTION, ALIKE = "How do I reset my password?", "how do i reset my password"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,43 +39,6 @@ def on(serve: Serve) -> Iterator[Server]:
         loaded(one)
         yield one
         assert one.stop() == 0, one.log.read_text()
-
-
-def chat(text: str, system: str = "", tokens: int = 64, **fields: Any) -> pb.GenerateRequest:
-    """A greedy chat that stops by itself: answers cut by a limit are none for the semantic cache."""
-    messages = [pb.ChatMessage(role="system", content=system)] if system else []
-    messages.append(pb.ChatMessage(role="user", content=text))
-    stops = pb.StoppingOptions(stop_token_ids=[101, 97, 116, 111, 110, 105], max_tokens=500)
-    return greedy("", None, chat=pb.Chat(messages=messages), stopping=stops, **fields)
-
-
-def loaded(server: Server) -> None:
-    """Waits until the embedder is there."""
-    end = time.monotonic() + 30
-    while not server.load().cache_counts.get("semantic_lookup.empty", 0):
-        said(server, chat(f"warm {time.monotonic():.3f} wood"))
-        assert time.monotonic() < end, server.log.read_text()
-        time.sleep(0.05)
-
-
-def learnt(server: Server, request: pb.GenerateRequest) -> pb.GenerateResponse:
-    """Asks, and waits until the answer is found by those who may read the semantic cache alone."""
-    answer, _ = generate(server, request)
-    assert answer.finish.reason == pb.FINISH_REASON_STOP
-    reading = pb.GenerateRequest.FromString(request.SerializeToString())
-    reading.cache.response, reading.cache.semantic = pb.CACHE_MODE_OFF, pb.CACHE_MODE_READ
-    end = time.monotonic() + 5
-    while said(server, reading) != "hit-semantic":
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return answer
-
-
-def probe(text: str, system: str = "", **fields: Any) -> pb.GenerateRequest:
-    """Reads, and leaves nothing behind."""
-    request = chat(text, system, **fields)
-    request.cache.response, request.cache.semantic = pb.CACHE_MODE_READ, pb.CACHE_MODE_READ
-    return request
 
 
 def test_a_question_of_the_same_words_is_served(on: Server) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,12 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import (
-    EngineLoad,
-    EngineState,
     Finish,
     FinishReason,
-    GenerationRequest,
-    ModelInfo,
     Start,
     TokenEvents,
     TokenLogprob,
@@ -38,22 +34,8 @@ from service.settings import LimitOptions, OptimizationOptions
 from service.sourcing import Sources
 from service.switches import Switches
 from service.text import Tokenizer
+from tests.service.scripted import Script, ScriptedEngine
 
-INFO = ModelInfo(
-    architecture="x",
-    weight_format="x",
-    dtype="x",
-    device="x",
-    decoder="x",
-    objections=(),
-    vocab_size=256,
-    max_context=4096,
-    max_sequences=8,
-    page_size=16,
-    total_pages=256,
-    weights_bytes=0,
-    weights_digest="",
-)
 START = Start(cached_tokens=3, queue=0.1, prefill=0.2)
 FINISH = Finish(reason=FinishReason.LENGTH, stop_token_id=None, cached_tokens=3, queue=0.1, prefill=0.2, decode=0.3)
 
@@ -81,61 +63,6 @@ class Recorder:
             self._writing = False
         self.messages.append(pb.GenerateStreamResponse.FromString(data))
         self.at.append(asyncio.get_running_loop().time())
-
-
-Script = Sequence[tuple[float, TokenEvents | Exception]]
-
-
-class ScriptedStream:
-    """Gives each event after its pause. Batching is the real stream's business, so it gives them one by one."""
-
-    def __init__(self, script: Script) -> None:
-        self._events = self._run(script)
-        self.cancelled = False
-
-    @staticmethod
-    async def _run(script: Script) -> AsyncIterator[TokenEvents]:
-        for pause, event in script:
-            await asyncio.sleep(pause)
-            if isinstance(event, Exception):
-                raise event
-            yield event
-
-    def __aiter__(self) -> ScriptedStream:
-        return self
-
-    async def __anext__(self) -> TokenEvents:
-        return await anext(self._events)
-
-    def batch(self, tokens: int, delay: float) -> None: ...
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def abort(self, reason: str) -> None: ...
-
-
-class ScriptedEngine:
-    """One stream after a script."""
-
-    def __init__(self, script: Script) -> None:
-        self.stream = ScriptedStream(script)
-        self.requests: list[GenerationRequest] = []
-
-    state = EngineState.READY
-    info = INFO
-    load = EngineLoad()
-    restarts = 0
-
-    async def start(self) -> None: ...
-
-    def submit(self, request: GenerationRequest) -> ScriptedStream:
-        self.requests.append(request)
-        return self.stream
-
-    async def set_optimization(self, name: str, enabled: bool) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import grpc
 import pytest
@@ -15,9 +16,8 @@ from bench.redis_server import RedisServer
 from cache.semantic.export import exported
 from service.pb.whippet.v1 import admin_pb2, generation_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, greedy, kept, learnt, loaded, probe, said
 from tests.service.conftest import Refusal, Server, refused
-from tests.service.test_cache import as_stream, generate, greedy, kept, said
-from tests.service.test_cache_semantic import ALIKE, QUESTION, chat, learnt, loaded, probe
 from tests.service.test_metrics import page_of, told, value
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -123,6 +123,62 @@ def test_who_is_refused_was_sent_nothing_and_its_client_tries_again(narrow: Serv
         stack.close()
         for future in waiting:
             assert len(future.result().text) == 8
+
+
+def test_whatever_needs_a_place_is_refused(narrow: Server) -> None:
+    """Asked in vain by one that nobody may read along with; by one that only writes; by one that is sampled."""
+    alone = greedy("alone")
+    alone.time_budget.seconds = 5
+    writing = greedy("writing", cache=pb.CacheOptions(response=pb.CACHE_MODE_WRITE))
+    sampled = greedy("sampled", sampling=pb.SamplingOptions(temperature=0.7))
+    with full(narrow):
+        for request in (alone, writing, sampled):
+            refusal = refused(narrow.generation.Generate, request)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            assert refusal.retry_ms >= 100
+    for request in (alone, writing, sampled):
+        assert generate(narrow, request)[0].text
+
+
+def test_a_storm_leaves_every_place_free(narrow: Server) -> None:
+    """Alike and apart, cached and not, read to the end or dropped at any moment."""
+    random = Random(11)
+    off = pb.CacheOptions(response=pb.CACHE_MODE_OFF)
+    calls = []
+    for number in range(300):
+        text = random.choice(["alike", "alike too", f"apart {number}"])
+        request = greedy(text, random.choice([1, 30, 300]), cache=random.choice([None, None, off]))
+        if random.random() < 0.3:
+            request.stopping.stop_strings.append(random.choice("aeiou"))
+        timeout = random.choice([0.05, 0.3, 30])
+        calls.append(narrow.generation.GenerateStream(as_stream(request), timeout=timeout))
+        if random.random() < 0.3:
+            random.choice(calls).cancel()
+        if random.random() < 0.1:
+            time.sleep(random.random() / 50)
+    codes = set()
+    for call in calls:
+        if random.random() < 0.5:
+            call.cancel()
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
+        codes.add(call.code())
+    states = grpc.StatusCode
+    allowed = {states.OK, states.CANCELLED, states.DEADLINE_EXCEEDED, states.RESOURCE_EXHAUSTED}
+    assert {states.OK, states.RESOURCE_EXHAUSTED} <= codes <= allowed
+    narrow.idle()
+    end = time.monotonic() + 5
+    while True:
+        page = page_of(narrow)
+        left = [value(page, name) for name in ("requests_live", "requests_looking")]
+        left += [value(page, "generations", state=state) for state in ("running", "waiting")]
+        if not any(left):
+            break
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+    # All three can be had again, and not one more.
+    with full(narrow):
+        assert refused(narrow.generation.Generate, greedy("one more")).reason == "QUEUE_FULL"
 
 
 def test_live_requests_are_bounded_too(serve: Serve) -> None:

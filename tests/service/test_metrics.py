@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.redis_server import RedisServer
 from cache.semantic.export import exported
-from engine.api import EngineLoad, TierReport
+from engine.api import EngineLoad, EngineState, TierReport
 from service import scrape
 from service.admission import Admission
 from service.cache_options import CacheOptions, SemanticCacheOptions
@@ -31,10 +31,9 @@ from service.scrape import MetricsPort
 from service.server import PortTaken
 from service.settings import LimitOptions, OptimizationOptions
 from service.switches import Switches
+from tests.service.asked import QUESTION, chat, greedy, kept, learnt, loaded, probe, said
 from tests.service.conftest import ROOT, Server, ask
-from tests.service.test_cache import greedy, kept, said
-from tests.service.test_cache_semantic import QUESTION, chat, learnt, loaded, probe
-from tests.service.test_delivery import ScriptedEngine
+from tests.service.scripted import ScriptedEngine
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -182,6 +181,14 @@ async def test_what_the_engine_counted(metrics: tuple[Metrics, AnswerCaches, Scr
     assert value(told, "cache_lookup_seconds_bucket", cache="prefix", le="+Inf") == 1
     assert caches.named_counts()["block_chunks.hit"] == 4
     assert caches.breakers() == {"block_reads": "open"}
+
+
+async def test_before_anything_is_loaded(metrics: tuple[Metrics, AnswerCaches, ScriptedEngine]) -> None:
+    page, _, engine = metrics
+    engine.info, engine.state, engine.load = None, EngineState.LOADING, EngineLoad()  # type: ignore[assignment]
+    told = await told_by(page)
+    assert value(told, "engine_state", state="loading") == 1
+    assert not any(name == "whippet_model_info" for name, _ in told)
 
 
 # The port
