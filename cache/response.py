@@ -106,6 +106,7 @@ class ExactCache:
         if epoch is not None:
             standing, found = await self._look(question, epoch, within)
             if standing == epoch:
+                self._epochs.learn(question.tenant, epoch)
                 return found
         if standing is None:  # a tenant's first question, or its epoch was evicted
             standing = await self._epochs.current(question.tenant, deadline - time.monotonic())
