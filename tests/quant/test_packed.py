@@ -97,8 +97,10 @@ def test_zero_points_of_older_writers_are_plain_int8(make_source):
     tensors = {**layer(), "a.weight_zero_point": plain}
     weight = read_packed(make_source(tensors), "a", spec_of(symmetric=False), 64, 12)
     assert torch.equal(weight.zero.int() - 8, plain.int())
-    with pytest.raises(BadTensor, match=r"-8\.\.7"):
-        read_packed(make_source({**tensors, "a.weight_zero_point": plain * 2}), "a", spec_of(symmetric=False), 64, 12)
+    for outside in (-9, 8):
+        plain[11, 1] = outside
+        with pytest.raises(BadTensor, match=r"-8\.\.7"):
+            read_packed(make_source(tensors), "a", spec_of(symmetric=False), 64, 12)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,15 @@ def test_eight_bits_err_by_half_a_step(rows):
     assert bool((rounded.scale[normal] * 127 <= largest[normal] * 1.008).all())
 
 
+def test_a_zero_point_between_two_numbers_is_the_nearest():
+    """A range of fifteen steps of 1, wherever it begins: no value is further than half a step, its ends neither."""
+    for low in torch.linspace(-15, 0, 151).tolist():
+        weight = torch.linspace(low, low + 15, 64).unsqueeze(0)
+        rounded = round_groups(weight, 64)
+        assert float(rounded.scale) == pytest.approx(1, abs=1e-3)
+        assert float((rounded.dequantize(torch.float32) - weight).abs().max()) < 0.51, low
+
+
 def test_values_on_the_grid_come_back_exactly():
     scale, zero = torch.tensor([[0.25]]), torch.tensor([[5.0]])
     grid = ((torch.arange(16.0) - 5) * 0.25).unsqueeze(0)

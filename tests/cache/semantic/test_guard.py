@@ -102,6 +102,12 @@ def test_rewordings_are_equal(one: str, other: str) -> None:
     assert strictly_equal(other, one)
 
 
+@pytest.mark.parametrize("nothing", ["", " ", "...", "?!"])
+def test_questions_without_words_equal_nothing(nothing: str) -> None:
+    assert not strictly_equal(nothing, nothing)
+    assert not strictly_equal(nothing, "?")
+
+
 @pytest.mark.parametrize(("one", "other"), APART)
 def test_traps_are_not(one: str, other: str) -> None:
     assert not strictly_equal(one, other)

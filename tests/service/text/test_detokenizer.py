@@ -216,6 +216,16 @@ def test_a_settled_newline_counts_as_the_token_that_made_it(pair: Pairs) -> None
     assert Detokenizer(tokenizer, ["\n"], min_tokens=3).push([word, newline, word]).stop is None
 
 
+@pytest.mark.parametrize(("least", "piece"), [(2, Piece("", "\n", 0)), (3, Piece("\n", None, 0))])
+def test_a_stop_that_only_the_end_settles_counts_as_well(pair: Pairs, least: int, piece: Piece) -> None:
+    tokenizer, library = pair("byte-fallback")
+    newline, word = 3 + 10, library.token_to_id("▁the") or library.token_to_id("▁")
+    assert word is not None
+    detokenizer = Detokenizer(tokenizer, ["\n"], min_tokens=least)
+    assert detokenizer.push([word, newline]).stop is None
+    assert detokenizer.flush() == piece
+
+
 def test_after_a_stop_nothing_is_part_of_the_answer() -> None:
     detokenizer = Detokenizer(Tokenizer.of_bytes(), ["b"])
     assert detokenizer.push(b"abc") == Piece("a", "b", 2)
