@@ -254,6 +254,9 @@ class ResponseCache(Protocol):
 class SemanticCache(Protocol):
     """Answers to questions that mean the same. Nothing here raises."""
 
+    def begin(self, turn: Turn) -> Callable[[], object]:
+        """Starts on what a `lookup` that is likely to follow can do without the store. The result gives it up."""
+
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup: ...
 
     async def put(self, turn: Turn, completion: CachedCompletion) -> bool: ...

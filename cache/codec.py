@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from struct import Struct
 
 import msgspec
 
@@ -36,6 +37,7 @@ class _Completion(msgspec.Struct, array_like=True, frozen=True):
 _ENCODER = msgspec.msgpack.Encoder()
 _COMPLETION = msgspec.msgpack.Decoder(_Completion)
 _CHUNK = msgspec.msgpack.Decoder(_Chunk)
+_WORD = Struct("<I")
 
 
 def pack_completion(completion: CachedCompletion) -> bytes:
@@ -89,18 +91,25 @@ def _from_chunk(chunk: Chunk) -> _Chunk:
 
 
 def _to_chunk(raw: _Chunk) -> Chunk:
-    ids = array("I")  # four bytes on every platform that torch runs on
-    ids.frombytes(raw.ids)
+    # Nearly all are of one token, and there are hundreds of them in an answer that somebody waits for.
+    ids = _WORD.unpack(raw.ids) if len(raw.ids) == _WORD.size else _ids(raw.ids)
     end = raw.ending
-    ending = (
-        None
-        if end is None
-        else Ending(
+    if end is None:
+        return Chunk(ids, raw.text)
+    return Chunk(
+        ids,
+        raw.text,
+        Ending(
             reason=end.reason,
             prompt_tokens=end.prompt_tokens,
             completion_tokens=end.completion_tokens,
             stop_token_id=end.stop_token_id,
             stop_string=end.stop_string,
-        )
+        ),
     )
-    return Chunk(tuple(ids), raw.text, ending)
+
+
+def _ids(data: bytes) -> tuple[int, ...]:
+    if len(data) % _WORD.size:
+        raise ValueError("ids of broken length")
+    return tuple(number for (number,) in _WORD.iter_unpack(data))

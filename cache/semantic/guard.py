@@ -24,6 +24,8 @@ def strictly_equal(one: str, other: str) -> bool:
 def veto(one: str, other: str) -> str:
     """The name of the first rule that tells the two apart, empty where none does."""
     a, b = canonical(one), canonical(other)
+    if a.words == b.words:  # in which case no rule tells them apart
+        return ""
     return next((name for name, differ in RULES if differ(a, b)), "")
 
 

@@ -60,6 +60,19 @@ class _Read:
     observed: tuple[Mapping[str, int], ...]  # of the nearest: its own evidence, and its partition's
 
 
+def _unfit(turn: Turn) -> str:
+    """Why a question is not eligible, as far as that is said at once."""
+    if not (turn.greedy and turn.question.deterministic):
+        return "not_greedy"
+    if not turn.plain:
+        return "not_plain"
+    return "personal" if _PERSONAL.search(turn.text) else ""
+
+
+def _nothing() -> None:
+    """There is nothing to give up."""
+
+
 class SimilarCache:
     """The `SemanticCache`."""
 
@@ -77,6 +90,12 @@ class SimilarCache:
         self._same = same
         self._chance = chance or random.Random()
         self._shelves = Shelves(ground, embedder, settings.max_indexed)
+
+    def begin(self, turn: Turn) -> Callable[[], object]:
+        """As the protocol says: embeds the question."""
+        if self._settings.mode is Mode.OFF or _unfit(turn):
+            return _nothing
+        return self._shelves.begin(turn.text, self._settings.min_tokens, self._settings.max_tokens)
 
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
         """As the protocol says."""
@@ -139,13 +158,7 @@ class SimilarCache:
     def _why_not(self, turn: Turn) -> str:
         if self._settings.mode is Mode.OFF:
             return "off"
-        if not (turn.greedy and turn.question.deterministic):
-            return "not_greedy"
-        if not turn.plain:
-            return "not_plain"
-        if _PERSONAL.search(turn.text):
-            return "personal"
-        return "fleeting" if fleeting(turn.text) else ""
+        return _unfit(turn) or ("fleeting" if fleeting(turn.text) else "")
 
     async def _lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
         settings, tenant = self._settings, turn.question.tenant

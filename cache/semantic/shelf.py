@@ -60,6 +60,10 @@ class Shelves:
         self._worker = ThreadPoolExecutor(1, "semantic")
         self._recent: OrderedDict[str, Vector] = OrderedDict()
 
+    def begin(self, text: str, least: int, most: int) -> Callable[[], object]:
+        """Embeds on the way, for whoever asks next. The result gives it up, where it has not begun yet."""
+        return self._worker.submit(self._embed, text, least, most).cancel
+
     async def embed(self, text: str, least: int, most: int) -> Vector | None:
         """None where the text is too short or too long for the embedder to be trusted."""
         return await self._on_worker(partial(self._embed, text, least, most))

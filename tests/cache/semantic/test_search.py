@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from cache.counters import Counters
 from cache.envelope import Envelope
 from cache.ground import Ground
 from cache.keyring import Keyring
+from cache.memory import MemoryStore
 from cache.partition import Epochs, ModelIdentity, Partitions
 from cache.redis_store import RedisStore
 from cache.semantic import shelf
@@ -357,3 +359,58 @@ async def test_no_text_in_labels(make: Make, counters: Counters) -> None:
 def test_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must (be|hold)"):
         SemanticSettings(**changes)
+
+
+class SlowEmbedder(WordEmbedder):
+    """Waits until it may go on, and counts."""
+
+    def __init__(self) -> None:
+        self.embedded: list[str] = []
+        self.begun, self.may = threading.Event(), threading.Event()
+
+    def embed(self, text: str) -> Vector:
+        self.embedded.append(text)
+        self.begun.set()
+        assert self.may.wait(10)
+        return super().embed(text)
+
+
+@pytest.fixture
+async def slow(keyring: Keyring, counters: Counters) -> AsyncIterator[tuple[SimilarCache, SlowEmbedder]]:
+    embedder, store, partitions = SlowEmbedder(), MemoryStore(1 << 20), Partitions(keyring, MODEL)
+    ground = Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counters), counters)
+    cache = SimilarCache(ground, embedder, ON)
+    yield cache, embedder
+    embedder.may.set()
+    await cache.aclose()
+
+
+async def test_what_was_begun_is_not_done_again(slow: tuple[SimilarCache, SlowEmbedder]) -> None:
+    cache, embedder = slow
+    cache.begin(turn(SELL))
+    looking = asyncio.create_task(cache.lookup(turn(SELL), Allowance(5.0)))
+    assert await asyncio.to_thread(embedder.begun.wait, 10)
+    embedder.may.set()
+    assert (await looking).verdict is Verdict.EMPTY
+    assert embedder.embedded == [SELL]
+
+
+async def test_what_is_given_up_before_its_turn_is_never_done(slow: tuple[SimilarCache, SlowEmbedder]) -> None:
+    cache, embedder = slow
+    cache.begin(turn(SELL))
+    assert await asyncio.to_thread(embedder.begun.wait, 10)
+    for number in range(50):
+        cache.begin(turn(f"How do I sell {number} used cars?"))()
+    embedder.may.set()
+    assert (await cache.lookup(turn("What do cows eat?"), Allowance(5.0))).verdict is Verdict.EMPTY
+    assert embedder.embedded == [SELL, "What do cows eat?"]
+
+
+@pytest.mark.parametrize("what", [turn(SELL, greedy=False), turn("call me on 0170 1234567 please"), turn("two words")])
+async def test_nothing_is_begun_for_what_is_not_eligible(slow: tuple[SimilarCache, SlowEmbedder], what: Turn) -> None:
+    cache, embedder = slow
+    embedder.may.set()
+    cache.begin(what)()
+    cache.begin(what)
+    assert (await cache.lookup(what, Allowance(5.0))).verdict is Verdict.SKIPPED
+    assert embedder.embedded == []
