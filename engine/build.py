@@ -17,6 +17,7 @@ from engine.decoders.prefill import stage as prefill
 from engine.errors import Unsupported
 from engine.formats import read_format
 from engine.hardware import pick_device, pick_dtype, pick_threads
+from engine.kernels.context import keep_little
 from engine.linear import Place
 from engine.loading import Loaded, Loading, load
 from engine.model.config import ModelConfig, load_config
@@ -59,6 +60,8 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
         torch.set_num_threads(pick_threads(settings.threads))
     try:
         with torch.inference_mode():
+            if device.type == "cuda":
+                keep_little(device)
             loaded = load(settings, folder, what, progress)
             return _assemble(settings, config, loaded, place)
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -157,16 +157,22 @@ __device__ __forceinline__ void expect_bytes(u64& barrier, u32 bytes) {
 #endif
 }
 
+// Has the copy engine copy a run of bytes, a multiple of 16, and tell the barrier.
+__device__ __forceinline__ void copy_run(u64& full, void* to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(&full))
+                 : "memory");
+#endif
+}
+
 // Copies ROWS runs of `bytes` (a multiple of 16) by one warp; `source(i)` and `target(i)` say where run i is and goes.
 template <int ROWS, class Source, class Target>
 __device__ __forceinline__ void copy_runs(u64& full, int bytes, int lane, Source&& source, Target&& target) {
 #if __CUDA_ARCH__ >= 900
     // The copy engine has queues of its own: what the block's threads load meanwhile does not stand behind the weights.
-    for (int i = lane; i < ROWS; i += 32)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         shared_address(target(i))),
-                     "l"(source(i)), "r"(bytes), "r"(shared_address(&full))
-                     : "memory");
+    for (int i = lane; i < ROWS; i += 32) copy_run(full, target(i), source(i), bytes);
 #else
     for (int i = 0; i < ROWS; ++i)
         for (int at = lane * 16; at < bytes; at += 512)

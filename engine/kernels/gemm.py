@@ -1,7 +1,7 @@
 """Wrapper of the matrix kernels for many tokens: four- and eight-bit weights, read where decode steps read them.
 
 `gemm.cu` serves every card and takes columns as they come. From 64 tokens on `gemm_wide.cu` serves cards of compute
-capability 9.0; it wants the columns of its tokens in the order that `ordered` gives them.
+capability 9.0; it wants its tokens laid out as `ordered` does it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ MOST_SLICES = 8
 WIDE_TILES = (64, 128)  # of a warpgroup's products
 _STAGES = 4
 _MOST_STAGES = 8
+_BARRIERS = 1024  # bytes of shared memory that a block of the wide kernel has beside its stages
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
 _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
 
@@ -79,7 +80,7 @@ def divide(matrix: Matrix, tokens: int, card: CardShape, most_slices: int = MOST
     tile = next((one for one in TILES if tokens <= one), TILES[-1])
     wide = card.warpgroups and tile in WIDE_TILES
     size = stage_bytes(matrix, tile, wide=wide)
-    stages = min(_MOST_STAGES if wide else _STAGES, card.shared // size)
+    stages = min(_MOST_STAGES, (card.shared - _BARRIERS) // size) if wide else min(_STAGES, card.shared // size)
     if stages < 2:
         raise ValueError(f"two stages take {2 * size} bytes of shared memory, a block has {card.shared}")
     units = matrix.columns // matrix.format.span
@@ -96,22 +97,26 @@ def divide(matrix: Matrix, tokens: int, card: CardShape, most_slices: int = MOST
 
 
 def order(matrix: Matrix, how: Division) -> Format:
-    """The order that a product wants its tokens' columns in: a format's own, or plain, which BF16 stands for."""
+    """The layout that a product wants its tokens' columns in: a format's own, or plain, which BF16 stands for."""
     return matrix.format if how.wide else Format.BF16
 
 
 def ordered(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """x [tokens, columns] in the order of `order.cuh`; the same tensor where that is plain."""
+    """x [tokens, columns] laid out as `order.cuh` says, under the same shape; the same tensor where that is plain."""
     if form is Format.BF16:
         return x
+    tokens = x.shape[0]
     products = 2 if form is Format.INT4 else 4
     # group of columns, lane, product, half, pair → product, half, lane, pair
     parts = x.view(x.shape[0], -1, 4, products, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    return parts.reshape(x.shape)
+    segments = parts.reshape(tokens, -1, 8, 8)  # run, segment
+    own = torch.arange(8, device=x.device) ^ (torch.arange(tokens, device=x.device) % 8).unsqueeze(1)
+    moved = segments.gather(2, own.view(tokens, 1, 8, 1).expand_as(segments))
+    return moved.transpose(0, 1).reshape(x.shape)
 
 
 def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launch:
-    """batch.out = batch.x · Wᵀ (+ bias); the columns of batch.x in the order that `order` tells."""
+    """batch.out = batch.x · Wᵀ (+ bias); batch.x laid out as `order` tells."""
     tokens = batch.x.shape[0]
     defines = {
         "OP_FORMAT": int(matrix.format),

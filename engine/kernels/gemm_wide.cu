@@ -1,18 +1,10 @@
 // out[token][row] = x · Wᵀ as `gemm.cu` has it, for 64 tokens and more on a card of compute capability 9.0: products of a
 // warpgroup, 64 rows of W from registers by all tokens of the block from shared memory, so that each weight is unpacked
-// once for all of them. The tokens' columns come in the order of `order.cuh`, in which a lane's weights lie.
-#include "feed.cuh"
+// once for all of them. The tokens come as `order.cuh` lays them out: a lane's weights meet their columns, and what a
+// block needs of them at a time are runs of bytes, which the copy engine brings. Each warp copies its own weights. So no
+// warp waits for another but where the engine is to write over what others may still read, two stages later.
+#include "gemm_wide.cuh"
 #include "store.cuh"
-
-constexpr bool kInt4Weights = OP_FORMAT == kInt4;
-constexpr int kThreads = 256, kRows = 128, kTokens = OP_TOKENS;
-constexpr int kSums = kTokens / 2;                            // of a lane
-using From = Feed<OP_FORMAT, OP_GROUP, OP_TOKENS>;
-constexpr int kGroups = From::kGroups, kTokenBytes = From::kTokenBytes;  // runs of 64 columns, [run][token][128 bytes]
-constexpr int kStage = ceil_div(kTokenBytes + From::kWeightBytes + From::kScaleBytes, 1024) * 1024;
-constexpr int kOutRow = kRows + 4;  // floats of a token's row of results; the four keep lanes in banks of their own
-static_assert(OP_FORMAT == kInt4 || OP_FORMAT == kInt8, "format");
-static_assert(OP_STAGES >= 4 && OP_STAGES * kStage >= kTokens * kOutRow * 4, "shared memory");
 
 // ---- products of a warpgroup ---------------------------------------------------------------------------------------
 
@@ -23,8 +15,6 @@ template <int LEFT>
 __device__ __forceinline__ void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
-// Shared memory that threads wrote is seen by the products.
-__device__ __forceinline__ void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Sixteen columns of all tokens: rows of 128 bytes, eight of them 1024 bytes, their segments of 16 bytes permuted.
 __device__ __forceinline__ u64 operand(const u8* at) {
@@ -79,12 +69,12 @@ __device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero) {
 struct Sums {
     float of[kSums];
 
-    // One stage; `rows` is where the warp's sixteen rows of weights lie in it.
-    __device__ __forceinline__ void four_bits(const u8* stage, int warp, int g, int t) {
+    // One stage, whose weights are in registers. `ahead` loads those of the next while the last products run.
+    template <class Ahead>
+    __device__ __forceinline__ void four_bits(const u8* stage, const Quad (&own)[2], int warp, int g, Ahead&& ahead) {
         constexpr int kEach = 4 / (kGroups > 0 ? kGroups : 1);  // words of a group
-        const u8* rows = stage + kTokenBytes + warp * 1024;
-        const u32* words = reinterpret_cast<const u32*>(stage + kTokenBytes + From::kWeightBytes) + warp * 2 * kGroups * 8 + g;
-        const Quad upper = load_quad(rows + g * 64 + t * 16), lower = load_quad(rows + 512 + g * 64 + t * 16);
+        const u32* words = reinterpret_cast<const u32*>(stage + kTokenBytes + kWeightBytes) + warp * 2 * kGroups * 8 + g;
+        const Quad upper = own[0], lower = own[1];
         float part[kSums];
 #pragma unroll
         for (int q = 0; q < kGroups; ++q) {
@@ -104,6 +94,7 @@ struct Sums {
                     multiply(part, a[i], operand(stage + j / 2 * kTokens * 128 + (j % 2 * 2 + i) * 32), i > 0 || j > q * kEach);
                 end_products();
             }
+            if (q == kGroups - 1) ahead();
             wait_products<0>();
             const float f[2] = {half_to_float(u16(scale[0])), half_to_float(u16(scale[1]))};
 #pragma unroll
@@ -132,58 +123,81 @@ struct Sums {
 // Grid: token tiles, row tiles, slices of the columns. With one slice `out` is bf16 [tokens, rows]; with several it is
 // float32 [slices, tokens, rows], and whoever reads it adds them up.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm(const u16* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias, u8* out, int rows,
+    gemm(const u8* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias, u8* out, int rows,
          int columns, int tokens, int trigger) {
     extern __shared__ __align__(1024) u8 stages[];
+    __shared__ Tokens brought;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     if (trigger == 0) let_next_start();
     const int row0 = blockIdx.y * kRows, token0 = blockIdx.x * kTokens;
-    const int units = columns / From::kSpan, slices = gridDim.z;
+    const int units = columns / kSpan, slices = gridDim.z;
     const int first = int(u64(units) * blockIdx.z / slices), last = int(u64(units) * (blockIdx.z + 1) / slices);
-    From from(x, weights, scales, rows, columns, tokens, row0, token0, first);
-    const int own = threadIdx.x / From::kSegments, segment = threadIdx.x % From::kSegments;
-    const int place = segment / 8 * kTokens * 128 + own * 128 + ((segment ^ own) & 7) * 16;
-    constexpr int kStep = From::kTogether * 128;
-    // Stages under way. The products of the last stage read its operands beyond the next barrier where they may.
-    constexpr int kAhead = OP_STAGES - (kInt4Weights ? 1 : 2);
-#pragma unroll
-    for (int s = 0; s < kAhead; ++s)
-        if (first + s < last) from.weights_to(stages + s * kStage + kTokenBytes);
-    wait_for_previous();
-    if (trigger == 1) let_next_start();
+    Weights from(weights, scales, rows, columns, row0, first);
+    constexpr int kAhead = OP_STAGES - 2;  // stages under way; the two others are in use by warps that are not equally far
 #pragma unroll
     for (int s = 0; s < kAhead; ++s) {
-        if (first + s < last) from.tokens_to<kStep>(stages + s * kStage + place);
+        if (first + s < last) from.next(stages + s * kStage);
         end_copy_group();
+    }
+    brought.init();
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const u64 run_step = u64(tokens) * 128;
+    const u8* source = x + u64(first) * kRuns * run_step + u64(token0) * 128;
+    if (threadIdx.x == 0) {
+        publish_to_copies();
+        for (int s = 0; s < kAhead && first + s < last; ++s, source += kRuns * run_step)
+            brought.bring(stages + s * kStage, s, source, run_step, tokens - token0);
     }
     Sums sums = {};
     int at = 0, next = kAhead;
+    u32 phase = 0, next_phase = 1;  // of `at` when full, of `next` when empty: at first nobody has read it
     auto arrive_at_next = [&](int unit) {
         wait_copy_groups<kAhead - 1>();
-        publish_to_products();
-        __syncthreads();
+        __syncwarp();
         if (unit + kAhead < last) {
-            from.weights_to(stages + next * kStage + kTokenBytes);
-            from.tokens_to<kStep>(stages + next * kStage + place);
+            from.next(stages + next * kStage);
+            if (threadIdx.x == 0) {
+                wait_barrier(brought.empty[next], next_phase);
+                brought.bring(stages + next * kStage, next, source, run_step, tokens - token0);
+                source += kRuns * run_step;
+            }
         }
         end_copy_group();
+        wait_barrier(brought.full[at], phase);
+        __syncwarp();
     };
-    auto move_on = [&] { at = at + 1 == OP_STAGES ? 0 : at + 1, next = next + 1 == OP_STAGES ? 0 : next + 1; };
+    auto move_on = [&] {
+        if (++at == OP_STAGES) at = 0, phase ^= 1;
+        if (++next == OP_STAGES) next = 0, next_phase ^= 1;
+    };
+    auto before_at = [&] { return at == 0 ? OP_STAGES - 1 : at - 1; };  // whose products have ended
     if constexpr (kInt4Weights) {
+        Quad own[2] = {};  // sixteen rows of the warp, 128 columns
+        auto load = [&] {
+            const u8* at_own = stages + at * kStage + kTokenBytes + warp * 1024 + lane * 16;
+            own[0] = load_quad(at_own), own[1] = load_quad(at_own + 512);
+        };
+        if (first < last) arrive_at_next(first), load();
         for (int unit = first; unit < last; ++unit) {
-            arrive_at_next(unit);
-            sums.four_bits(stages + at * kStage, warp, g, t);
-            move_on();
+            const int here = at;
+            sums.four_bits(stages + at * kStage, own, warp, g, [&] {
+                move_on();
+                if (unit + 1 < last) arrive_at_next(unit + 1), load();
+            });
+            brought.leave(here);
         }
     } else {
         u32 even[4][4], odd[4][4];
         for (int unit = first; unit < last; unit += 2) {
             arrive_at_next(unit);
             sums.eight_bits(even, stages + at * kStage, warp, g, t);
+            if (unit > first) brought.leave(before_at());
             move_on();
             if (unit + 1 == last) break;
             arrive_at_next(unit + 1);
             sums.eight_bits(odd, stages + at * kStage, warp, g, t);
+            brought.leave(before_at());
             move_on();
         }
         wait_products<0>();

@@ -7,7 +7,7 @@
 #include "order.cuh"
 
 constexpr int kPage = 16, kWarps = 4, kThreads = kWarps * 32, kQueries = kWarps * 16;
-constexpr int kDim = OP_HEAD_DIM, kKeys = kDim > 128 ? 16 : 64;
+constexpr int kDim = OP_HEAD_DIM, kWidth = OP_Q_HEADS * kDim, kKeys = kDim > 128 ? 16 : 64;
 constexpr int kRow = kDim + 8;  // values of a row in shared memory: eight rows of a matrix never share a bank
 constexpr int kSegments = kDim / 8, kSteps = kDim / 16;
 constexpr int kTile = kKeys * kRow;
@@ -156,10 +156,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             continue;
         }
         const float inverse = m < count ? 1.f / rows.sum[r] : 0.f;  // tokens past the count: zeros
-        u16* to = out + u64(m) * OP_Q_HEADS * kDim;
 #pragma unroll
         for (int d = 0; d < kDim / 8; ++d)
-            *reinterpret_cast<u32*>(to + ordered_column(head * kDim + d * 8 + 2 * t)) =
+            *reinterpret_cast<u32*>(out + place_of<kWidth>(head * kDim + d * 8 + 2 * t, m, tokens)) =
                 m < count ? pack_bf16(rows.out[d][2 * r] * inverse, rows.out[d][2 * r + 1] * inverse) : 0u;
     }
     if (splits == 1) return;
@@ -208,9 +207,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int j = 0; j < kTogether; ++j) {
             const int m = (i + j * kThreads) / kQuads, d = head * kDim + (i + j * kThreads) % kQuads * 4;
             if (m >= kQueries || first + m >= tokens) continue;
-            u16* to = out + u64(first + m) * OP_Q_HEADS * kDim;
-            *reinterpret_cast<u32*>(to + ordered_column(d)) = pack_bf16(all[j][0], all[j][1]);
-            *reinterpret_cast<u32*>(to + ordered_column(d + 2)) = pack_bf16(all[j][2], all[j][3]);
+            *reinterpret_cast<u32*>(out + place_of<kWidth>(d, first + m, tokens)) = pack_bf16(all[j][0], all[j][1]);
+            *reinterpret_cast<u32*>(out + place_of<kWidth>(d + 2, first + m, tokens)) = pack_bf16(all[j][2], all[j][3]);
         }
     }
 }

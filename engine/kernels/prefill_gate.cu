@@ -16,5 +16,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u64 row = u64(blockIdx.y) * 2 * OP_HALF;
     const Float2 g = parts.pair(row + n, n), u = parts.pair(row + OP_HALF + n, OP_HALF + n);
     const float x = g.x / (1.f + __expf(-g.x)) * u.x, y = g.y / (1.f + __expf(-g.y)) * u.y;
-    *reinterpret_cast<u32*>(out + u64(blockIdx.y) * OP_HALF + ordered_column(n)) = pack_bf16(x, y);
+    *reinterpret_cast<u32*>(out + place_of<OP_HALF>(n, blockIdx.y, tokens)) = pack_bf16(x, y);
 }

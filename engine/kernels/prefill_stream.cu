@@ -23,7 +23,7 @@ __device__ __forceinline__ void norm(const Float2 (&v)[kEach], const float* gain
     for (int i = 0; i < kEach; ++i) {
         const int n = 2 * (threadIdx.x + i * kThreads);
         if (n < OP_COLUMNS)
-            *reinterpret_cast<u32*>(x + ordered_column(n)) =
+            *reinterpret_cast<u32*>(x + place_of<OP_COLUMNS>(n, blockIdx.x, gridDim.x)) =
                 pack_bf16(v[i].x * factor * gain[n], v[i].y * factor * gain[n + 1]);
     }
 }
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             *reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n) = v[i];
         }
     }
-    norm(v, gain, eps, x + u64(m) * OP_COLUMNS);
+    norm(v, gain, eps, x);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -68,5 +68,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
         if (column + i * 2 * kThreads < OP_COLUMNS) kept[i * kThreads] = v[i];
-    norm(v, gain, eps, x + u64(m) * OP_COLUMNS);
+    norm(v, gain, eps, x);
 }

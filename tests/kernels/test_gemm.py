@@ -63,10 +63,17 @@ def test_few_rows_are_sliced_so_that_every_multiprocessor_has_work() -> None:
 
 @pytest.mark.parametrize("form", [Format.INT8, Format.INT4])
 def test_the_order_of_columns_is_what_a_lane_of_the_kernel_expects(form: Format) -> None:
-    x = torch.arange(256).repeat(3, 1)
+    x = torch.arange(11 * 256).view(11, 256)
     assert ordered(x, Format.BF16) is x
-    found = ordered(x, form)
-    assert torch.equal(found.sort(-1).values, x)
+    laid = ordered(x, form)
+    assert torch.equal(laid.flatten().sort().values, x.flatten())
+    # runs of 64 columns apart, each token's 128 bytes with its segments permuted by the token
+    runs = laid.view(4, 11, 8, 8)
+    found = torch.empty(11, 4, 8, 8, dtype=torch.int64)
+    for token in range(11):
+        for segment in range(8):
+            found[token, :, segment] = runs[:, token, segment ^ token % 8]
+    found = found.view(11, 256) - 256 * torch.arange(11).unsqueeze(1)
     width, span = (8, 32) if form is Format.INT4 else (16, 64)  # columns that a lane has of a row at a time, of span
     for lane in range(4):
         for k in range(width // 4):  # its products of sixteen places: two pairs each
@@ -74,7 +81,7 @@ def test_the_order_of_columns_is_what_a_lane_of_the_kernel_expects(form: Format)
                 place = 16 * k + 8 * half + 2 * lane
                 expected = width * lane + 4 * k + 2 * half
                 for group in range(0, 256, span):
-                    assert found[1, group + place : group + place + 2].tolist() == [
+                    assert found[9, group + place : group + place + 2].tolist() == [
                         group + expected,
                         group + expected + 1,
                     ]

@@ -16,7 +16,6 @@ from engine.decoders.graph.flight import AHEAD, BUCKETS, Flight, can_sample
 from engine.decoders.parts import Parts, Unfit
 from engine.errors import Unsupported
 from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
-from engine.kernels.context import keep_little
 from engine.plan import Row, StepPlan, StepResult
 
 SWITCHES = ("graphs", "fused_kernels")
@@ -44,7 +43,6 @@ class GraphDecoder:
         rows = range(0, min(parts.max_sequences, MOST_FLIGHTS * BUCKETS[-1]), BUCKETS[-1])
         with torch.inference_mode():
             try:
-                keep_little()
                 library = open_library(torch.cuda.get_device_capability(parts.model.place.device))
                 read = weights.step_weights(parts)
                 self._cards = [
