@@ -205,6 +205,29 @@ async def test_a_slow_write_delays_the_next_message_but_loses_none() -> None:
     assert 3 <= len(recorder.messages) <= 30
 
 
+async def test_a_message_that_is_full_waits_for_one_that_is_late() -> None:
+    delivery = pb.DeliveryOptions(max_tokens_per_message=2)
+    delivery.max_delay.FromMilliseconds(5)
+    recorder, _ = await answer(
+        script(b"abcdef", [1] * 5, (0.0, 0.05, 0.0)),  # the second comes while the first is written
+        slow=0.2,
+        stopping=pb.StoppingOptions(stop_strings=["never"]),
+        delivery=delivery,
+    )
+    assert "".join(message.text for message in recorder.messages) == "abcdef"
+    assert recorder.messages[0].text == "a"
+    assert all(len(message.text) <= 2 for message in recorder.messages)
+
+
+async def test_a_full_message_waits_for_no_token() -> None:
+    delivery = pb.DeliveryOptions(max_tokens_per_message=3)
+    delivery.max_delay.FromSeconds(30)
+    pauses = [*script(b"abcd", [1, 1, 1])[:-1], (0.5, TokenEvents(tuple(b"d"), finish=FINISH))]
+    recorder, _ = await answer(pauses, stopping=pb.StoppingOptions(stop_strings=["never"]), delivery=delivery)
+    assert [message.text for message in recorder.messages] == ["abc", "d"]
+    assert recorder.at[1] - recorder.at[0] > 0.4
+
+
 async def test_a_failure_in_the_middle_comes_after_what_was_said() -> None:
     recorder, engine = Recorder(), ScriptedEngine([(0.0, TokenEvents((65,))), (0.0, EngineFailed("x"))])
     generator = generator_of(engine, Admission(LimitOptions(), lambda: 8))

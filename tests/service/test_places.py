@@ -94,6 +94,20 @@ def test_an_idle_hour_is_no_slow_departure() -> None:
     take(places, deadline=clock.now + 0.1)
 
 
+def test_an_hour_between_two_rushes_is_no_slow_departure() -> None:
+    clock = Clock()
+    places = make(capacity=1, clock=clock, queued_requests=100)
+    for _ in range(30):
+        for place in [take(places), take(places)]:  # somebody waits when the first leaves, and nobody when the second
+            clock.now += 0.01
+            with place:
+                pass
+        clock.now += 3600
+    for _ in range(5):
+        take(places)
+    take(places, deadline=clock.now + 0.1)
+
+
 @pytest.mark.parametrize(("capacity", "most"), [(1, 1), (2, 1), (8, 4), (9, 4)])
 def test_quiet_is_less_than_half(capacity: int, most: int) -> None:
     places = make(capacity=capacity)
