@@ -86,6 +86,11 @@ class Caches:
                 return {"redis_queue": store.queued}
         return {}
 
+    @property
+    def remote(self) -> bool:
+        """Whether the store is another process, which takes its time to answer."""
+        return self._settings.redis is not None
+
     def allowance(self) -> Allowance:
         """What one request may wait for the store, all its lookups together."""
         redis = self._settings.redis

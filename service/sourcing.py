@@ -177,14 +177,20 @@ class Sources:
 
     async def _ask_caches(self, ask: Ask, request: GenerationRequest, plan: Plan, begun: float) -> Looked:
         asked = plan.response.read or plan.semantic.read
+        serves = self._caches.semantic_mode is Mode.ON and plan.semantic.read
+        semantic, turn = plan.caches.semantic if serves else None, plan.turn
         if plan.response.read:
+            # A store elsewhere takes its time, which the embedder can use; one in memory answers at once.
+            ahead = semantic if plan.caches.remote else None
+            give_up = None if ahead is None or turn is None else ahead.begin(turn)
             hit = await plan.caches.responses.get(plan.question, plan.allowance)
             if hit is not None:
+                if give_up is not None:
+                    give_up()
                 return Looked(request, _served("hit-response", CacheSource.RESPONSE, hit, begun), plan, hit)
         similar = None
-        serves = self._caches.semantic_mode is Mode.ON
-        if serves and plan.turn is not None and plan.semantic.read and plan.caches.semantic is not None:
-            similar = await plan.caches.semantic.lookup(plan.turn, plan.allowance)
+        if semantic is not None and turn is not None:
+            similar = await semantic.lookup(turn, plan.allowance)
             if similar.served is not None:
                 if similar.audit:
                     self._caches.beside(lambda: self._audit(ask, plan, request, similar), "audit")
