@@ -90,9 +90,17 @@ def plain_words() -> Tokenizer:
     return tokenizer
 
 
+def opaque_bytes() -> Tokenizer:
+    """Byte-level, with a decoder of which no table is made."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return tokenizer
+
+
 BUILDERS = {
     "byte-level": byte_level,
     "byte-fallback": byte_fallback,
+    "opaque-bytes": opaque_bytes,
     "metaspace": metaspace,
     "word-piece": word_piece,
     "plain-words": plain_words,

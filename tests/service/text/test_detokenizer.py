@@ -226,6 +226,19 @@ def test_a_stop_that_only_the_end_settles_counts_as_well(pair: Pairs, least: int
     assert detokenizer.flush() == piece
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "opaque-bytes"])
+def test_half_a_character_waits_for_its_rest(pair: Pairs, kind: str) -> None:
+    tokenizer, library = pair(kind)
+    text = "a🦊ű 字 b"
+    ids = library.encode(text).ids
+    assert len(ids) > len(text)
+    detokenizer = Detokenizer(tokenizer)
+    texts = [detokenizer.push([token_id]).text for token_id in ids]
+    assert "".join(texts) + detokenizer.flush().text == text
+    assert not any("\ufffd" in piece for piece in texts)
+    assert "" in texts
+
+
 def test_after_a_stop_nothing_is_part_of_the_answer() -> None:
     detokenizer = Detokenizer(Tokenizer.of_bytes(), ["b"])
     assert detokenizer.push(b"abc") == Piece("a", "b", 2)
