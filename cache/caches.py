@@ -121,6 +121,13 @@ class Caches:
         within = None if allowance is None else allowance.left
         return self._flights.join(key, partial(self._shared.flights.around, key, generate, within))
 
+    def flying(self, question: Question) -> bool:
+        """Whether somebody may be generating it, for `join` to read along: here, or wherever the store reaches."""
+        if self._shared is not None:
+            return True
+        epoch = self._ground.epochs.known(question.tenant) or b""
+        return self._flights.flying(self.responses.key(question, epoch, question.max_tokens))
+
     async def flush_tenant(self, tenant: str) -> None:
         """Everything of a tenant, on every replica, at once. Raises StoreFault, in which case nothing was flushed."""
         await self._ground.epochs.bump(tenant)

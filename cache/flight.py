@@ -166,6 +166,11 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    def flying(self, key: CacheKey) -> bool:
+        """Whether there is one to read along with."""
+        flight = self._flights.get(key.name)
+        return flight is not None and flight.joinable
+
     @asynccontextmanager
     async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
         """The answer's messages from the first. `generate` is called if nobody else does it, or the one who did fails.

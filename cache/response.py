@@ -8,6 +8,7 @@ be cut is for a tokenizer to say. Answers cut by time, by context or by a caller
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from cache.api import (
     LENGTH,
@@ -48,8 +49,13 @@ def serves(completion: CachedCompletion, question: Question, now: float) -> bool
 
 def entry_digest(partitions: Partitions, question: Question, max_tokens: int | None) -> str:
     """What names an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
-    parts = (encode_ids(question.token_ids), encode(question.parameters), encode(max_tokens))
-    return partitions.digest(question.tenant, b"response", *parts)
+    return entry_digests(partitions, question, (max_tokens,))[0]
+
+
+def entry_digests(partitions: Partitions, question: Question, limits: Sequence[int | None]) -> list[str]:
+    """The same under several limits; writing a question down takes longer than naming it."""
+    parts = (encode_ids(question.token_ids), encode(question.parameters))
+    return [partitions.digest(question.tenant, b"response", *parts, encode(limit)) for limit in limits]
 
 
 class ExactCache:
@@ -117,7 +123,9 @@ class ExactCache:
         self, question: Question, epoch: bytes, within: float
     ) -> tuple[bytes | None, CachedCompletion | None]:
         """The epoch that stands, and the answer under the epoch given: one round trip."""
-        keys = [self.key(question, epoch, limit) for limit in (None, question.max_tokens)]
+        partition = self._partitions.of(question.tenant, epoch)
+        digests = entry_digests(self._partitions, question, (None, question.max_tokens))
+        keys = [CacheKey(Kind.RESPONSE, partition, digest) for digest in digests]
         asked = (self._partitions.epoch_key(question.tenant), *keys)
         standing, *values = await self._store.get_many(asked, within)
         now = time.time()

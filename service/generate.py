@@ -63,7 +63,7 @@ class Generator:
         facts = self._model.facts()
         ask = read_generation(message, facts, self._sources.semantic)
         with self._admission.admit(origin.tenant, ask.request_id, origin.deadline) as ticket:
-            if not self._sources.may_know(ask):  # then it costs nothing to find out what the engine would say
+            if self._admission.places.weary or not self._sources.may_know(ask):
                 self._admission.places.check(ask.priority, origin.deadline)
             ids = await self._model.encode(ask.prompt, facts)
             looked = await self._sources.look(ask, _engine_request(ask, ids, origin, facts), origin.tenant)

@@ -20,6 +20,8 @@ DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
 _RETRY_BOUNDS = (0.1, 10.0)  # seconds
 _SMOOTHING = 0.1  # weight of the newest interval between departures
 _ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
+_VAIN = 64  # lookups in vain that a full queue puts up with at once
+_VAIN_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
 
 
 class Place:
@@ -61,6 +63,8 @@ class Places:
         self._waiting: Counter[Priority] = Counter()  # no first token yet
         self._waiting_tokens = 0
         self._pace = _Pace()
+        self._vain = 0.0  # lookups in vain of late
+        self._vain_at = clock()
         self.refusals: Counter[str] = Counter()  # by reason
 
     @property
@@ -79,20 +83,33 @@ class Places:
         return self._capacity() + self._limits.queued_requests
 
     @property
+    def full(self) -> bool:
+        """Whether none is left."""
+        return self._taken >= self.total
+
+    @property
     def quiet(self) -> bool:
         """Whether there is room for work that nobody waits for: less than half of what may run does."""
         return self._taken < max(1, self._capacity() // 2)
 
-    def check(self, priority: Priority, deadline: float | None) -> None:
-        """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt."""
+    @property
+    def weary(self) -> bool:
+        """Whether so many have looked in vain while all was taken that the next ones had better not look."""
+        return self.full and self._lookups_in_vain() >= _VAIN
+
+    def check(self, priority: Priority, deadline: float | None, looked: bool = False) -> None:
+        """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt. `looked`: the caches were
+        asked before."""
         self._check_deadline(priority, deadline)
-        if self._taken >= self.total:
+        if self.full:
+            if looked:
+                self._vain = self._lookups_in_vain() + 1
             raise self.overloaded("too many requests wait", "QUEUE_FULL")
 
     def take(self, priority: Priority, tokens: int, deadline: float | None) -> Place:
         """Raises as `check`, and Overloaded where too many prompt tokens wait already. A prompt that waits alone is
         never too long."""
-        self.check(priority, deadline)
+        self.check(priority, deadline, looked=True)
         if self._waiting_tokens > 0 and self._waiting_tokens + tokens > self._limits.queued_prompt_tokens:
             raise self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS")
         self._taken += 1
@@ -123,6 +140,11 @@ class Places:
         """The refusal, counted."""
         self.refusals[DEADLINE] += 1
         return DeadlineExceeded(message)
+
+    def _lookups_in_vain(self) -> float:
+        now = self._clock()
+        self._vain, self._vain_at = max(0.0, self._vain - (now - self._vain_at) * _VAIN_RATE), now
+        return self._vain
 
     def _check_deadline(self, priority: Priority, deadline: float | None) -> None:
         if deadline is None:

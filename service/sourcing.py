@@ -143,6 +143,8 @@ class Sources:
                 yield source
             return
         shared = self._shareable(ask, plan)
+        if self._places.full and not (shared and plan.caches.flying(plan.question)):  # the same refusal, at less cost
+            self._places.check(looked.request.priority, origin.deadline, looked=True)
         request = _for_all(looked.request) if shared else looked.request
         leader = Leader(
             self._engine,

@@ -85,23 +85,6 @@ def test_readers_along_are_served(narrow: Server) -> None:
         assert load.generated_tokens >= before
 
 
-def test_a_hundred_alike_are_one_generation_and_a_hundred_others_are_refused(narrow: Server) -> None:
-    narrow.idle()
-    before = narrow.load().generated_tokens
-    calls = [narrow.generation.Generate.future(greedy("all alike", 40), timeout=30) for _ in range(100)]
-    assert len({call.result().text for call in calls}) == 1
-    assert narrow.idle().generated_tokens == before + 40
-    calls = [narrow.generation.Generate.future(greedy(f"each its own {n}", 100), timeout=30) for n in range(100)]
-    most = 0
-    while not all(call.done() for call in calls):
-        load = narrow.load()
-        most = max(most, load.running + load.waiting)
-    codes = [call.code() for call in calls]
-    assert codes.count(grpc.StatusCode.OK) >= 3
-    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert 0 < most <= 3
-
-
 def test_who_is_refused_was_sent_nothing_and_its_client_tries_again(narrow: Server) -> None:
     policy = {
         "name": [{}],
@@ -138,6 +121,53 @@ def test_whatever_needs_a_place_is_refused(narrow: Server) -> None:
             assert refusal.retry_ms >= 100
     for request in (alone, writing, sampled):
         assert generate(narrow, request)[0].text
+
+
+def test_abort_names_a_reader_along_and_nobody_else(narrow: Server) -> None:
+    with full(narrow) as busy:
+        request = as_stream(busy[0])
+        request.request_id = "reads along"
+        stream = narrow.generation.GenerateStream(request, timeout=30)
+        next(stream)
+        narrow.admin.AbortGeneration(admin_pb2.AbortGenerationRequest(request_id="reads along"), timeout=5)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream)
+        assert Refusal.of(caught.value).reason == "REQUEST_ABORTED"
+        load = narrow.load()
+        assert load.running + load.waiting == 3
+
+
+def test_who_storms_a_full_queue_is_refused_without_a_look(narrow: Server) -> None:
+    """And once the storm is over, what is known is served again."""
+    known = greedy("known before the storm")
+    generate(narrow, known)
+    kept(narrow, known)
+    with full(narrow):
+        calls = [narrow.generation.Generate.future(greedy(f"unknown in the storm {n}"), timeout=20) for n in range(150)]
+        assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        looked = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss")
+        calls = [narrow.generation.Generate.future(greedy(f"unknown still {n}"), timeout=20) for n in range(150)]
+        assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss") < looked + 150
+        time.sleep(0.6)
+        assert said(narrow, known) == "hit-response"
+
+
+def test_a_hundred_alike_are_one_generation_and_a_hundred_others_are_refused(narrow: Server) -> None:
+    narrow.idle()
+    before = narrow.load().generated_tokens
+    calls = [narrow.generation.Generate.future(greedy("all alike", 40), timeout=30) for _ in range(100)]
+    assert len({call.result().text for call in calls}) == 1
+    assert narrow.idle().generated_tokens == before + 40
+    calls = [narrow.generation.Generate.future(greedy(f"each its own {n}", 100), timeout=30) for n in range(100)]
+    most = 0
+    while not all(call.done() for call in calls):
+        load = narrow.load()
+        most = max(most, load.running + load.waiting)
+    codes = [call.code() for call in calls]
+    assert codes.count(grpc.StatusCode.OK) >= 3
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert 0 < most <= 3
 
 
 def test_a_storm_leaves_every_place_free(narrow: Server) -> None:
@@ -193,20 +223,6 @@ def test_live_requests_are_bounded_too(serve: Serve) -> None:
         for stream in streams:
             stream.cancel()
         small.idle()
-
-
-def test_abort_names_a_reader_along_and_nobody_else(narrow: Server) -> None:
-    with full(narrow) as busy:
-        request = as_stream(busy[0])
-        request.request_id = "reads along"
-        stream = narrow.generation.GenerateStream(request, timeout=30)
-        next(stream)
-        narrow.admin.AbortGeneration(admin_pb2.AbortGenerationRequest(request_id="reads along"), timeout=5)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stream)
-        assert Refusal.of(caught.value).reason == "REQUEST_ABORTED"
-        load = narrow.load()
-        assert load.running + load.waiting == 3
 
 
 def test_who_reads_along_with_another_server_needs_no_place(

@@ -117,6 +117,29 @@ def test_quiet_is_less_than_half(capacity: int, most: int) -> None:
     assert not places.quiet
 
 
+def test_a_full_house_grows_weary_of_looks_in_vain_and_rests() -> None:
+    clock = Clock()
+    places = make(capacity=1, clock=clock, queued_requests=0)
+    only = take(places)
+    for _ in range(64):
+        assert not places.weary
+        with pytest.raises(Overloaded):
+            take(places)
+    assert places.weary
+    for _ in range(100):
+        with pytest.raises(Overloaded):
+            places.check(Priority.NORMAL, None)  # did not look
+    clock.now += 0.25
+    assert not places.weary
+    for _ in range(32):
+        with pytest.raises(Overloaded):
+            places.check(Priority.NORMAL, None, looked=True)
+    assert places.weary
+    with only:
+        pass
+    assert not places.weary  # there is room
+
+
 class Hall(RuleBasedStateMachine):
     """Any order of taking, starting and leaving keeps the books straight, and no more get in than may."""
 
