@@ -39,6 +39,7 @@ class ScriptedStream:
     def __init__(self, script: Script) -> None:
         self._events = self._run(script)
         self.cancelled = False
+        self.batched: list[tuple[int, float]] = []
 
     @staticmethod
     async def _run(script: Script) -> AsyncIterator[TokenEvents]:
@@ -54,7 +55,8 @@ class ScriptedStream:
     async def __anext__(self) -> TokenEvents:
         return await anext(self._events)
 
-    def batch(self, tokens: int, delay: float) -> None: ...
+    def batch(self, tokens: int, delay: float) -> None:
+        self.batched.append((tokens, delay))
 
     def cancel(self) -> None:
         self.cancelled = True

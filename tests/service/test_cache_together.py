@@ -82,3 +82,15 @@ def test_the_end_of_one_reader_is_not_the_end_of_others(cached: Server) -> None:
     assert refused(lambda timeout: list(calls[0])).code is grpc.StatusCode.ABORTED
     assert refused(lambda timeout: list(calls[2])).code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert list(calls[1])[-1].finish.usage.completion_tokens == 300
+
+
+def test_who_wants_it_fresh_reads_along_with_nobody(cached: Server) -> None:
+    before = generated(cached)
+    request = greedy("fresh", 100)
+    leader = cached.generation.GenerateStream(as_stream(request), timeout=30)
+    head = next(leader)
+    request.cache.max_age.FromMilliseconds(500)  # what is on its way may be older than that when it is over
+    fresh = cached.generation.GenerateStream(as_stream(request), timeout=30)
+    texts = {"".join(message.text for message in call) for call in (fresh, [head, *leader])}
+    assert len(texts) == 1
+    assert generated(cached) == before + 200
