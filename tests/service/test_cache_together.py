@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import grpc
+import pytest
 
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -84,13 +85,31 @@ def test_the_end_of_one_reader_is_not_the_end_of_others(cached: Server) -> None:
     assert list(calls[1])[-1].finish.usage.completion_tokens == 300
 
 
-def test_who_wants_it_fresh_reads_along_with_nobody(cached: Server) -> None:
+def test_a_leaders_deadline_is_its_own(cached: Server) -> None:
     before = generated(cached)
-    request = greedy("fresh", 100)
+    request = as_stream(greedy("one is in a hurry", 500))
+    leader = cached.generation.GenerateStream(request, timeout=0.5)
+    next(leader)
+    follower = cached.generation.GenerateStream(request, timeout=30)
+    next(follower)
+    assert refused(lambda timeout: list(leader)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert list(follower)[-1].finish.usage.completion_tokens == 500
+    assert generated(cached) == before + 500
+
+
+FRESH = pb.CacheOptions()
+FRESH.max_age.FromMilliseconds(500)  # what is on its way may be older than that when it is over
+
+
+@pytest.mark.parametrize("options", [FRESH, pb.CacheOptions(bypass_prefix=True)], ids=["fresh", "computed anew"])
+def test_who_wants_it_for_itself_reads_along_with_nobody(cached: Server, options: pb.CacheOptions) -> None:
+    before = generated(cached)
+    request = greedy("for itself", 100)
     leader = cached.generation.GenerateStream(as_stream(request), timeout=30)
     head = next(leader)
-    request.cache.max_age.FromMilliseconds(500)  # what is on its way may be older than that when it is over
-    fresh = cached.generation.GenerateStream(as_stream(request), timeout=30)
-    texts = {"".join(message.text for message in call) for call in (fresh, [head, *leader])}
+    request.cache.CopyFrom(options)
+    other = cached.generation.GenerateStream(as_stream(request), timeout=30)
+    texts = {"".join(message.text for message in call) for call in (other, [head, *leader])}
     assert len(texts) == 1
     assert generated(cached) == before + 200
+    cached.admin.FlushCache(admin_pb2.FlushCacheRequest(), timeout=5)
