@@ -68,6 +68,18 @@ def test_tenants_share_with_themselves_alone(serve: Serve, tokens_file: Path, re
         assert tokens_of(server, IDS, "b", **off)[0] == FULL
 
 
+def test_where_nobody_can_say_whose_they_are_none_are_shared(
+    serve: Serve, make_redis: Callable[..., RedisServer], tokens_file: Path, key_file: Path
+) -> None:
+    """A tenant's partition has its epoch, which stands in Redis."""
+    gone = make_redis(started=False)
+    flags = (f"--cache.redis-url={gone.url}", f"--cache.key-file={key_file}", f"--auth.tokens-file={tokens_file}")
+    with serve(*flags) as server:
+        found = [tokens_of(server, IDS, who) for who in "aabb"]
+        assert [cached for cached, _ in found] == [0, 0, 0, 0]
+        assert len({tuple(answer) for _, answer in found}) == 1
+
+
 def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
     serve: Serve, redis_server: RedisServer, tokens_file: Path, key_file: Path
 ) -> None:
