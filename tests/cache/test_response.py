@@ -145,6 +145,7 @@ async def test_what_was_cut_serves_that_very_limit(replica: Replica) -> None:
         (QUESTION, answer("error")),
         (QUESTION, answer("length", tokens=30)),  # cut by the context, which another replica may have more of
         (QUESTION, answer("length", tokens=50, max_tokens=60)),
+        (QUESTION, answer("length", tokens=60, max_tokens=60)),  # of another question
         (replace(QUESTION, deterministic=False), answer()),
         (QUESTION, replace(answer(), chunks=answer().chunks[:-1])),
         (QUESTION, replace(answer(), chunks=())),
