@@ -1,10 +1,9 @@
 """Quantized checkpoints through the engine. The oracle is the same model as plain numbers, and the packages that wrote
-the stored ones; packing is done here value by value, from the format's description."""
+the stored ones; packing is done value by value, from the format's description."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,135 +12,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.driven import GREEDY
 from engine import doctor
-from engine.api import GenerationRequest, Stopping
 from engine.build import build, prepare
-from engine.decoders.eager import EagerDecoder
-from engine.errors import InvalidModel, Unsupported
+from engine.errors import InvalidModel
 from engine.linear import DenseLinear
 from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.joined import JoinedLinear
 from engine.model.config import parse_config
-from engine.model.weights import Layer, dense_tensors, projections
-from engine.plan import Row
-from engine.sequence import Sequence
-from engine.settings import EngineSettings
+from engine.model.weights import dense_tensors, projections
+from tests.engine.quantized import (
+    BASE,
+    FAMILIES,
+    ids_of,
+    layers_of,
+    logits_of,
+    make,
+    nothing,
+    settings,
+    write,
+)
 
 STORED = Path(__file__).resolve().parents[1] / "quant" / "fixtures"
-BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float16",
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama-biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
-    "mistral-window": {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
-    "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-}
-SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # where a word has its eight outputs
-Tensors = dict[str, torch.Tensor]
-
-
-def settings(folder: Path, **given: Any) -> EngineSettings:
-    chosen: dict[str, Any] = {"device": "cpu", "max_sequences": 2, "threads": 1, "kv_bytes": 1 << 20, **given}
-    return EngineSettings(model=str(folder), **chosen)
-
-
-def nothing(stage: str, done: int, total: int) -> None:
-    """No progress is looked at."""
-
-
-def sequence_of(ids: list[int]) -> Sequence:
-    request = GenerationRequest(
-        request_id="", token_ids=tuple(ids), sampling=GREEDY, stopping=Stopping(max_tokens=1), arrived_at=0.0
-    )
-    sequence = Sequence(request, list(ids), key=0)
-    sequence.pages += range(-(-len(ids) // 16))
-    return sequence
-
-
-def logits_of(folder: Path, ids: list[int], *, at_once: bool = False, **given: Any) -> torch.Tensor:
-    """[tokens, vocab]: each token in a step of its own, or the last alone of a prompt at once."""
-    decoder = EagerDecoder(prepare(settings(folder, **given), nothing).parts)
-    sequence = sequence_of(ids)
-    steps = [(0, len(ids))] if at_once else [(at, 1) for at in range(len(ids))]
-    with torch.inference_mode():
-        found = [decoder.logits([Row(sequence, start, count, True)]) for start, count in steps]
-    return torch.cat([one for one in found if one is not None])
-
-
-def layers_of(folder: Path, **given: Any) -> tuple[Layer, ...]:
-    return prepare(settings(folder, **given), nothing).parts.model.weights.layers
-
-
-def gemm_words(values: torch.Tensor) -> torch.Tensor:
-    """[rows, 8 · words] of 0…15 → int32 [rows, words]."""
-    words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
-    for output, shift in enumerate(SHIFTS):
-        words |= values[:, output::8].long() << shift
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-
-
-def awq(prefix: str, outputs: int, inputs: int, group: int, seed: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-    """A layer's tensors in AutoAWQ's GEMM layout, and its plain weight."""
-    q = torch.randint(0, 16, (inputs, outputs), generator=seed)
-    zero = torch.randint(4, 12, (inputs // group, outputs), generator=seed)
-    scale = ((torch.rand(inputs // group, outputs, generator=seed) + 0.5) * 0.3 / inputs**0.5).half()
-    plain = (q - zero.repeat_interleave(group, 0)).float() * scale.float().repeat_interleave(group, 0)
-    held = {
-        f"{prefix}.qweight": gemm_words(q),
-        f"{prefix}.qzeros": gemm_words(zero),
-        f"{prefix}.scales": scale,
-    }
-    return held, plain.T.contiguous()
-
-
-def write(folder: Path, config: dict[str, Any], held: Tensors) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(held, folder / "model.safetensors")
-    return folder
-
-
-def make(root: Path, family: str = "qwen3", group: int = 32, skip: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
-    """The folders `awq` and `plain` of one random model; the config of the first."""
-    config = {**BASE, **FAMILIES[family], **more}
-    parsed = parse_config(config, "config.json")
-    seed = torch.Generator().manual_seed(len(family))
-    plain = {}
-    for name, shape in dense_tensors(parsed).items():
-        noise = torch.randn(shape, generator=seed)
-        plain[name] = noise / shape[1] ** 0.5 * 1.5 if len(shape) == 2 else noise.abs() + 0.5
-        plain[name] = plain[name].half()
-    held = dict(plain)
-    for projection in projections(parsed):
-        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
-            if ".layers." not in prefix or any(part in prefix for part in skip):
-                continue
-            packed, weight = awq(prefix, rows, projection.in_features, group, seed)
-            held |= packed
-            del held[f"{prefix}.weight"]
-            plain[f"{prefix}.weight"] = weight
-    section = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    quantized = {**config, "quantization_config": {**section, "modules_to_not_convert": list(skip) or None}}
-    write(root / "plain", config, plain)
-    write(root / "awq", quantized, held)
-    return quantized
-
-
-def ids_of(count: int, vocabulary: int = 96) -> list[int]:
-    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -317,82 +209,6 @@ def test_weights_that_compute_otherwise_have_another_digest(tmp_path: Path) -> N
     assert plain[0] == plain[1]
 
 
-def test_eight_bits_on_top_of_four_are_refused(tmp_path: Path) -> None:
-    make(tmp_path)
-    with pytest.raises(Unsupported, match=r"holds awq-int4-g32 weights already; use auto") as caught:
-        prepare(settings(tmp_path / "awq", quantization="int8"), nothing)
-    assert "\n" not in str(caught.value)
-
-
-Change = Callable[[dict[str, Any], Tensors], None]
-UP = "model.layers.1.mlp.up_proj"
-BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "missing scales": (lambda config, held: held.__delitem__(f"{UP}.scales"), (f"{UP}.scales", "no such tensor")),
-    "missing layer": (
-        lambda config, held: [held.pop(f"{UP}.{stem}") for stem in ("qweight", "qzeros", "scales")] and None,
-        (f"{UP}.qweight is missing",),
-    ),
-    "shape": (
-        lambda config, held: held.update({f"{UP}.qweight": held[f"{UP}.qweight"][:, :3].clone()}),
-        (f"{UP}.qweight", "[64, 16]", "[64, 3]", "model.safetensors"),
-    ),
-    "type": (
-        lambda config, held: held.update({f"{UP}.qzeros": held[f"{UP}.qzeros"].long()}),
-        (f"{UP}.qzeros", "int32", "int64", "model.safetensors"),
-    ),
-    "infinite scale": (lambda config, held: held[f"{UP}.scales"].fill_(torch.inf), (f"{UP}.scales", "finite")),
-    "group": (
-        lambda config, held: config["quantization_config"].update(group_size=64),
-        ("scales", "[1, 128]", "[2, 128]"),
-    ),
-    "plain beside packed": (
-        lambda config, held: held.update({f"{UP}.weight": torch.zeros(128, 64)}),
-        (f"{UP}.weight", "nothing beside"),
-    ),
-    "norm as integers": (
-        lambda config, held: held.update({"model.norm.weight": torch.ones(64).int()}),
-        ("model.norm.weight",),
-    ),
-    "surplus": (lambda config, held: held.update({"model.layers.9.x": torch.ones(1)}), ("model.layers.9.x",)),
-    "no config": (lambda config, held: config.pop("quantization_config") and None, ("quantization_config", "qweight")),
-    "gptq": (lambda config, held: config["quantization_config"].update(quant_method="gptq"), ("gptq", "AWQ version")),
-    "nf4": (
-        lambda config, held: config.update(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        ("nf4", "whippet quantize"),
-    ),
-    "fp8": (lambda config, held: config["quantization_config"].update(quant_method="fp8"), ("fp8", "quantize")),
-    "bits": (lambda config, held: config["quantization_config"].update(bits=3), ("3 bits", "quantize")),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_checkpoint_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    config = make(tmp_path)
-    held = load_file(tmp_path / "awq" / "model.safetensors")
-    change, words = BROKEN[name]
-    change(config, held)
-    folder = write(tmp_path / "broken", config, held)
-    with pytest.raises(InvalidModel) as caught:
-        prepare(settings(folder), nothing)
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    assert len(message) < 500
-    assert str(folder) in message
-    assert ";" in message  # fault; remedy
-    for word in words:
-        assert word in message
-
-
-@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
-def test_weights_that_are_no_numbers_are_not_quantized(damage: float, tmp_path: Path) -> None:
-    make(tmp_path)
-    held = load_file(tmp_path / "plain" / "model.safetensors")
-    held[f"{UP}.weight"][3, 5] = damage
-    folder = write(tmp_path / "damaged", {**BASE, **FAMILIES["qwen3"]}, held)
-    with pytest.raises(InvalidModel, match="NaN or infinity"):
-        prepare(settings(folder, quantization="int8"), nothing)
-
-
 @pytest.mark.parametrize(
     ("section", "quantization", "form", "kind"),
     [
@@ -424,17 +240,6 @@ def test_random_weights_come_packed(
     plain = logits_of(folder, ids_of(9, 512), load_format="dummy") if section is None else found[0]
     assert 0.3 < float(found[0].std() / plain.std()) < 3
     assert 0.3 < float(found[0].std()) < 10
-
-
-def test_random_weights_that_fit_no_group_are_refused(tmp_path: Path) -> None:
-    section = {"quant_method": "awq", "bits": 4, "group_size": 48, "version": "gemm"}
-    config = {**BASE, **FAMILIES["qwen3"], "quantization_config": section}
-    folder = tmp_path / "dummy"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidModel, match="group_size") as caught:
-        prepare(settings(folder, load_format="dummy"), nothing)
-    assert str(folder) in str(caught.value)
 
 
 def test_the_doctor_tells_what_building_comes_to(tmp_path: Path) -> None:
