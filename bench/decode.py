@@ -208,7 +208,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=float, default=plain)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--bandwidth", type=float, help="TB/s that the roofline stands on")
-    parser.add_argument("--revision", default=os.environ.get("WHIPPET_REVISION"), help="the commit, where git is not")
+    parser.add_argument("--revision", help="the commit, where git is not")
     given = parser.parse_args(argv)
     if given.tokens < 2 or given.rounds < 1 or given.first < 1:
         parser.error("--tokens must be 2 or more, --rounds and --first 1 or more")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
@@ -212,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between two lines")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--longest", type=int, default=WHOLE, help="prompt tokens")
-    parser.add_argument("--revision", default=os.environ.get("WHIPPET_REVISION"), help="the commit, where git is not")
+    parser.add_argument("--revision", help="the commit, where git is not")
     given = parser.parse_args(argv)
     runner = build(EngineSettings(model=given.model, max_sequences=TOGETHER), lambda *_: None)
     about = {"bench": "soak", "revision": given.revision or revision(), "device": device(), "model": given.model}
