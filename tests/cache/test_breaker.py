@@ -73,6 +73,19 @@ def test_a_probe_that_never_reports_is_followed_by_another() -> None:
     assert breaker.allow()
 
 
+def test_it_says_beforehand_what_it_would_say() -> None:
+    clock = Clock()
+    assert not Breaker(BreakerSettings(), clock).waiting
+    breaker = opened(clock)
+    assert breaker.waiting
+    clock.now = 1.0
+    assert not breaker.waiting
+    assert breaker.allow()  # looking took no probe
+    assert breaker.waiting
+    breaker.succeeded()
+    assert not breaker.waiting
+
+
 def test_a_straggler_from_before_does_not_close_it() -> None:
     clock = Clock()
     breaker = opened(clock)

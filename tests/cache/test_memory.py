@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.api import CacheKey, Kind
 from cache.memory import OVERHEAD, MemoryStore
 
-BOUND = 7000
+BOUND = 3000  # four entries, or fewer: something goes in almost every example
 
 
 def key(number: int) -> CacheKey:
@@ -76,6 +77,27 @@ def test_keeps_the_most_recently_used_within_its_bytes(steps: list[tuple[str, in
             assert len(store) == len(model)
 
     asyncio.run(play())
+
+
+async def test_what_was_read_last_goes_last() -> None:
+    store = MemoryStore(3 * cost(b""))
+    for number in range(3):
+        await store.set(key(number), b"", 60)
+    await store.get_many([key(0)])
+    await store.set(key(3), b"", 60)
+    found = await store.get_many([key(number) for number in range(4)])
+    assert found == (b"", None, b"", b"")
+
+
+async def test_a_directory_is_bounded_and_forgets_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache.memory.DIRECTORY_MEMBERS", 3)
+    store = MemoryStore(1 << 20)
+    directory = CacheKey(Kind.DIRECTORY, "ab" * 16, "0" * 64)
+    for number in range(5):
+        store.offer(key(number), b"", 60, directory)
+    enrolment = await store.enrolled(directory, 0.0, 100)
+    assert [digest for digest, _ in enrolment.members] == [key(number).digest for number in (2, 3, 4)]
+    assert enrolment.total == 3
 
 
 async def test_a_bound_of_nothing_keeps_nothing() -> None:

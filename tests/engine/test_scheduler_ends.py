@@ -6,11 +6,14 @@ import dataclasses
 
 import pytest
 
-from engine.api import FinishReason, Stopping
+from engine.api import FinishReason, Stopping, TokenLogprob
 from engine.events import Event, Failure
+from engine.fake import plain_request
+from engine.outcome import take
 from engine.pages import PagePool
-from engine.plan import RowResult, StepResult
+from engine.plan import Row, RowResult, StepResult
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 from tests.engine.scheduled import Bench, alone
 
 
@@ -58,6 +61,14 @@ def test_min_tokens_holds_stops_back_and_max_tokens_is_exact(ids: int) -> None:
     assert bench.reason(key) is FinishReason.STOP
     assert len(bench.output(limited)) == 13
     assert bench.reason(limited) is FinishReason.LENGTH
+
+
+def test_no_logprob_comes_after_the_end() -> None:
+    sequence = Sequence(plain_request((1, 2), 2), [1, 2], slot=0, pages=[0])
+    told = tuple(TokenLogprob(logprob=-float(at), top=()) for at in range(3))
+    event = take(Row(sequence, 0, 2, True), RowResult((5, 6, 7), told), 100, 1.0)
+    assert (event.token_ids, event.logprobs) == ((5, 6), told[:2])
+    assert event.finish is not None
 
 
 @pytest.mark.parametrize("ids", [1, 3, 20])
