@@ -7,6 +7,8 @@ import time
 import pytest
 
 from engine.events import Event, Failure
+from engine.fake import plain_request
+from engine.sequence import Sequence as Live
 from engine.settings import PAGE_SIZE
 from tests.engine.tiered import CHUNK, TEXT, DictStore, Engine, alone
 
@@ -177,3 +179,48 @@ def test_the_switch_stops_reading_and_writing(held: Held) -> None:
     assert store(engine).rates == [(len(TEXT), pytest.approx(0.0, abs=1.0))]
     engine.tier.set_enabled(True)
     assert engine.ask((*TEXT[:640], 1))[0] == 640
+
+
+def test_what_arrives_behind_something_that_is_gone_is_of_no_use(held: Held) -> None:
+    engine = fresh(held)
+    store(engine).waits = None
+    engine.ask(TEXT[: CHUNK + 1])  # the device has the first chunk
+    store(engine).waits, store(engine).slow = 5.0, True
+    key = engine.submit(TEXT)
+    ((_, chunks),) = store(engine).asked
+    assert len(chunks) == len(TEXT) // CHUNK - 1
+    engine.scheduler.set_prefix_cache(False)
+    engine.scheduler.set_prefix_cache(True)
+    store(engine).deliver()
+    engine.run()
+    assert (engine.cached(key), engine.output(key)) == (0, alone())
+
+
+def test_a_chunk_that_lost_a_page_before_it_was_read_is_not_written() -> None:
+    held: Held = {}
+    engine = fresh(held)
+    engine.ask()
+    key = engine.submit(TEXT)
+    while not engine.events[key]:
+        engine.step()
+    engine.scheduler.cancel(key)
+    written = len(held)
+    index = engine.index
+    chain = index.chain(Live(plain_request(TEXT), list(TEXT)))
+    whole = len(TEXT) // CHUNK
+    inside = (whole - 1) * CHUNK // PAGE_SIZE + 4  # pages that stay: the last chunk keeps half of its own
+    index.allocate(index.room - inside)
+    assert [index.known(digest) is not None for digest in chain] == [True] * inside + [False] * (len(chain) - inside)
+    while engine.tier.spare():
+        pass
+    assert written < len(held) == whole - 1
+
+
+def test_of_a_long_prompt_only_the_head_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.prefix_tier.MOST_CHUNKS", 2)
+    held: Held = {}
+    engine = fresh(held)
+    for _ in range(3):
+        engine.ask()
+    assert len(held) == 2
+    assert fresh(held).ask() == (2 * CHUNK, alone())
