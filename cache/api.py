@@ -87,6 +87,11 @@ class Store(Protocol):
     async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
         """The counters of each key, empty where there are none."""
 
+    async def read(
+        self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
+    ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
+        """`get_many` and `counts` in one."""
+
     async def aclose(self) -> None: ...
 
 

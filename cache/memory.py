@@ -109,6 +109,12 @@ class MemoryStore:
         found = [self._live(key) for key in keys]
         return tuple({} if entry is None else dict(entry.counters) for entry in found)
 
+    async def read(
+        self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
+    ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
+        """As the protocol says."""
+        return await self.get_many(keys), await self.counts(counted)
+
     async def aclose(self) -> None:
         """Forgets everything."""
         self._entries.clear()

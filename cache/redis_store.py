@@ -124,17 +124,26 @@ class RedisStore:
 
     async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
         """As the protocol says."""
+        return (await self.read((), keys, within))[1] if keys else ()
+
+    async def read(
+        self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
+    ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
+        """As the protocol says, in one round trip."""
 
         async def command(client: Redis) -> list[Any]:
             async with client.pipeline(transaction=False) as pipe:
-                for key in keys:
+                for key in counted:
                     pipe.hgetall(key.name)
+                if keys:
+                    pipe.mget([key.name for key in keys])
                 return await pipe.execute()
 
-        if not keys:
-            return ()
+        if not keys and not counted:
+            return (), ()
         rows = await self._small.read(command, within)
-        return tuple({name.decode(): int(value) for name, value in row.items()} for row in rows)
+        values = cast("list[bytes | None]", rows.pop()) if keys else []
+        return tuple(values), tuple({name.decode(): int(value) for name, value in row.items()} for row in rows)
 
     async def drained(self) -> None:
         """Returns when no write waits."""

@@ -191,11 +191,8 @@ class SimilarCache:
         """The candidates as they stand in the store now, and beside them what is known of the nearest."""
         keys = [CacheKey(Kind.SEMANTIC, shelf.directory.partition, digest) for digest, _ in near]
         asked = (self._ground.partitions.epoch_key(turn.question.tenant), *keys)
-        store = self._ground.store
         with allowance.spending() as within:
-            (standing, *values), observed = await asyncio.gather(
-                store.get_many(asked, within), store.counts(self._evidence(keys[0]), within)
-            )
+            (standing, *values), observed = await self._ground.store.read(asked, self._evidence(keys[0]), within)
         if standing != epoch:
             if standing is not None:
                 self._ground.epochs.learn(turn.question.tenant, standing)

@@ -125,6 +125,16 @@ async def test_counters_add_up(store: Store) -> None:
     assert await store.counts([]) == ()
 
 
+async def test_values_and_counters_are_read_at_once(store: Store) -> None:
+    counter, value, nothing = key(1, Kind.EVIDENCE), key(2), key(3)
+    await store.add(counter, {"a": 3}, 60)
+    await store.set(value, b"v", 60)
+    assert await store.read([nothing, value], [nothing, counter]) == ((None, b"v"), ({}, {"a": 3}))
+    assert await store.read([value], []) == ((b"v",), ())
+    assert await store.read([], [counter]) == ((), ({"a": 3},))
+    assert await store.read([], []) == ((), ())
+
+
 async def test_counters_expire(store: Store) -> None:
     counter = key(1, Kind.EVIDENCE)
     await store.add(counter, {"a": 1}, 0.05)
