@@ -13,11 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import secrets
-import shutil
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.about import device, revision
+from bench.redis_server import redis_server, write_keys
 from cache.blocks.gate import FetchGate
 from cache.blocks.store import RedisBlocks
 from cache.replay import LruBlocks, read_blocks, replay_prefix
@@ -205,25 +202,10 @@ def trace(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def redis_server() -> Iterator[PrefixSettings]:
+def shared() -> Iterator[PrefixSettings]:
     """A Redis and a key file of its own."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        raise SystemExit("redis-server is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        words = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder)
-        process = subprocess.Popen([binary, *words], stdout=subprocess.DEVNULL)
-        try:
-            keys = Path(folder) / "keys"
-            keys.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
-            time.sleep(0.5)
-            yield PrefixSettings(redis_url=f"redis://127.0.0.1:{port}/0", key_file=str(keys))
-        finally:
-            process.terminate()
-            process.wait(10)
+    with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
+        yield PrefixSettings(redis_url=redis.url, key_file=str(write_keys(Path(folder) / "keys")))
 
 
 def report(line: dict[str, Any]) -> None:
@@ -248,7 +230,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="of blocks, in Mooncake's format")
     parser.add_argument("--told", type=int, nargs="*", default=[25_000], help="prefill rates to tell the gate")
     arguments = parser.parse_args()
-    with redis_server() as redis:
+    with shared() as redis:
         first = first_tokens(arguments.model, arguments.rounds, arguments.threads, redis)
     line = {
         "bench": "prefix",
