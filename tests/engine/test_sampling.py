@@ -341,6 +341,23 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert found[1].logprobs[0].top == ()
 
 
+@pytest.mark.parametrize(
+    ("changes", "logits", "best"),
+    [
+        ({"repetition_penalty": 2.0}, [1.5, 1.8, 1.0, 0.0], 2),  # 1.5 and 1.8 count half
+        ({"repetition_penalty": 2.0}, [-1.0, -1.2, -1.5, -9.0], 2),  # -1.0 and -1.2 count twice
+        ({"repetition_penalty": 0.5}, [-2.0, -9.0, -1.5, -9.0], 0),
+        ({"presence_penalty": 1.0}, [2.0, 2.5, 1.0, 0.0], 0),  # what was asked is not what was said
+        ({"presence_penalty": 1.0}, [2.0, 3.5, 1.0, 0.0], 1),  # once, however often
+        ({"frequency_penalty": 1.0}, [1.0, 3.5, 1.0, 1.8], 3),  # twice
+    ],
+)
+def test_each_penalty_by_hand(changes: dict[str, float], logits: list[float], best: int) -> None:
+    """Token 0 was asked, token 1 was said twice."""
+    params = replace(NEUTRAL, temperature=0.0, **changes)
+    assert draw([make(params, [0], [1, 1])], torch.tensor([logits])) == [best]
+
+
 def test_penalties_survive_a_move_to_another_slot() -> None:
     vocab = 60
     params = replace(NEUTRAL, temperature=0.9, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.4)
