@@ -90,6 +90,7 @@ REQUESTS = st.fixed_dictionaries(
 
 def build(fields: dict[str, Any]) -> pb.GenerateRequest:
     request = ask(fields.get("text", "x"), max(fields.get("tokens", 20), fields.get("min_tokens", 0)))
+    request.cache.bypass_prefix = True  # what is asked again would begin with what is there
     request.sampling.seed = fields.get("seed", 1)
     request.sampling.temperature = fields.get("temperature", 0.0)
     request.stopping.stop_strings.extend(fields.get("stop_strings", []))
