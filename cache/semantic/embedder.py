@@ -90,9 +90,12 @@ def open_embedder(folder: Path) -> ModelEmbedder:
     made = json.loads((folder / MANIFEST).read_text())["runtimes"]
     if NATIVE in made and not lacking():
         try:
-            return native_embedder(folder)
+            found = native_embedder(folder)
+            log.info("cache: the embedder runs in C")
+            return found
         except OSError as error:  # such as a folder that nothing may be executed from
             log.warning("cache: the embedder is left to onnxruntime: %s", error)
+    log.info("cache: the embedder runs under onnxruntime")
     return onnx_embedder(folder)
 
 
