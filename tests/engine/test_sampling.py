@@ -191,6 +191,19 @@ def test_top_p_of_more_candidates_than_are_looked_at_first() -> None:
             assert draw([sequence], logits[row : row + 1]) == [expected(logits[row].tolist(), sequence)]
 
 
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_top_p_is_exact_over_a_whole_vocabulary(share: float) -> None:
+    """Nearly flat, so that each token is 1/400 of the whole: the last that counts is drawn, and none behind it."""
+    vocab, rows = 400, 3000
+    logits = torch.linspace(0, -0.01, vocab)
+    weights = logits.double().exp()
+    count = int((weights.cumsum(0) < share * weights.sum()).sum()) + 1
+    sampler = Sampler(vocab, rows, CPU)
+    asked = [make(replace(NEUTRAL, top_p=share, seed=seed), [0], slot=seed) for seed in range(rows)]
+    drawn = draw(asked, logits.expand(rows, vocab).clone(), sampler)
+    assert max(drawn) == count - 1
+
+
 def test_seeded_rows_repeat_in_every_company() -> None:
     chance = random.Random(5)
     vocab, slots = 500, 12

@@ -38,7 +38,14 @@ def test_a_token_stands_for_its_tenant_and_rights(tmp_path: Path) -> None:
     assert tokens.authorize(bearer("root"), Right.ADMIN).tenant == "ops"
     with pytest.raises(PermissionDenied):
         tokens.authorize(bearer("secret"), Right.ADMIN)
-    for metadata in ((), bearer("wrong"), bearer(""), bearer(digest("secret")), (("authorization", "secret"),)):
+    for metadata in (
+        (),
+        bearer("wrong"),
+        bearer(""),
+        bearer(digest("secret")),
+        (("authorization", "secret"),),
+        (("authorization", "Basic secret"),),
+    ):
         with pytest.raises(Unauthenticated):
             tokens.authorize(metadata, Right.GENERATE)
     assert tokens.authorize((("authorization", b"bearer secret"),), Right.GENERATE).tenant == "acme"

@@ -19,7 +19,7 @@ from service.caching import checked
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.settings import BadSettings
-from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, greedy, learnt, loaded, probe, said
+from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, learnt, loaded, probe, said
 from tests.service.conftest import Server, ask, refused
 from tests.service.tenants import TENANTS, metadata, write_tokens
 
@@ -132,6 +132,14 @@ def test_modes_and_the_switch(on: Server) -> None:
         assert said(on, request) == header
 
 
+def test_who_only_reads_answers_may_still_teach_alikeness(on: Server) -> None:
+    request = chat("What do whales do all day long?")
+    request.cache.response, request.cache.semantic = pb.CACHE_MODE_READ, pb.CACHE_MODE_READ_WRITE
+    learnt(on, request)
+    request.cache.semantic = pb.CACHE_MODE_OFF
+    assert said(on, request) == "miss"
+
+
 def test_flush_of_one_entry(on: Server) -> None:
     learnt(on, chat("Which museums are open on Mondays here?"))
     request = probe("which museums are open on mondays here")
@@ -189,23 +197,6 @@ def test_an_audit_takes_back_what_was_wrong(serve: Serve) -> None:
             assert time.monotonic() < end
             time.sleep(0.02)
         assert said(server, probe(ALIKE)) == "miss"
-
-
-def test_an_audit_gives_way_to_whoever_wants_the_engine(serve: Serve) -> None:
-    with serve(*ON[:2], "--cache.semantic.audit=1", "--scheduler.max-sequences=2", "--fake.step-time=0.01") as server:
-        loaded(server)
-        generate(server, chat(QUESTION))
-        busy = server.generation.GenerateStream(as_stream(greedy("long", 3000)), timeout=60)
-        next(busy)
-        end = time.monotonic() + 10
-        while said(server, probe(ALIKE)) != "hit-semantic":
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        while not (counts := server.load().cache_counts).get("semantic_audit.skipped", 0):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        assert "semantic_audit.done" not in counts
-        busy.cancel()
 
 
 def test_without_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
