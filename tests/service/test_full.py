@@ -211,6 +211,15 @@ def test_a_storm_leaves_every_place_free(narrow: Server) -> None:
         assert refused(narrow.generation.Generate, greedy("one more")).reason == "QUEUE_FULL"
 
 
+def test_a_prompt_too_long_to_wait_is_refused_before_any_header(serve: Serve) -> None:
+    """Whether anybody generates it already shows only when it is looked for; who reads along needs no room to wait."""
+    with serve(*FLAGS, "--limits.queued-prompt-tokens=100") as server, full(server):
+        call = server.generation.GenerateStream(as_stream(greedy("x" * 90, LONG)), timeout=20)
+        assert dict(call.initial_metadata()) == {}
+        assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert Refusal.of(call).reason == "QUEUED_TOKENS"
+
+
 def test_live_requests_are_bounded_too(serve: Serve) -> None:
     with serve(*FLAGS, "--limits.queued-requests=1", "--limits.live-requests=6") as small:
         request = as_stream(greedy("one for all", LONG))
