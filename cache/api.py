@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Scalar = bool | int | float | str | bytes | None
 Parameter = Scalar | tuple["Parameter", ...]
@@ -125,9 +125,9 @@ class Enrolment:
     total: int  # members altogether
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One message of an answer as it was streamed: what it added, and in the last one how it ended."""
+class Chunk(NamedTuple):
+    """One message of an answer as it was streamed: what it added, and in the last one how it ended. A named tuple,
+    since hundreds of them are made of a stored answer that somebody waits for."""
 
     token_ids: tuple[int, ...]
     text: str

@@ -191,5 +191,13 @@ def test_unfinished_or_of_another_schema_is_no_answer() -> None:
     for answer in (open_ended, twice, replace(whole, chunks=())):
         assert unpack_completion(pack_completion(answer), "00" * 32) is None
     packed = pack_completion(whole)
-    assert packed[1] == 1
-    assert unpack_completion(packed[:1] + b"\x02" + packed[2:], "00" * 32) is None
+    assert packed[1] == 2
+    assert unpack_completion(packed[:1] + b"\x01" + packed[2:], "00" * 32) is None
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 32])
+def test_what_is_no_id_is_no_answer(number: int) -> None:
+    chunk = Chunk((1, number), "x")
+    assert unpack_chunk(pack_chunk(chunk)) is None
+    whole = completion("yes")
+    assert unpack_completion(pack_completion(replace(whole, chunks=(chunk, *whole.chunks))), "00" * 32) is None
