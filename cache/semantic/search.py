@@ -95,7 +95,8 @@ class SimilarCache:
         """As the protocol says: embeds the question."""
         if self._settings.mode is Mode.OFF or _unfit(turn):
             return _nothing
-        return self._shelves.begin(turn.text, self._settings.min_tokens, self._settings.max_tokens)
+        # Read on the other thread: who looks it up next finds it read.
+        return self._shelves.begin(turn.text, (self._settings.min_tokens, self._settings.max_tokens), fleeting)
 
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
         """As the protocol says."""

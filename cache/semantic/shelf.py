@@ -60,9 +60,15 @@ class Shelves:
         self._worker = ThreadPoolExecutor(1, "semantic")
         self._recent: OrderedDict[str, Vector] = OrderedDict()
 
-    def begin(self, text: str, least: int, most: int) -> Callable[[], object]:
-        """Embeds on the way, for whoever asks next. The result gives it up, where it has not begun yet."""
-        return self._worker.submit(self._embed, text, least, most).cancel
+    def begin(self, text: str, bounds: tuple[int, int], unfit: Callable[[str], bool]) -> Callable[[], object]:
+        """Embeds on the way, for whoever asks next, unless the text is unfit. The result gives it up, where it has not
+        begun yet."""
+
+        def work() -> None:
+            if not unfit(text):
+                self._embed(text, *bounds)
+
+        return self._worker.submit(work).cancel
 
     async def embed(self, text: str, least: int, most: int) -> Vector | None:
         """None where the text is too short or too long for the embedder to be trusted."""

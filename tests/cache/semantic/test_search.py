@@ -406,11 +406,20 @@ async def test_what_is_given_up_before_its_turn_is_never_done(slow: tuple[Simila
     assert embedder.embedded == [SELL, "What do cows eat?"]
 
 
-@pytest.mark.parametrize("what", [turn(SELL, greedy=False), turn("call me on 0170 1234567 please"), turn("two words")])
+@pytest.mark.parametrize(
+    "what",
+    [
+        turn(SELL, greedy=False),
+        turn("call me on 0170 1234567 please"),
+        turn("two words"),
+        turn("What is the weather like today?"),
+    ],
+)
 async def test_nothing_is_begun_for_what_is_not_eligible(slow: tuple[SimilarCache, SlowEmbedder], what: Turn) -> None:
     cache, embedder = slow
     embedder.may.set()
     cache.begin(what)()
     cache.begin(what)
     assert (await cache.lookup(what, Allowance(5.0))).verdict is Verdict.SKIPPED
-    assert embedder.embedded == []
+    await cache.lookup(turn("What do cows eat?"), Allowance(5.0))  # whose turn comes after theirs
+    assert embedder.embedded == ["What do cows eat?"]
