@@ -68,7 +68,7 @@ def test_ctrl_c_stops_a_quantization_once(tmp_path: Path) -> None:
             assert line
         os.killpg(child.pid, signal.SIGINT)
         _, rest = child.communicate(timeout=60)
-    assert child.returncode == 130
+    assert child.returncode == 130, rest
     assert "the same command goes on from here" in rest
     assert "Traceback" not in rest
 
