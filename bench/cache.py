@@ -28,18 +28,18 @@ from bench.about import ROOT, device, revision
 from bench.front import UNARY, server
 from bench.grpc_frames import FrameClient
 from bench.redis_server import redis_server
+from cache.answers.exact import ExactCache
 from cache.api import Allowance, CachedCompletion, Chunk, Ending, Mode, Question, Turn
 from cache.counters import Counters
-from cache.envelope import Envelope
-from cache.ground import Ground
-from cache.keyring import Keyring
-from cache.partition import Epochs, ModelIdentity, Partitions
-from cache.redis_store import RedisStore
-from cache.response import ExactCache
+from cache.seal.context import Ground
+from cache.seal.envelope import Envelope
+from cache.seal.keyring import Keyring
+from cache.seal.partition import Epochs, ModelIdentity, Partitions
 from cache.semantic.embedder import ModelEmbedder, Vector, open_embedder
 from cache.semantic.export import exported
 from cache.semantic.search import SimilarCache
 from cache.settings import RedisSettings, ResponseSettings, SemanticSettings
+from cache.store.redis_store import RedisStore
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # the embedder's tokens, upper borders

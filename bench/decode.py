@@ -29,10 +29,10 @@ from bench.about import card_bytes, device, revision
 from bench.driven import asked, planner
 from bench.pace import Answer, figures, first_tokens
 from engine.api import SamplingParams
-from engine.build import make_runner, prepare
-from engine.pages import PagePool
-from engine.runner import ModelRunner
+from engine.execution.runner import ModelRunner
+from engine.kv.page_pool import PagePool
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, Dtype, EngineSettings, LoadFormat, Quantization
+from engine.worker.build import make_runner, prepare
 
 BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.07}  # TB/s, one kernel over 880 MB
 FIRST_PROMPT = 128  # tokens

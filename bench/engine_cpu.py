@@ -24,10 +24,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from bench.about import device, revision
 from bench.driven import asked, planner
-from engine.build import build
-from engine.pages import PagePool
-from engine.runner import ModelRunner
+from engine.execution.runner import ModelRunner
+from engine.kv.page_pool import PagePool
 from engine.settings import EngineSettings
+from engine.worker.build import build
 
 STREAMS = 8
 Arm = Callable[[], float]  # one turn → tokens per second

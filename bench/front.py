@@ -162,10 +162,10 @@ def neighbours(address: str, rounds: int) -> dict[str, float]:
 
 
 def stamping_server(folder: str) -> AbstractContextManager[tuple[str, int]]:
-    """A server whose engine's interpreter runs bench.stamped where it is asked for engine.process."""
+    """A server whose engine's interpreter runs bench.stamped where it is asked for engine.worker.process."""
     path = Path(folder) / "python"
     run = f'exec {shlex.quote(sys.executable)} -P -m bench.stamped "$4" "$5"'
-    path.write_text(f"#!/bin/sh\n# called as: -P -m engine.process --fd N\n{run}\n")
+    path.write_text(f"#!/bin/sh\n# called as: -P -m engine.worker.process --fd N\n{run}\n")
     path.chmod(0o755)
     return server("--fake.step-time=0.005", python=str(path))
 

@@ -24,19 +24,19 @@ from typing import Any
 
 from bench.about import device, revision
 from bench.redis_server import redis_server, write_keys
-from cache.blocks.gate import FetchGate
-from cache.blocks.store import RedisBlocks
+from cache.kv_blocks.gate import FetchGate
+from cache.kv_blocks.store import RedisBlocks
 from cache.replay import LruBlocks, read_blocks, replay_prefix
-from engine.blocks_link import open_store
-from engine.build import build
+from engine.execution.runner import ModelRunner
 from engine.fake import plain_request
-from engine.pages import PagePool
-from engine.prefix import PrefixIndex, kv_identity
-from engine.prefix_tier import BlockTier
-from engine.runner import ModelRunner
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence
+from engine.kv.open_tier import open_store
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_index import PrefixIndex, kv_identity
+from engine.kv.shared_tier import BlockTier
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, PrefixSettings
+from engine.worker.build import build
 
 SHARED = 512  # tokens
 QUESTION = 16

@@ -21,8 +21,8 @@ import torch
 
 from bench.about import device, revision
 from bench.engine_cpu import Arm, measure, ours, with_threads
-from engine.build import build
 from engine.settings import EngineSettings
+from engine.worker.build import build
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo" / "config.json"
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

@@ -29,11 +29,11 @@ import torch
 from bench.about import device, revision
 from bench.driven import CHUNK, GREEDY, asked, planner
 from engine.api import SamplingParams
-from engine.build import build
-from engine.events import Event
-from engine.pages import PagePool
-from engine.runner import ModelRunner
+from engine.execution.runner import ModelRunner
+from engine.ipc.events import Event
+from engine.kv.page_pool import PagePool
 from engine.settings import EngineSettings
+from engine.worker.build import build
 from quant.decoder import Decoder
 
 QUESTIONS = 16

@@ -1,7 +1,7 @@
 """The fake engine process, with a clock: the first of a token's top logprobs says when the token was made.
 
-Stands in for `engine.process` where the time from the engine to the client is measured. A stamp is microseconds of
-`time.monotonic`, modulo 2^31, in the place of a token id.
+Stands in for `engine.worker.process` where the time from the engine to the client is measured. A stamp is
+microseconds of `time.monotonic`, modulo 2^31, in the place of a token id.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import sys
 import time
 from dataclasses import replace
 
-import engine.process
+import engine.worker.process
 from engine.api import TokenLogprob
 from engine.fake import FakeRunner
-from engine.plan import StepPlan, StepResult
+from engine.scheduling.plan import StepPlan, StepResult
 
 MODULUS = 1 << 31
 
@@ -36,5 +36,5 @@ class StampedRunner(FakeRunner):
 
 
 if __name__ == "__main__":
-    setattr(engine.process, "FakeRunner", StampedRunner)  # noqa: B010 - it is not meant to be replaced
-    sys.exit(engine.process.main())
+    setattr(engine.worker.process, "FakeRunner", StampedRunner)  # noqa: B010 - it is not meant to be replaced
+    sys.exit(engine.worker.process.main())

@@ -17,21 +17,26 @@ import uvloop
 from engine.api import EngineState
 from engine.client import EngineClient
 from engine.errors import EngineError, InvalidModel, Unsupported
-from service.admission import Admission
-from service.auth import OpenHouse, TokenFile
-from service.caching import AnswerCaches, checked
-from service.delivery import StallWatch
-from service.flush import Flusher
-from service.generate import Generator
-from service.health import SERVICE as HEALTH
-from service.health import Health
-from service.metrics import Metrics
-from service.model import ServedModel
-from service.progress import Progress
-from service.rpc import Endpoints, Guard
-from service.scrape import PATH as METRICS_PATH
-from service.scrape import MetricsPort
-from service.server import (
+from service.config.settings import BadSettings, Settings
+from service.config.sources import load
+from service.core.admission import Admission
+from service.core.answers.caches import AnswerCaches, checked
+from service.core.answers.flush import Flusher
+from service.core.answers.lookup import Sources
+from service.core.generation import Generator
+from service.core.model import ServedModel
+from service.core.switches import Switches
+from service.core.text import Tokenizer
+from service.observability.metrics import Metrics
+from service.observability.progress import Progress
+from service.observability.scrape import PATH as METRICS_PATH
+from service.observability.scrape import MetricsPort
+from service.protocols.whippet_v1.servicer import AdminServicer, GenerationServicer, ModelServicer
+from service.protocols.whippet_v1.sink import StallWatch
+from service.transport.auth import OpenHouse, TokenFile
+from service.transport.health import SERVICE as HEALTH
+from service.transport.health import Health
+from service.transport.ports import (
     ADMIN_NAMES,
     DATA_NAMES,
     GENERATION,
@@ -42,12 +47,7 @@ from service.server import (
     data_handlers,
     open_port,
 )
-from service.servicer import AdminServicer, GenerationServicer, ModelServicer
-from service.settings import BadSettings, Settings
-from service.sources import load
-from service.sourcing import Sources
-from service.switches import Switches
-from service.text import Tokenizer
+from service.transport.rpc import Endpoints, Guard
 
 # Exit codes
 STOPPED = 0  # as asked, nothing was lost

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from cache.answers.codec import pack_completion, unpack_completion
 from cache.api import CachedCompletion
-from cache.codec import pack_completion, unpack_completion
 from cache.semantic.embedder import Vector
 
 SCHEMA = 1

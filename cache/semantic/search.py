@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from cache.answers.exact import entry_digest, keepable, serves
 from cache.api import (
     STOPPED,
     Allowance,
@@ -22,9 +23,8 @@ from cache.api import (
     Turn,
     Verdict,
 )
-from cache.ground import Ground
-from cache.partition import encode
-from cache.response import entry_digest, keepable, serves
+from cache.seal.context import Ground
+from cache.seal.partition import encode
 from cache.semantic.embedder import Embedder
 from cache.semantic.entry import Entry, Stored, pack_entry
 from cache.semantic.evidence import STRICT, bucket, label, proven, refuted, wrongs

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from cache.api import CacheKey, Kind, StoreFault
-from cache.ground import Ground
+from cache.seal.context import Ground
 from cache.semantic.embedder import Embedder, Vector
 from cache.semantic.entry import Stored, unpack_entry
 from cache.semantic.index import VectorIndex

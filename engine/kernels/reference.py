@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from engine.kernels.attention import PAGE, Heads
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow
-from engine.noise import gumbel
+from engine.sampling.noise import gumbel
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Wrapper of `sampling`: the four launches between `head` and `advance` that choose by every parameter there is, and
 the state they live in. A row that needs none of it is left to the head.
 
-Order and ties are those of `engine.sampling`: bias, penalties, barred tokens, temperature, top_k, top_p, min_p, a draw.
+Order and ties are those of `engine.sampling.sampler`: bias, penalties, barred tokens, temperature, top_k, top_p, min_p,
+a draw.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SampledRow:
     presence: float = 0.0
     frequency: float = 0.0
     free_from: int = 0  # the position from which barred tokens may stand
-    noise_key: int = 0  # `engine.noise.seed_key`
+    noise_key: int = 0  # `engine.sampling.noise.seed_key`
     biased: bool = False  # whether the row has biases
     marked: bool = False  # whether it has penalties or barred tokens
 

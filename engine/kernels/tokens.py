@@ -23,7 +23,7 @@ class Choice:
     """How each row chooses its token."""
 
     temperature: torch.Tensor  # float32 [batch]; 0 is greedy
-    noise_key: torch.Tensor  # int64 [batch]: `engine.noise.seed_key`
+    noise_key: torch.Tensor  # int64 [batch]: `engine.sampling.noise.seed_key`
     best: torch.Tensor  # int64 [batch], zero between steps
     logits: torch.Tensor | None = None  # float32 [batch, vocabulary]; None: they are not kept
 

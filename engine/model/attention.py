@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
-from engine.model.kv import KvPool
+from engine.kv.kv_cache import KvPool
 from engine.settings import PAGE_SIZE
 
 Window = int | None

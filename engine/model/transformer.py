@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from engine.kv.kv_cache import KvPool
 from engine.linear import Place
 from engine.model.attention import StepAttention
 from engine.model.config import ModelConfig
-from engine.model.kv import KvPool
 from engine.model.weights import Layer, Weights
 
 

@@ -1,7 +1,7 @@
 """`whippet doctor`: what this machine has, and how a model would be served on it.
 
-The engine's part comes from a process of its own, `python -m engine.doctor`. Exit code 1 where serving is impossible;
-a port that is taken is told but is no such reason, since a running server takes it.
+The engine's part comes from a process of its own, `python -m engine.worker.doctor`. Exit code 1 where serving is
+impossible; a port that is taken is told but is no such reason, since a running server takes it.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ask_engine(flags: argparse.Namespace) -> dict[str, Any]:
-    """The report of `engine.doctor`; `problems` alone where it gives none."""
+    """The report of `engine.worker.doctor`; `problems` alone where it gives none."""
     asked = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     asked += ["--quantization", flags.quantization]
     if flags.model is not None:
         asked += ["--model", flags.model]
     try:
         done = subprocess.run(
-            command("engine.doctor", asked),
+            command("engine.worker.doctor", asked),
             env=environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -99,7 +99,7 @@ def _look_at_text(folder: str | None) -> tuple[dict[str, Any] | None, list[str]]
     """What tokenizer and chat template are like, and what is wrong with them."""
     if folder is None:
         return None, []
-    from service.text import Tokenizer
+    from service.core.text import Tokenizer
 
     try:
         tokenizer = Tokenizer.load(folder)

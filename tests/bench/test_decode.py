@@ -13,8 +13,8 @@ from bench import decode, served
 from bench.driven import GREEDY
 from bench.pace import Answer, figures, first_tokens, quantile
 from engine.api import SamplingParams
+from service.core.text import Tokenizer
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

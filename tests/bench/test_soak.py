@@ -9,7 +9,7 @@ import pytest
 
 from bench import soak
 from bench.soak import Record
-from engine.plan import RowResult, StepPlan, StepResult
+from engine.scheduling.plan import RowResult, StepPlan, StepResult
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

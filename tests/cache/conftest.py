@@ -9,12 +9,12 @@ import pytest
 from bench.redis_server import Proxy, RedisServer, free_port
 from cache.api import Store
 from cache.counters import Counters
-from cache.keyring import Keyring
-from cache.memory import MemoryStore
-from cache.redis_store import RedisStore
+from cache.seal.keyring import Keyring
 from cache.semantic.embedder import ModelEmbedder, open_embedder
 from cache.semantic.export import exported
 from cache.settings import RedisSettings
+from cache.store.memory import MemoryStore
+from cache.store.redis_store import RedisStore
 
 
 @pytest.fixture

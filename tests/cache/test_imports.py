@@ -20,7 +20,7 @@ def loaded(statement: str) -> set[str]:
 
 SEARCH = """
 import numpy
-from cache.caches import open_caches
+from cache.open import open_caches
 from cache.semantic.embedder import open_embedder
 from cache.semantic.export import exported
 from cache.semantic.index import VectorIndex

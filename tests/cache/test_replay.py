@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 from scipy.stats import binomtest
 
+from cache.answers.exact import ExactCache
 from cache.api import Mode
 from cache.counters import Counters
-from cache.envelope import Envelope
-from cache.ground import Ground
-from cache.keyring import Keyring
-from cache.memory import MemoryStore
-from cache.partition import Epochs, ModelIdentity, Partitions
 from cache.replay import (
     Labelled,
     LruBlocks,
@@ -29,10 +25,14 @@ from cache.replay import (
     replay_prefix,
     replay_semantic,
 )
-from cache.response import ExactCache
+from cache.seal.context import Ground
+from cache.seal.envelope import Envelope
+from cache.seal.keyring import Keyring
+from cache.seal.partition import Epochs, ModelIdentity, Partitions
 from cache.semantic.embedder import ModelEmbedder
 from cache.semantic.search import SimilarCache
 from cache.settings import ResponseSettings, SemanticSettings
+from cache.store.memory import MemoryStore
 
 DATA = Path(__file__).parent / "data"
 

@@ -12,15 +12,16 @@ import torch
 
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, Objection, Stopping
-from engine.build import Prepared, make_runner, prepare
-from engine.decoders import DECODERS, DecoderEntry, choose, eager
-from engine.decoders.parts import Parts, Unfit
 from engine.errors import Unsupported
-from engine.pages import PagePool
-from engine.plan import Row, Runner, StepPlan, StepResult
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence
+from engine.execution import eager
+from engine.execution.registry import DECODERS, DecoderEntry, choose
+from engine.execution.step_state import Parts, Unfit
+from engine.kv.page_pool import PagePool
+from engine.scheduling.plan import Row, Runner, StepPlan, StepResult
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
+from engine.worker.build import Prepared, make_runner, prepare
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

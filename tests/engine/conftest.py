@@ -10,10 +10,10 @@ import pytest
 
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, Stopping, TokenLogprob
-from engine.pages import PagePool
-from engine.plan import Runner
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence
+from engine.kv.page_pool import PagePool
+from engine.scheduling.plan import Runner
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.sequence import Sequence
 
 
 @dataclass

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-from engine.events import Event
 from engine.fake import FakeRunner, plain_request
-from engine.pages import PagePool
-from engine.plan import StepPlan
-from engine.prefix import PrefixIndex
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence
+from engine.ipc.events import Event
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_index import PrefixIndex
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
 
 

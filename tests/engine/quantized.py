@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, Stopping
-from engine.build import prepare
-from engine.decoders.eager import EagerDecoder
+from engine.execution.eager import EagerDecoder
 from engine.model.config import parse_config
 from engine.model.weights import Layer, dense_tensors, projections
-from engine.plan import Row
-from engine.sequence import Sequence
+from engine.scheduling.plan import Row
+from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
+from engine.worker.build import prepare
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,

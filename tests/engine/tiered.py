@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from cache.api import BlockChunk, BlockLayout, Fetched
-from engine.events import Event
 from engine.fake import FakeRunner, plain_request
-from engine.pages import PagePool
-from engine.prefix import PrefixIndex
-from engine.prefix_tier import BlockTier
-from engine.scheduler import Limits, Scheduler
-from engine.sequence import Sequence as Live
+from engine.ipc.events import Event
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_index import PrefixIndex
+from engine.kv.shared_tier import BlockTier
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.sequence import Sequence as Live
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
 
 CHUNK = 128  # tokens

@@ -69,7 +69,8 @@ class Server:
     def engine_pid(self) -> int:
         """Of its engine process."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        engines = [int(pid) for pid in children if b"engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        engines = [pid for pid, line in lines.items() if b"engine.worker.process" in line]
         assert len(engines) == 1, engines
         return engines[0]
 

@@ -15,17 +15,17 @@ import pytest
 
 from cache.api import Allowance, CachedCompletion, CacheKey, Chunk, Ending, Kind, Mode, Question, Store, Turn, Verdict
 from cache.counters import Counters
-from cache.envelope import Envelope
-from cache.ground import Ground
-from cache.keyring import Keyring
-from cache.memory import MemoryStore
-from cache.partition import Epochs, ModelIdentity, Partitions
-from cache.redis_store import RedisStore
+from cache.seal.context import Ground
+from cache.seal.envelope import Envelope
+from cache.seal.keyring import Keyring
+from cache.seal.partition import Epochs, ModelIdentity, Partitions
 from cache.semantic import shelf
 from cache.semantic.embedder import Vector
 from cache.semantic.evidence import label
 from cache.semantic.search import SimilarCache
 from cache.settings import SemanticSettings
+from cache.store.memory import MemoryStore
+from cache.store.redis_store import RedisStore
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
 ON = SemanticSettings(mode=Mode.ON, audit=0.0)

@@ -1,0 +1,1 @@
+"""Exact answers, and one generation for all who ask the same at the same time."""

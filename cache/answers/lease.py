@@ -1,0 +1,107 @@
+"""Who generates an answer at the moment, among replicas: a lease in Redis with a fencing token and a heartbeat.
+
+The token names the stream that its holder writes to. A holder that was paused past its lease writes to a stream that
+nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from cache.api import CacheKey, Kind, StoreFault
+from cache.settings import FlightSettings
+from cache.store.redis_link import Link
+
+TOKEN_BYTES = 16
+
+EXTEND = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+RELEASE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One holder's claim on one answer."""
+
+    key: CacheKey
+    token: str
+
+    @property
+    def stream(self) -> CacheKey:
+        """Where its holder writes."""
+        return CacheKey(Kind.FLIGHT, self.key.partition, self.key.digest + self.token)
+
+
+class Leases:
+    """Takes, keeps and gives back leases, and carries the streams that belong to them. All raise StoreFault."""
+
+    def __init__(self, urgent: Link, patient: Link, settings: FlightSettings) -> None:
+        self._urgent = urgent
+        self._patient = patient  # for reads that block; its budget is longer than BLOCK
+        self._settings = settings
+
+    async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
+        """The lease that stands, and whether it was taken now. `within` shortens the budget, in seconds."""
+        key = CacheKey(Kind.LEASE, answer.partition, answer.digest)
+        token = secrets.token_hex(TOKEN_BYTES)
+        lease = round(1000 * self._settings.lease)
+        standing = await self._urgent.write(
+            lambda client: client.set(key.name, token, px=lease, nx=True, get=True), within
+        )
+        if standing is None:
+            return Lease(key, token), True
+        held = cast("bytes", standing).decode("ascii", "replace")
+        try:
+            lease_held = Lease(key, held)
+            _ = lease_held.stream
+        except ValueError:
+            raise StoreFault("a lease that is not one") from None
+        return lease_held, False
+
+    async def holds(self, lease: Lease) -> bool:
+        """Whether the lease stands."""
+        value = await self._urgent.read(lambda client: client.get(lease.key.name))
+        return value == lease.token.encode()
+
+    async def extend(self, lease: Lease) -> bool:
+        """False where it is lost."""
+        arguments = (1, lease.key.name, lease.token, round(1000 * self._settings.lease))
+        return bool(await self._urgent.write(lambda client: client.eval(EXTEND, *arguments)))
+
+    async def release(self, lease: Lease) -> None:
+        """Lets somebody else begin at once."""
+        await self._urgent.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token))
+
+    async def append(self, lease: Lease, items: Sequence[bytes]) -> None:
+        """Adds messages to the holder's stream."""
+        retention = round(1000 * self._settings.retention)
+
+        async def command(client: Redis) -> None:
+            async with client.pipeline(transaction=False) as pipe:
+                for item in items:
+                    pipe.xadd(lease.stream.name, {"c": item})
+                pipe.pexpire(lease.stream.name, retention)
+                await pipe.execute()
+
+        await self._urgent.write(command)
+
+    async def read(self, lease: Lease, after: str, block: float) -> tuple[str, Sequence[bytes]]:
+        """New messages and the place of the last, after waiting for the first one as long as `block`."""
+        milliseconds = max(1, round(1000 * block))
+        answer: Any = await self._patient.read(
+            lambda client: client.xread({lease.stream.name: after}, count=256, block=milliseconds)
+        )
+        if not answer:
+            return after, ()
+        entries = answer[0][1]
+        return entries[-1][0].decode(), [fields.get(b"c", b"") for _, fields in entries]

@@ -1,0 +1,190 @@
+"""Identical requests at the same time, across replicas: the holder of a lease generates, the others read its stream.
+
+Every trouble ends in generating for oneself: a fault of the store, a leader that is silent for too long, a stream that
+does not open. What was already delivered is never delivered twice (`resume`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from cache.answers.codec import pack_chunk, unpack_chunk
+from cache.answers.lease import Lease, Leases
+from cache.answers.resume import BEGUN, resume
+from cache.answers.single_flight import Generate
+from cache.api import CacheKey, Chunk, Counter, StoreFault
+from cache.seal.envelope import Envelope
+from cache.settings import FlightSettings
+
+BLOCK = 0.05  # seconds a read waits for news; bounds how late a dead Redis is noticed
+INDEX = struct.Struct("<I")  # place of a message in its stream, so that none can be left out or moved
+
+
+class _LeaderLostError(Exception):
+    """The lease went before the answer ended."""
+
+
+class SharedFlights:
+    """Wraps a way of generating so that one replica does it for all."""
+
+    def __init__(self, leases: Leases, envelope: Envelope, settings: FlightSettings, counter: Counter) -> None:
+        self._leases = leases
+        self._envelope = envelope
+        self._settings = settings
+        self._counter = counter
+        self._publishing: set[asyncio.Task[None]] = set()
+
+    async def around(
+        self, answer: CacheKey, generate: Generate, within: float | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """The answer, from whichever replica generates it. Raises what `generate` raises. `within`: seconds that asking
+        for the lease may take."""
+        delivered: list[Chunk] = []
+        alone = False
+        while True:
+            source = generate() if alone else self._source(answer, generate, within)
+            async with aclosing(source), aclosing(resume(delivered, source)) as rest:
+                try:
+                    async for chunk in rest:
+                        if chunk is not BEGUN:
+                            delivered.append(chunk)
+                        yield chunk
+                    return
+                except _LeaderLostError:
+                    self._counter.count("flight_shared", "leader_lost")
+                except StoreFault:
+                    self._counter.count("flight_shared", "alone")
+                    alone = True
+
+    async def aclose(self) -> None:
+        """Ends what is still being published."""
+        for task in self._publishing:
+            task.cancel()
+        if self._publishing:
+            await asyncio.wait(self._publishing)
+
+    async def _source(self, answer: CacheKey, generate: Generate, within: float | None) -> AsyncGenerator[Chunk, None]:
+        lease, taken = await self._leases.take(answer, within)
+        self._counter.count("flight_shared", "lead" if taken else "follow")
+        async with aclosing(self._lead(lease, generate) if taken else self._follow(lease)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _lead(self, lease: Lease, generate: Generate) -> AsyncGenerator[Chunk, None]:
+        publisher = Publisher(self._leases, lease, self._settings.heartbeat, self._counter)
+        task = asyncio.get_running_loop().create_task(publisher.run(), name="flight publisher")
+        self._publishing.add(task)
+        task.add_done_callback(self._publishing.discard)
+        place, whole = 0, False
+        try:
+            async with aclosing(generate()) as chunks:
+                async for chunk in chunks:
+                    if chunk is BEGUN:
+                        yield chunk
+                        continue
+                    whole = chunk.ending is not None
+                    publisher.put(self._envelope.seal(lease.stream, INDEX.pack(place) + pack_chunk(chunk)))
+                    place += 1
+                    yield chunk
+        finally:
+            publisher.finish(whole)
+
+    async def _follow(self, lease: Lease) -> AsyncGenerator[Chunk, None]:
+        """Raises _LeaderLostError, or StoreFault where it is better to generate."""
+        yield BEGUN
+        after, place, heard = "0", 0, time.monotonic()
+        while True:
+            after, items = await self._leases.read(lease, after, BLOCK)
+            if not items and not await self._leases.holds(lease):
+                # The ending may have come between the two questions.
+                after, items = await self._leases.read(lease, after, BLOCK)
+                if not items:
+                    raise _LeaderLostError
+            for item in items:
+                yield (chunk := self._open(lease, place, item))
+                if chunk.ending is not None:
+                    return
+                place, heard = place + 1, time.monotonic()
+            if time.monotonic() - heard > self._settings.patience:
+                raise StoreFault("a silent leader")
+
+    def _open(self, lease: Lease, place: int, item: bytes) -> Chunk:
+        data = self._envelope.open(lease.stream, item)
+        if data is None or data[: INDEX.size] != INDEX.pack(place):
+            raise StoreFault("a message that is not the next one")
+        chunk = unpack_chunk(data[INDEX.size :])
+        if chunk is None:
+            raise StoreFault("a message that is not one")
+        return chunk
+
+
+class Publisher:
+    """Writes a leader's messages to its stream, off the leader's path, and keeps its lease. Gives up at the first
+    fault: followers then take over."""
+
+    def __init__(self, leases: Leases, lease: Lease, heartbeat: float, counter: Counter) -> None:
+        self._leases = leases
+        self._lease = lease
+        self._heartbeat = heartbeat
+        self._counter = counter
+        self._items: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._finished = False
+        self._broken = False  # something is missing from the stream: it must never look whole
+
+    def put(self, item: bytes | None) -> None:
+        """The next message; None for one that was too large to seal."""
+        self._broken = self._broken or item is None
+        if item is not None and not self._broken:
+            self._items.append(item)
+        self._news.set()
+
+    def finish(self, whole: bool) -> None:
+        """No message will follow."""
+        self._finished = True
+        self._broken = self._broken or not whole
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until finished. A whole stream keeps its lease until that runs out, so that latecomers read it."""
+        try:
+            if await self._publish():
+                return
+            await self._leases.release(self._lease)
+        except StoreFault:
+            self._counter.count("flight_shared", "unpublished")
+
+    async def _publish(self) -> bool:
+        """Whether the whole answer lies in the stream."""
+        beat = time.monotonic() + self._heartbeat
+        try:
+            while not self._broken:
+                if self._items:
+                    items = list(self._items)
+                    self._items.clear()
+                    await self._leases.append(self._lease, items)
+                elif self._finished:
+                    return True
+                if time.monotonic() >= beat:
+                    if not await self._leases.extend(self._lease):
+                        return False
+                    beat = time.monotonic() + self._heartbeat
+                await self._wait(beat)
+        except StoreFault:
+            self._counter.count("flight_shared", "unpublished")
+        return False
+
+    async def _wait(self, until: float) -> None:
+        if self._items or self._finished or self._broken:
+            return
+        self._news.clear()
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                await self._news.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,94 @@
+"""How a chunk of keys and values lies in Redis: fixed header, key id, nonce, sealed payload, tag.
+
+The header says what the bytes mean and where in the chain they stand. It is authenticated together with the name, so
+that nothing but the very chunk that was asked for opens, in the very layout of this engine.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from hashlib import sha256
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from cache.api import BlockChunk, BlockLayout, CacheKey, Counter, Kind
+from cache.seal.keyring import ID_BYTES, Keyring
+from cache.seal.partition import encode, mac
+
+MAGIC = b"WPKV"
+VERSION = 1
+# magic · version · item bytes · layers · heads · width · page size · tokens · payload bytes · layout · hash · parent
+HEADER = struct.Struct("<4sBBHHHHIQ16s32s32s")
+NONCE = 12
+TAG = 16
+OVERHEAD = HEADER.size + ID_BYTES + NONCE + TAG
+
+
+def fingerprint(layout: BlockLayout) -> bytes:
+    """Of everything a layout says."""
+    fields = (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.item_bytes, layout.page_size)
+    return sha256(encode((*fields, layout.variant))).digest()[:16]
+
+
+class ChunkCodec:
+    """Names, seals and opens the chunks of one layout."""
+
+    def __init__(self, keyring: Keyring, layout: BlockLayout, counter: Counter) -> None:
+        self._names = keyring.names
+        self._ciphers = {key.id: AESGCM(key.secret) for key in keyring.sealing}
+        self._current = keyring.sealing[0].id
+        self._layout = layout
+        self._fingerprint = fingerprint(layout)
+        self._counter = counter
+
+    def key(self, partition: str, chunk: BlockChunk) -> CacheKey:
+        """The name: keyed, since a bare hash of a prompt could be guessed."""
+        return CacheKey(Kind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, chunk.hash).hex())
+
+    def payload_bytes(self, chunk: BlockChunk) -> int:
+        """Without what goes around it."""
+        return self._layout.token_bytes * chunk.tokens
+
+    def seal(self, key: CacheKey, chunk: BlockChunk, payload: bytes) -> bytes:
+        """As it is stored. Raises ValueError where the payload is not as long as the layout says."""
+        if len(payload) != self.payload_bytes(chunk):
+            raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(chunk)}")
+        header = self._header(chunk)
+        nonce = os.urandom(NONCE)
+        sealed = self._ciphers[self._current].encrypt(nonce, payload, self._bound(header, self._current, key))
+        return header + self._current + nonce + sealed
+
+    def open(self, key: CacheKey, chunk: BlockChunk, sealed: memoryview, into: memoryview) -> bool:
+        """Decrypts into the caller's buffer. False, counted, where anything is unexpected; the buffer is then void."""
+        size = self.payload_bytes(chunk)
+        header = bytes(sealed[: HEADER.size])
+        identity = bytes(sealed[HEADER.size : HEADER.size + ID_BYTES])
+        reason = ""
+        if len(sealed) != size + OVERHEAD or len(into) != size:
+            reason = "length"
+        elif header != self._header(chunk):
+            reason = "header"
+        elif identity not in self._ciphers:
+            reason = "key"
+        else:
+            nonce = bytes(sealed[HEADER.size + ID_BYTES : HEADER.size + ID_BYTES + NONCE])
+            body = sealed[HEADER.size + ID_BYTES + NONCE :]
+            try:
+                self._ciphers[identity].decrypt_into(nonce, body, self._bound(header, identity, key), into)
+            except InvalidTag:
+                reason = "forged"
+        if reason:
+            self._counter.count("block_rejected", reason)
+        return not reason
+
+    def _header(self, chunk: BlockChunk) -> bytes:
+        a = self._layout
+        shape = (a.item_bytes, a.layers, a.kv_heads, a.head_dim, a.page_size)
+        place = (chunk.tokens, self.payload_bytes(chunk), self._fingerprint, chunk.hash, chunk.parent)
+        return HEADER.pack(MAGIC, VERSION, *shape, *place)
+
+    @staticmethod
+    def _bound(header: bytes, identity: bytes, key: CacheKey) -> bytes:
+        return header + identity + key.name.encode()

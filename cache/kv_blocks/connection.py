@@ -1,0 +1,48 @@
+"""One thread's connection to Redis: made when needed, dropped after any error, behind a breaker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cache.kv_blocks.resp import RespConnection, RespError
+from cache.settings import RedisSettings
+from cache.store.breaker import Breaker
+
+
+class Lane:
+    """Used by one thread at a time."""
+
+    def __init__(self, settings: RedisSettings, breaker: Breaker) -> None:
+        self._settings = settings
+        self._breaker = breaker
+        self._link: RespConnection | None = None
+
+    @property
+    def breaker(self) -> Breaker:
+        """To be read, not to be told anything."""
+        return self._breaker
+
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[RespConnection]:
+        """Raises OSError or RespError, as does what is done inside."""
+        if not self._breaker.allow():
+            raise RespError("breaker open")
+        whole = False
+        try:
+            if self._link is None:
+                self._link = RespConnection(self._settings, deadline)
+            yield self._link
+            whole = True
+        finally:
+            if whole:
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed()
+                self.close()
+
+    def close(self) -> None:
+        """Drops the connection."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None

@@ -1,0 +1,235 @@
+"""The `BlockStore` in Redis: one thread fetches, one writes, each with a connection of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cache.api import BlockChunk, BlockLayout, CacheKey, Counter, Fetched
+from cache.kv_blocks.chunk import OVERHEAD, ChunkCodec
+from cache.kv_blocks.connection import Lane
+from cache.kv_blocks.gate import FetchGate
+from cache.kv_blocks.policy import SecondUse
+from cache.kv_blocks.resp import RespConnection, RespError
+from cache.seal.keyring import InvalidKeyFile, Keyring
+from cache.settings import BlockSettings
+from cache.store.breaker import Breaker, BreakerState
+
+PROBE_BYTES = 1 << 18
+PROBE_EVERY = 30.0  # seconds without a fetch, after which the link is measured again
+CLOSE_WITHIN = 1.0
+
+
+def open_blocks(settings: BlockSettings, layout: BlockLayout, counter: Counter) -> RedisBlocks:
+    """Raises InvalidKeyFile: blocks that no other process can open are not worth writing."""
+    if settings.key_file is None:
+        raise InvalidKeyFile("the shared tier of keys and values needs a key file")
+    return RedisBlocks(settings, layout, Keyring.read(settings.key_file), counter)
+
+
+class RedisBlocks:
+    """Nothing here raises or waits for Redis on the caller's thread."""
+
+    def __init__(self, settings: BlockSettings, layout: BlockLayout, keyring: Keyring, counter: Counter) -> None:
+        self._settings = settings
+        self._codec = ChunkCodec(keyring, layout, counter)
+        self._counter = counter
+        self._gate = FetchGate(layout.token_bytes, settings.min_tokens)
+        self._policy = SecondUse(settings.seen)
+        self._chunk_tokens = max(1, settings.chunk_bytes // (layout.token_bytes * layout.page_size)) * layout.page_size
+        self._reader = Lane(settings.redis, Breaker(settings.redis.breaker))
+        self._writer = Lane(settings.redis, Breaker(settings.redis.breaker))
+        self._fetching = ThreadPoolExecutor(1, "block-fetch")
+        self._queue: deque[tuple[CacheKey, BlockChunk, bytes]] = deque()
+        self._queued = 0  # bytes
+        self._change = threading.Condition()
+        self._closed = False
+        self._measured = 0.0  # when the link was last measured
+        self._scratch = bytearray()
+        self._thread = threading.Thread(target=self._write, name="block-write", daemon=True)
+        self._thread.start()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """As the protocol says."""
+        return self._chunk_tokens
+
+    @property
+    def gate(self) -> FetchGate:
+        """What was measured."""
+        return self._gate
+
+    @property
+    def states(self) -> dict[str, BreakerState]:
+        """Of both breakers, by name."""
+        return {"block_reads": self._reader.breaker.state, "block_writes": self._writer.breaker.state}
+
+    def worth(self, tokens: int) -> float | None:
+        """As the protocol says."""
+        if self._reader.breaker.waiting:
+            self._counter.count("block_gate", "breaker")
+            return None
+        prediction = self._gate.decide(tokens)
+        self._counter.count("block_gate", prediction.reason)
+        if not prediction.fetch:
+            return None
+        longest = self._settings.timeout
+        return longest if prediction.computing is None else min(prediction.computing, longest)
+
+    def fetch(
+        self, partition: str, chunks: Sequence[BlockChunk], into: Sequence[memoryview], within: float
+    ) -> Future[Fetched]:
+        """As the protocol says."""
+        deadline = time.monotonic() + within
+        fit = len(chunks) == len(into) and all(map(self._fits, chunks, into))
+        if self._closed or not fit:
+            self._counter.count("block_fault", "buffers" if not fit else "closed")
+            nothing: Future[Fetched] = Future()
+            nothing.set_result(Fetched(0, 0.0))
+            return nothing
+        return self._fetching.submit(self._fetch, partition, tuple(chunks), tuple(into), deadline)
+
+    def used(self, partition: str, chunk: BlockChunk) -> bool:
+        """As the protocol says."""
+        return self._policy.used(self._codec.key(partition, chunk).name)
+
+    def keep(self, partition: str, chunk: BlockChunk, payload: memoryview) -> bool:
+        """As the protocol says."""
+        key = self._codec.key(partition, chunk)
+        with self._change:
+            if self._closed or self._queued + len(payload) > self._settings.queue_bytes:
+                self._counter.count("block_write_dropped")
+                return False
+            self._queue.append((key, chunk, bytes(payload)))
+            self._queued += len(payload)
+            self._change.notify_all()
+        self._policy.kept(key.name)
+        return True
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """As the protocol says."""
+        self._gate.computed(tokens, seconds)
+
+    def drained(self, within: float) -> bool:
+        """Whether nothing waits to be written, after waiting for that."""
+        with self._change:
+            return self._change.wait_for(lambda: self._queued == 0, within)
+
+    def close(self) -> None:
+        """Writes what it can in a second."""
+        self.drained(CLOSE_WITHIN)
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        self._fetching.shutdown(wait=True, cancel_futures=True)
+        self._thread.join(self._settings.redis.write_budget + 1)
+        self._reader.close()
+        self._writer.close()
+
+    def _fits(self, chunk: BlockChunk, buffer: memoryview) -> bool:
+        plain = buffer.c_contiguous and buffer.itemsize == 1 and not buffer.readonly
+        return plain and buffer.nbytes == self._codec.payload_bytes(chunk)
+
+    def _fetch(
+        self, partition: str, chunks: Sequence[BlockChunk], into: Sequence[memoryview], deadline: float
+    ) -> Fetched:
+        begun = time.monotonic()
+        keys = [self._codec.key(partition, chunk) for chunk in chunks]
+        arrived = 0
+        # A Redis that does not even begin to answer costs no more than any other lookup would.
+        begin = min(deadline, begun + self._settings.redis.budget)
+        try:
+            with self._reader.connection(begin) as link:
+                for place in range(len(chunks)):
+                    # The next value is asked for before this one is read: one round trip for all.
+                    for ahead in keys[place + bool(place) : place + 2]:
+                        link.send(b"GET", ahead.name.encode(), deadline=deadline)
+                    begins = deadline if place else begin
+                    if not self._take(link, keys[place], chunks[place], into[place], (begins, deadline)):
+                        if place + 1 < len(chunks):
+                            link.bulk(memoryview(self._scratch), deadline)
+                        break
+                    arrived += 1
+        except (OSError, RespError) as error:
+            self._counter.count("block_fault", type(error).__name__)
+            if isinstance(error, TimeoutError) and not arrived:
+                self._gate.fetched(1, time.monotonic() - begun)  # slower than predicted, by how much nobody knows
+        return self._told(chunks, arrived, time.monotonic() - begun)
+
+    def _told(self, chunks: Sequence[BlockChunk], arrived: int, seconds: float) -> Fetched:
+        self._counter.count("block_chunks", "hit", arrived)
+        self._counter.count("block_chunks", "miss", len(chunks) - arrived)
+        if arrived:
+            self._measured = time.monotonic()
+            size = sum(self._codec.payload_bytes(chunk) for chunk in chunks[:arrived])
+            self._counter.count("block_bytes", "fetched", size)
+            self._gate.fetched(size, seconds)
+        self._counter.observe("block_fetch", seconds)
+        return Fetched(arrived, seconds)
+
+    def _take(
+        self, link: RespConnection, key: CacheKey, chunk: BlockChunk, into: memoryview, times: tuple[float, float]
+    ) -> bool:
+        """Reads one value, of which the first bytes are there by the first time, and all by the second."""
+        size = self._codec.payload_bytes(chunk) + OVERHEAD
+        if len(self._scratch) < size:
+            self._scratch = bytearray(size)
+        begin, deadline = times
+        length = link.bulk(memoryview(self._scratch), deadline, begin)
+        if length is None or not self._codec.open(key, chunk, memoryview(self._scratch)[:length], into):
+            self._policy.lost(key.name)
+            return False
+        self._policy.kept(key.name)
+        return True
+
+    def _write(self) -> None:
+        """The writing thread."""
+        self._probe()
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._closed or bool(self._queue), PROBE_EVERY / 10)
+                if self._closed:
+                    return
+                job = self._queue[0] if self._queue else None
+            if job is None:
+                self._probe()
+                continue
+            self._store(*job)
+            with self._change:
+                self._queue.popleft()
+                self._queued -= len(job[2])
+                self._change.notify_all()
+
+    def _store(self, key: CacheKey, chunk: BlockChunk, payload: bytes) -> None:
+        deadline = time.monotonic() + self._settings.timeout
+        ttl = str(round(1000 * self._settings.ttl)).encode()
+        try:
+            sealed = memoryview(self._codec.seal(key, chunk, payload))
+            with self._writer.connection(deadline) as link:
+                link.command(b"SET", key.name.encode(), sealed, b"PX", ttl, deadline=deadline)
+            self._counter.count("block_written")
+            self._counter.count("block_bytes", "written", len(payload))
+        except (OSError, RespError, ValueError) as error:
+            self._counter.count("block_write_failed", type(error).__name__)
+            self._policy.lost(key.name)
+
+    def _probe(self) -> None:
+        """Measures the link with an echo where no fetch has for a while: a gate that declines learns nothing else."""
+        if time.monotonic() - self._measured < PROBE_EVERY and self._measured:
+            return
+        deadline = time.monotonic() + self._settings.timeout
+        try:
+            with self._writer.connection(deadline) as link:
+                begun = time.monotonic()
+                link.command(b"PING", deadline=deadline)
+                self._gate.answered(time.monotonic() - begun)
+                begun = time.monotonic()
+                link.send(b"ECHO", memoryview(bytes(PROBE_BYTES)), deadline=deadline)
+                link.bulk(memoryview(bytearray(PROBE_BYTES)), deadline)
+                self._gate.fetched(2 * PROBE_BYTES, time.monotonic() - begun)
+        except (OSError, RespError) as error:
+            self._counter.count("block_fault", type(error).__name__)
+        self._measured = time.monotonic()

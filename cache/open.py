@@ -1,0 +1,216 @@
+"""All caches of a front process, put together from settings: what a service holds on to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from cache.answers.exact import ExactCache
+from cache.answers.lease import Leases
+from cache.answers.shared_flight import SharedFlights
+from cache.answers.single_flight import Flights, Generate
+from cache.api import (
+    Allowance,
+    CacheKey,
+    Chunk,
+    Counter,
+    Kind,
+    Mode,
+    Question,
+    SemanticCache,
+    Store,
+    StoreFault,
+)
+from cache.seal.context import Ground
+from cache.seal.envelope import Envelope
+from cache.seal.keyring import open_keyring
+from cache.seal.partition import PREFIXES, Epochs, ModelIdentity, Partitions
+from cache.semantic.embedder import open_embedder
+from cache.semantic.export import ExportFailed, exported
+from cache.semantic.search import SimilarCache
+from cache.settings import CacheSettings, FlightSettings, RedisSettings
+from cache.store.breaker import BreakerState
+from cache.store.memory import MemoryStore
+from cache.store.redis_link import Link
+from cache.store.redis_store import RedisStore
+
+log = logging.getLogger(__name__)
+
+MEMORY_BUDGET = 0.020  # seconds; the memory store answers at once
+BATCH = 500  # names deleted at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What only Redis brings."""
+
+    flights: SharedFlights
+    link: Link
+
+
+class Caches:
+    """The response cache, the semantic cache once its embedder is loaded, and the flights."""
+
+    def __init__(self, settings: CacheSettings, ground: Ground, shared: _Shared | None) -> None:
+        self._settings = settings
+        self._ground = ground
+        self._shared = shared
+        self._flights = Flights(ground.counter)
+        self._semantic: SimilarCache | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._prefixes = Epochs(ground.store, ground.partitions, PREFIXES)
+        self.responses = ExactCache(ground, settings.response)
+
+    @property
+    def semantic(self) -> SemanticCache | None:
+        """None where it is off, or its embedder is not there yet."""
+        return self._semantic
+
+    @property
+    def states(self) -> dict[str, BreakerState]:
+        """Of every breaker, by name."""
+        store = self._ground.store
+        return dict(store.states) if isinstance(store, RedisStore) else {}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes in this process, by what holds them."""
+        match self._ground.store:
+            case MemoryStore() as store:
+                return {"memory": store.held}
+            case RedisStore() as store:
+                return {"redis_queue": store.queued}
+        return {}
+
+    @property
+    def remote(self) -> bool:
+        """Whether the store is another process, which takes its time to answer."""
+        return self._settings.redis is not None
+
+    def allowance(self) -> Allowance:
+        """What one request may wait for the store, all its lookups together."""
+        redis = self._settings.redis
+        return Allowance(redis.budget if redis else MEMORY_BUDGET)
+
+    async def partition(self, tenant: str, allowance: Allowance) -> str | None:
+        """The tenant's partition, for keys and values of prompts. None where the store does not say: do not share."""
+        try:
+            with allowance.spending() as within:
+                epoch = await self._ground.epochs.recent(tenant, within)
+            with allowance.spending() as within:
+                epoch += await self._prefixes.recent(tenant, within)
+        except StoreFault:
+            return None
+        return self._ground.partitions.of(tenant, epoch)
+
+    def join(
+        self, question: Question, generate: Generate, allowance: Allowance | None = None
+    ) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        """The answer, generated once for all who ask the same at the same time. For deterministic questions alone:
+        raises ValueError for others. Without allowance left, other replicas are not asked."""
+        if not question.deterministic:
+            raise ValueError("two generations of this question would differ")
+        epoch = self._ground.epochs.known(question.tenant) or b""
+        key = self.responses.key(question, epoch, question.max_tokens)
+        if self._shared is None:
+            return self._flights.join(key, generate)
+        within = None if allowance is None else allowance.left
+        return self._flights.join(key, partial(self._shared.flights.around, key, generate, within))
+
+    def flying(self, question: Question) -> bool:
+        """Whether somebody may be generating it, for `join` to read along: here, or wherever the store reaches."""
+        if self._shared is not None:
+            return True
+        epoch = self._ground.epochs.known(question.tenant) or b""
+        return self._flights.flying(self.responses.key(question, epoch, question.max_tokens))
+
+    async def flush_tenant(self, tenant: str) -> None:
+        """Everything of a tenant, on every replica, at once. Raises StoreFault, in which case nothing was flushed."""
+        await self._ground.epochs.bump(tenant)
+
+    async def flush(self, tenant: str, kinds: tuple[Kind, ...], entry_id: str = "") -> int:
+        """Entries of some kinds, or the one of that id; how many there were. Keys and values of prompts are no entries:
+        they become unreachable, on other replicas within a second. Raises StoreFault."""
+        epoch = await self._ground.epochs.current(tenant)
+        partition = self._ground.partitions.of(tenant, epoch)
+        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not Kind.BLOCK])
+        if Kind.BLOCK in kinds:
+            await self._prefixes.bump(tenant)
+        if Kind.RESPONSE in kinds:
+            # What has just been generated can still be joined for a moment, here and elsewhere.
+            self._flights.forget_finished()
+            await self._delete(Kind.LEASE, partition, "")
+        return deleted
+
+    def load_semantic(self) -> None:
+        """Begins to load the embedder, exporting it if need be; lookups find none until it is there."""
+        if self._settings.semantic.mode is not Mode.OFF and self._loading is None:
+            self._loading = asyncio.get_running_loop().create_task(self._load(), name="load embedder")
+
+    async def loaded(self) -> bool:
+        """Whether the semantic cache is there, after waiting for it."""
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        return self._semantic is not None
+
+    async def aclose(self) -> None:
+        """Ends flights and threads, writes what can be written within a second."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.wait([self._loading])
+        await self._flights.aclose()
+        if self._shared is not None:
+            await self._shared.flights.aclose()
+            await self._shared.link.aclose()
+        if self._semantic is not None:
+            await self._semantic.aclose()
+        await self._ground.store.aclose()
+
+    async def _delete(self, kind: Kind, partition: str, entry_id: str) -> int:
+        deleted = 0
+        batch: list[CacheKey] = []
+        async for key in self._ground.store.scan(kind, partition):
+            if key.digest.endswith(entry_id):
+                batch.append(key)
+            if len(batch) == BATCH:
+                deleted += await self._ground.store.delete_many(batch)
+                batch.clear()
+        return deleted + await self._ground.store.delete_many(batch)
+
+    async def _load(self) -> None:
+        model = self._settings.semantic.model
+        try:
+            embedder = await asyncio.to_thread(lambda: open_embedder(exported(model)))
+        except (ExportFailed, ImportError, OSError, ValueError) as error:
+            log.error("cache: no semantic cache: %s", error)
+            self._ground.counter.count("semantic_unavailable", type(error).__name__)
+            return
+        self._semantic = SimilarCache(self._ground, embedder, self._settings.semantic)
+
+
+def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Counter) -> Caches:
+    """Needs no Redis to be there. Raises InvalidKeyFile."""
+    keyring = open_keyring(settings.key_file)
+    partitions = Partitions(keyring, identity)
+    redis = settings.redis
+    if redis is not None and not keyring.shared:
+        log.warning("cache: no key file: what lies in Redis is of no use to other replicas, nor to this one later")
+    store: Store = MemoryStore(settings.memory_bytes) if redis is None else RedisStore(redis, counter)
+    largest = max(settings.response.max_bytes, settings.semantic.max_bytes)
+    envelope = Envelope(keyring, largest, counter)
+    ground = Ground(store, partitions, Epochs(store, partitions), envelope, counter)
+    shared = None
+    if redis is not None and isinstance(store, RedisStore) and keyring.shared:
+        shared = _share(redis, store, envelope, settings.flight, counter)
+    return Caches(settings, ground, shared)
+
+
+def _share(
+    redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: FlightSettings, counter: Counter
+) -> _Shared:
+    patient = Link(redis, redis.write_budget, "flight", counter)
+    return _Shared(SharedFlights(Leases(store.link, patient, settings), envelope, settings, counter), patient)

@@ -1,0 +1,20 @@
+"""What all caches of a process stand on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache.api import Counter, Store
+from cache.seal.envelope import Envelope
+from cache.seal.partition import Epochs, Partitions
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """One store, one set of secrets, one model."""
+
+    store: Store
+    partitions: Partitions
+    epochs: Epochs
+    envelope: Envelope
+    counter: Counter

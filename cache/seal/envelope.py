@@ -1,0 +1,67 @@
+"""How a value lies in the store: versioned, bounded, sealed with AES-256-GCM, tied to its name.
+
+Layout: magic 3 · version 1 · key id 4 · nonce 12 · ciphertext · tag 16. The first 8 bytes and the entry's name are
+authenticated along, so that a value under another name, or from another version, does not open.
+"""
+
+from __future__ import annotations
+
+import os
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from cache.api import CacheKey, Counter
+from cache.seal.keyring import ID_BYTES, Keyring
+
+MAGIC = b"WPC"
+VERSION = 1
+NONCE = 12
+TAG = 16
+HEADER = len(MAGIC) + 1 + ID_BYTES
+OVERHEAD = HEADER + NONCE + TAG
+
+
+class Envelope:
+    """Seals and opens. Whatever does not open is None and a count, with the reason as label."""
+
+    def __init__(self, keyring: Keyring, max_bytes: int, counter: Counter) -> None:
+        self._ciphers = {key.id: AESGCM(key.secret) for key in keyring.sealing}
+        self._current = keyring.sealing[0].id
+        self._max_bytes = max_bytes
+        self._counter = counter
+
+    def seal(self, key: CacheKey, value: bytes) -> bytes | None:
+        """None, counted, where the value is larger than the bound."""
+        if len(value) > self._max_bytes:
+            self._counter.count("cache_too_large", key.kind.name.lower())
+            return None
+        header = MAGIC + bytes([VERSION]) + self._current
+        nonce = os.urandom(NONCE)
+        return header + nonce + self._ciphers[self._current].encrypt(nonce, value, header + key.name.encode())
+
+    def open(self, key: CacheKey, sealed: bytes) -> bytes | None:
+        """None, counted, where anything is unexpected."""
+        header, nonce = sealed[:HEADER], sealed[HEADER : HEADER + NONCE]
+        reason = self._why_not(sealed, header)
+        if not reason:
+            try:
+                cipher = self._ciphers[header[len(MAGIC) + 1 :]]
+                return cipher.decrypt(nonce, sealed[HEADER + NONCE :], header + key.name.encode())
+            except InvalidTag:
+                reason = "forged"
+        self._counter.count("cache_rejected", reason)
+        return None
+
+    def _why_not(self, sealed: bytes, header: bytes) -> str:
+        if len(sealed) < OVERHEAD:
+            return "short"
+        if len(sealed) > self._max_bytes + OVERHEAD:
+            return "long"
+        if not header.startswith(MAGIC):
+            return "foreign"
+        if header[len(MAGIC)] != VERSION:
+            return "version"
+        if header[len(MAGIC) + 1 :] not in self._ciphers:
+            return "key"
+        return ""

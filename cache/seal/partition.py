@@ -1,0 +1,149 @@
+"""The one rule of who may see what: names of partitions and entries, and the epochs that purge a tenant at once.
+
+partition = HMAC(tenant key, weights ‖ tokenizer and template ‖ cache schema ‖ tenant epoch), where the tenant key is
+itself HMAC(names secret, tenant). An epoch is a random number kept in the store: replacing it, or losing it, makes all
+of a tenant's entries unreachable.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from cache.api import CacheKey, Kind, Parameter, Store, StoreFault
+from cache.seal.keyring import Keyring
+
+SCHEMA = 1
+EPOCH_BYTES = 16
+EPOCH_TTL = 90 * 86_400.0  # renewed by no one: a tenant starts anew every quarter at the latest
+KNOWN_EPOCHS = 4096
+RECENT = 1.0  # seconds that an epoch is believed where no lookup corrects it
+ALL, PREFIXES = b"epoch", b"prefix epoch"  # what an epoch is of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """Everything about the model that shapes an answer and that no request says."""
+
+    weights: str  # digest, in the format and dtype they are computed in
+    tokenizer: str  # digest of tokenizer and chat template
+    adapter: str = ""
+
+
+def encode(value: Parameter | Sequence[tuple[str, Parameter]]) -> bytes:
+    """One byte string a value, and none that two values share: type, length, content."""
+    match value:
+        case None:
+            return b"n"
+        case bool():
+            return b"t" if value else b"f"
+        case int():
+            body = str(value).encode()
+            return b"i" + struct.pack("<I", len(body)) + body
+        case float():
+            return b"d" + struct.pack("<d", value)
+        case str():
+            body = value.encode("utf-8", "surrogatepass")
+            return b"s" + struct.pack("<I", len(body)) + body
+        case bytes():
+            return b"b" + struct.pack("<I", len(value)) + value
+        case _:
+            parts = [encode(part) for part in value]
+            return b"l" + struct.pack("<I", len(parts)) + b"".join(parts)
+
+
+def encode_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids, four bytes each."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def mac(key: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA-256 over parts whose borders count."""
+    return hmac.digest(key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), sha256)
+
+
+class Partitions:
+    """Names under one set of secrets and one model."""
+
+    def __init__(self, keyring: Keyring, identity: ModelIdentity) -> None:
+        self._names = keyring.names
+        self._model = (identity.weights.encode(), identity.tokenizer.encode(), identity.adapter.encode())
+
+    def of(self, tenant: str, epoch: bytes) -> str:
+        """The partition of a tenant in an epoch."""
+        return mac(self._tenant_key(tenant), b"partition", *self._model, str(SCHEMA).encode(), epoch).hex()[:32]
+
+    def epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
+        """Where a tenant's epoch is kept. The same for all models: one purge is a purge of all."""
+        name = mac(self._tenant_key(tenant), purpose).hex()
+        return CacheKey(Kind.EPOCH, name[:32], name[32:])
+
+    def digest(self, tenant: str, purpose: bytes, *parts: bytes) -> str:
+        """The second half of an entry's name."""
+        return mac(self._tenant_key(tenant), purpose, *parts).hex()
+
+    def _tenant_key(self, tenant: str) -> bytes:
+        return mac(self._names, b"tenant", tenant.encode())
+
+
+class Epochs:
+    """Which epoch each tenant is in, as last heard. Lookups carry the epoch along and correct it (`Epochs.learn`)."""
+
+    def __init__(
+        self,
+        store: Store,
+        partitions: Partitions,
+        purpose: bytes = ALL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._partitions = partitions
+        self._purpose = purpose
+        self._clock = clock
+        self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was heard
+
+    def known(self, tenant: str) -> bytes | None:
+        """Without asking the store; may be outdated."""
+        known = self._known.get(tenant)
+        return None if known is None else known[0]
+
+    def learn(self, tenant: str, epoch: bytes) -> None:
+        """Remembers what the store said."""
+        self._known[tenant] = epoch, self._clock()
+        self._known.move_to_end(tenant)
+        if len(self._known) > KNOWN_EPOCHS:
+            self._known.popitem(last=False)
+
+    async def current(self, tenant: str, within: float | None = None) -> bytes:
+        """Asks the store, and begins an epoch where there is none. Raises StoreFault."""
+        fresh = secrets.token_bytes(EPOCH_BYTES)
+        key = self._partitions.epoch_key(tenant, self._purpose)
+        epoch = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
+        self.learn(tenant, epoch)
+        return epoch
+
+    async def recent(self, tenant: str, within: float | None = None) -> bytes:
+        """As it was a second ago at most; where the store does not answer, as last heard. Raises StoreFault where it
+        never was."""
+        known = self._known.get(tenant)
+        if known is not None and self._clock() - known[1] < RECENT:
+            return known[0]
+        try:
+            return await self.current(tenant, within)
+        except StoreFault:
+            if known is None:
+                raise
+            self.learn(tenant, known[0])  # not asked again for a while
+            return known[0]
+
+    async def bump(self, tenant: str) -> None:
+        """Purges a tenant on every replica at once. Raises StoreFault, in which case nothing was purged."""
+        fresh = secrets.token_bytes(EPOCH_BYTES)
+        await self._store.set(self._partitions.epoch_key(tenant, self._purpose), fresh, EPOCH_TTL)
+        self.learn(tenant, fresh)

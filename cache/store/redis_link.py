@@ -1,0 +1,191 @@
+"""One pool of connections to Redis, its time budget and its breakers. The only place that knows redis-py's ways.
+
+redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried
+and every wait is cut by a budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    RedisError,
+    ResponseError,
+)
+
+from cache.api import Counter, StoreFault
+from cache.settings import RedisSettings
+from cache.store.breaker import Breaker, BreakerState
+
+T = TypeVar("T")
+
+STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
+READ_SIZE = 1 << 20
+CONNECT = 1.0  # seconds that connecting may take, whoever waits for it
+
+
+def open_client(settings: RedisSettings, wait: float) -> Redis:
+    """A client with one connection that waits `wait` seconds at most on its socket."""
+    options: dict[str, Any] = {
+        "max_connections": 1,
+        "socket_timeout": wait,
+        "socket_connect_timeout": wait,
+        "socket_read_size": READ_SIZE,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+        "protocol": 2,
+        "driver_info": None,
+    }
+    if settings.password_file is not None:
+        options["password"] = settings.password_file.read_text().strip()
+    if settings.ca_file is not None and urlsplit(settings.url).scheme == "rediss":
+        options["ssl_ca_certs"] = str(settings.ca_file)
+    return Redis.from_pool(ConnectionPool.from_url(settings.url, **options))
+
+
+class Clients:
+    """So many clients at most. One whose command was interrupted is thrown away, never used again: an answer that is
+    still on its way can reach nobody else, and redis-py's own pool loses a connection whose release is cancelled.
+
+    Connecting may take longer than a lookup may wait (TLS, a far server): it goes on without the one who began it.
+    """
+
+    def __init__(self, settings: RedisSettings, wait: float) -> None:
+        self._settings = settings
+        self._wait = max(wait, CONNECT)
+        self._free = asyncio.Semaphore(settings.connections)
+        self._idle: list[Redis] = []
+        self._tasks: set[asyncio.Task[Any]] = set()  # that connect or close
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Redis]:
+        """A client of the caller's own."""
+        async with self._free:
+            client = self._idle.pop() if self._idle else await self._connected()
+            whole = False
+            try:
+                yield client
+                whole = True
+            except ResponseError:
+                whole = True
+                raise
+            finally:
+                if whole:
+                    self._keep(client)
+                else:
+                    self._task(_close(client))
+
+    async def aclose(self) -> None:
+        """Drops the connections, once nobody uses them any more; no wait is longer than a client's own."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._wait):
+                for _ in range(self._settings.connections):
+                    await self._free.acquire()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        while self._idle:
+            self._task(_close(self._idle.pop()))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _connected(self) -> Redis:
+        task = self._task(self._connect())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._left_behind)
+            raise
+
+    async def _connect(self) -> Redis:
+        client = open_client(self._settings, self._wait)
+        try:
+            await cast("Awaitable[Any]", client.ping())
+        except BaseException:
+            await _close(client)
+            raise
+        return client
+
+    def _left_behind(self, task: asyncio.Task[Redis]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._keep(task.result())
+
+    def _keep(self, client: Redis) -> None:
+        if len(self._idle) < self._settings.connections:
+            self._idle.append(client)
+        else:
+            self._task(_close(client))
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name="redis connection")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _close(client: Redis) -> None:
+    with suppress(RedisError, OSError):
+        await client.aclose(close_connection_pool=True)
+
+
+class Link:
+    """Commands under a budget and behind breakers, one for reads and one for writes: a full Redis can still be read."""
+
+    def __init__(self, settings: RedisSettings, budget: float, name: str, counter: Counter) -> None:
+        self._clients = Clients(settings, budget)
+        self._budget = budget
+        self._name = name
+        self._counter = counter
+        self._reads = Breaker(settings.breaker)
+        self._writes = Breaker(settings.breaker)
+        self._closed = False
+
+    @property
+    def states(self) -> dict[str, BreakerState]:
+        """Of both breakers, by name."""
+        return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
+
+    async def read(self, command: Callable[[Redis], Awaitable[T]], within: float | None = None) -> T:
+        """Raises StoreFault."""
+        return await self._run(self._reads, command, within)
+
+    async def write(self, command: Callable[[Redis], Awaitable[T]], within: float | None = None) -> T:
+        """Raises StoreFault."""
+        return await self._run(self._writes, command, within)
+
+    async def aclose(self) -> None:
+        """Drops the connections."""
+        self._closed = True
+        await self._clients.aclose()
+
+    async def _run(self, breaker: Breaker, command: Callable[[Redis], Awaitable[T]], within: float | None) -> T:
+        budget = self._budget if within is None else min(within, self._budget)
+        if self._closed or budget < STARVED:
+            self._counter.count("cache_fault", "closed" if self._closed else "starved")
+            raise StoreFault("closed" if self._closed else "no time left")
+        if not breaker.allow():
+            self._counter.count("cache_fault", "breaker")
+            raise StoreFault("breaker open")
+        try:
+            async with asyncio.timeout(budget), self._clients.one() as client:
+                answer = await command(client)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise self._fault(breaker, error) from None
+        breaker.succeeded()
+        return answer
+
+    def _fault(self, breaker: Breaker, error: Exception) -> StoreFault:
+        word = type(error).__name__
+        self._counter.count("cache_fault", word)
+        # A wrong type under one name is that name's trouble; all else is the server's.
+        if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
+            breaker.succeeded()
+        else:
+            breaker.failed()
+        return StoreFault(word)

@@ -1,0 +1,5 @@
+"""The front's half of the engine: requests, their token streams, and the life of the child process. No torch."""
+
+from engine.client.engine_client import EngineClient
+
+__all__ = ["EngineClient"]

@@ -1,0 +1,124 @@
+"""One engine process and the front's end of the socket to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from engine.ipc.frames import Command, Configure, FrameError, Report, encode, report_reader
+from engine.settings import EngineSettings
+
+_log = logging.getLogger(__name__)
+
+
+class Child(asyncio.Protocol):
+    """Reports are passed to `on_report` as they come. `closed` is done once no more can come."""
+
+    def __init__(self, process: subprocess.Popen[bytes], on_report: Callable[[Report], None]) -> None:
+        self._process = process
+        self._on_report = on_report
+        self._reader = report_reader()
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        self.heard = False  # anything, since this was last set to False
+
+    @classmethod
+    async def spawn(cls, settings: EngineSettings, on_report: Callable[[Report], None]) -> Child:
+        """Starts a process and tells it what to load."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                child = cls(_launch(theirs.fileno()), on_report)
+        except OSError:
+            ours.close()
+            raise
+        try:
+            await child._loop.create_unix_connection(lambda: child, sock=ours)
+        except BaseException:
+            ours.close()
+            await child.end(grace=0)
+            raise
+        child.send(Configure(settings))
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Soon, together with whatever else is sent in this turn of the event loop."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(encode(command))
+
+    async def end(self, grace: float) -> str:
+        """Closes the socket, which asks the process to go, kills it after `grace` seconds and says how it ended."""
+        if grace and self._transport is not None:
+            self._flush()
+            self._transport.close()
+        else:
+            self._process.kill()
+            self._abort()
+        try:
+            code = await asyncio.to_thread(self._process.wait, grace or None)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = await asyncio.to_thread(self._process.wait)
+        return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        try:
+            reports = self._reader.feed(data)
+        except FrameError as error:
+            _log.error("the engine process sent what is no message: %s", error)
+            self._process.kill()
+            self._abort()
+            return
+        for report in reports:
+            self._on_report(report)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _flush(self) -> None:
+        if self._unsent and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+
+def _launch(fd: int) -> subprocess.Popen[bytes]:
+    """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
+    environment = dict(os.environ)
+    home = Path(__file__).resolve().parents[1]
+    if home.name not in ("site-packages", "dist-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
+    # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
+    # front wants one (docs/perf-log.md).
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "engine.worker.process", "--fd", str(fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # stdout is the front's
+        pass_fds=[fd],
+        env=environment,
+        start_new_session=True,  # a terminal's ctrl-C is the front's to handle
+    )

@@ -1,0 +1,164 @@
+"""The engine as the front uses it. Owns the switches that were set; `supervisor` owns the process, `stream` the
+requests.
+
+All of it belongs to one event loop. `cancel` may be called from a `finally`, since nothing here waits but `start`,
+`set_optimization`, `close` and reading a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+
+from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo
+from engine.client.streams import Stream, Streams
+from engine.client.supervisor import Backoff, Supervisor
+from engine.errors import EngineUnavailable, Unsupported
+from engine.ipc.frames import Progress, Step, Switch, Switched
+from engine.settings import EngineSettings
+
+_log = logging.getLogger(__name__)
+_BACKOFF = Backoff()
+
+
+class EngineClient:
+    """Implements engine.api.Engine with a process of its own. To be made inside the event loop."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        hang_timeout: float = 60.0,  # seconds of silence while there is work
+        stream_buffer: int = 256 * 1024,  # bytes unread, above which a sequence pauses
+        on_progress: Callable[[str, int, int], None] | None = None,  # stage, done, total
+        backoff: Backoff = _BACKOFF,
+    ) -> None:
+        self._supervisor = Supervisor(settings, self, hang_timeout, backoff)
+        self._streams = Streams(asyncio.get_running_loop(), self._supervisor.send, stream_buffer)
+        self._progress = on_progress
+        self._info: ModelInfo | None = None
+        self._load = EngineLoad()
+        self._tickets = itertools.count(1)
+        self._switching: dict[int, tuple[Switch, asyncio.Future[None]]] = {}
+        self._switched: dict[str, bool] = {}  # for the process after this one
+
+    @property
+    def state(self) -> EngineState:
+        return self._supervisor.state
+
+    @property
+    def info(self) -> ModelInfo | None:
+        return self._info
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._load
+
+    @property
+    def restarts(self) -> int:
+        return self._supervisor.restarts
+
+    @property
+    def live(self) -> int:
+        """Streams that have not ended."""
+        return len(self._streams)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return self._supervisor.pid
+
+    async def start(self) -> None:
+        await self._supervisor.start()
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        if self._info is None or self._supervisor.state is not EngineState.READY:
+            raise self._unavailable()
+        check(request, self._info)
+        return self._streams.open(request)
+
+    async def set_optimization(self, name: str, enabled: bool) -> None:
+        if self._supervisor.state is not EngineState.READY:
+            raise self._unavailable()
+        switch = Switch(next(self._tickets), name, enabled)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._switching[switch.ticket] = switch, answer
+        self._supervisor.send(switch)
+        try:
+            await answer
+        finally:
+            self._switching.pop(switch.ticket, None)
+
+    async def close(self) -> None:
+        """Ends what still runs and the process with it."""
+        self.on_lost(self._supervisor.retry_after)
+        await self._supervisor.close()
+
+    # What the supervisor tells
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._streams) or bool(self._switching)
+
+    def on_ready(self, info: ModelInfo) -> None:
+        self._info = info
+        self._load = EngineLoad(total_pages=info.total_pages)
+        for name, enabled in self._switched.items():
+            self._supervisor.send(Switch(next(self._tickets), name, enabled))
+
+    def on_lost(self, retry_after: float) -> None:
+        self._load = EngineLoad()
+        self._streams.fail(self._unavailable)
+        for _, answer in self._switching.values():
+            if not answer.done():
+                answer.set_exception(self._unavailable())
+
+    def on_progress(self, progress: Progress) -> None:
+        if self._progress is not None:
+            self._progress(progress.stage, progress.done, progress.total)
+
+    def on_report(self, report: Step | Switched) -> None:
+        if isinstance(report, Switched):
+            self._settle(report)
+            return
+        if report.load is not None:
+            self._load = report.load
+        self._streams.deliver(report.events)
+
+    def _settle(self, report: Switched) -> None:
+        switch, answer = self._switching.get(report.ticket, (None, None))
+        if switch is None or answer is None:
+            if report.refusal is not None:
+                _log.warning("a restarted engine would not be switched: %s", report.refusal)
+            return
+        if report.refusal is None:
+            self._switched[switch.name] = switch.enabled
+        if not answer.done():
+            if report.refusal is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(Unsupported(report.refusal))
+
+    def _unavailable(self) -> EngineUnavailable:
+        return EngineUnavailable(f"the engine is {self._supervisor.state}", self._supervisor.retry_after)
+
+
+def check(request: GenerationRequest, info: ModelInfo) -> None:
+    """ValueError for what this model cannot run. A front that validates never meets it."""
+    prompt = request.token_ids
+    if not 0 < len(prompt) < info.max_context:
+        raise ValueError(f"{len(prompt)} prompt tokens leave no room in a context of {info.max_context}")
+    if request.stopping.max_tokens < 1:
+        raise ValueError("max_tokens is below 1")
+    if not 0 <= request.sampling.seed < 1 << 64:
+        raise ValueError("the seed does not fit into 64 bits")
+    biased = [token_id for token_id, _ in request.sampling.logit_bias]
+    for name, ids in (
+        ("token_ids", prompt),
+        ("stop_token_ids", request.stopping.stop_token_ids),
+        ("logit_bias", biased),
+    ):
+        if ids and (min(ids) < 0 or max(ids) >= info.vocab_size):
+            raise ValueError(f"{name} has an id outside of a vocabulary of {info.vocab_size}")

@@ -1,0 +1,232 @@
+"""The front's side of requests: what has come for each and was not read yet. Owns the cap on it, and that nothing is
+left behind in the engine once nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+
+from engine.api import GenerationRequest, TokenEvents
+from engine.errors import Aborted, DeadlineExceeded, EngineError, EngineFailed
+from engine.ipc.events import Event, Failure
+from engine.ipc.frames import Cancel, Command, Pause, Resume, Submit
+
+Send = Callable[[Command], None]
+
+
+def _size(event: Event) -> int:
+    """Bytes that an unread event is taken to occupy."""
+    tops = sum(len(one.top) for one in event.logprobs) if event.logprobs else 0
+    return 32 + 12 * (len(event.token_ids) + tops)
+
+
+class Inbox:
+    """What came for one request. `held` is what the reader was given last and is presumably still at."""
+
+    __slots__ = (
+        "_cap",
+        "_delay",
+        "_due",
+        "_error",
+        "_events",
+        "_held",
+        "_paused",
+        "_queued",
+        "_timer",
+        "_tokens",
+        "_waiter",
+        "_want",
+        "key",
+        "live",
+        "streams",
+    )
+
+    def __init__(self, key: int, streams: Streams, cap: int) -> None:
+        self.key = key
+        self.streams = streams
+        self.live = True  # the engine has it
+        self._cap = cap  # bytes
+        self._events: list[Event] = []
+        self._error: EngineError | None = None
+        self._queued = 0  # bytes
+        self._held = 0  # bytes
+        self._paused = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._want = 1  # tokens that wake the reader
+        self._delay = 0.0  # seconds after which fewer do
+        self._tokens = 0  # unread
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = False  # the delay is over
+
+    def batch(self, tokens: int, delay: float) -> None:
+        """See TokenStream.batch."""
+        self._want, self._delay = (tokens, delay) if delay > 0 else (1, 0.0)
+
+    def put(self, event: Event) -> None:
+        """From the engine."""
+        if event.failure is not None:
+            self.end(_exception(event.failure))
+            return
+        self._events.append(event)
+        self._queued += _size(event)
+        self._tokens += len(event.token_ids)
+        if event.finish is not None:
+            self.live = False
+        elif self._queued + self._held > self._cap and not self._paused:
+            self._paused = True
+            self.streams.send(Pause(self.key))
+        if self._ready:
+            self._wake()
+        elif self._timer is None:
+            self._timer = self.streams.loop.call_later(self._delay, self._overdue)
+
+    def end(self, error: EngineError | None) -> None:
+        """Nothing more will come. What came before is read first."""
+        self._stop_timer()
+        self.live = False
+        self._error = error
+        self._wake()
+
+    def drop(self, error: EngineError | None) -> None:
+        """Nobody will read what came."""
+        self._events.clear()
+        self.end(error)
+
+    async def next(self) -> TokenEvents:
+        """All that is there, as one; waits for something."""
+        self._held = 0
+        if self._paused and self._queued <= self._cap // 2:
+            self._paused = False
+            if self.live:
+                self.streams.send(Resume(self.key))
+        while not (self._events and self._ready):
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if not self.live:
+                raise StopAsyncIteration
+            await self._wait()
+        self._stop_timer()
+        events, self._events = self._events, []
+        self._held, self._queued, self._tokens = self._queued, 0, 0
+        if len(events) == 1:
+            return TokenEvents(events[0].token_ids, events[0].logprobs, events[0].finish, events[0].start)
+        return TokenEvents(
+            tuple(itertools.chain.from_iterable([event.token_ids for event in events])),
+            tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
+            events[-1].finish,
+            events[0].start,
+        )
+
+    @property
+    def _ready(self) -> bool:
+        """Whether what is there is worth waking the reader, who alone can end a pause."""
+        return self._tokens >= self._want or self._due or self._paused or not self.live
+
+    def _overdue(self) -> None:
+        self._timer = None
+        self._due = True
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        self._due = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise RuntimeError("a stream has one reader")
+        self._waiter = self.streams.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Stream:
+    """Implements engine.api.TokenStream. Dropping it unread cancels it too, if only when it is collected."""
+
+    __slots__ = ("_inbox",)
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> TokenEvents:
+        return await self._inbox.next()
+
+    def batch(self, tokens: int, delay: float) -> None:
+        self._inbox.batch(tokens, delay)
+
+    def cancel(self) -> None:
+        self._inbox.streams.cancel(self._inbox, None)
+
+    def abort(self, reason: str) -> None:
+        if self._inbox.live:
+            self._inbox.streams.cancel(self._inbox, Aborted(reason))
+
+    def __del__(self) -> None:
+        inbox = self._inbox
+        if inbox.live:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                inbox.streams.loop.call_soon_threadsafe(inbox.streams.cancel, inbox, None)
+
+
+class Streams:
+    """All live requests of one front."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Send, cap: int) -> None:
+        self.loop = loop
+        self.send = send
+        self._cap = cap
+        self._keys = itertools.count(1)
+        self._inboxes: dict[int, Inbox] = {}
+
+    def __len__(self) -> int:
+        return len(self._inboxes)
+
+    def open(self, request: GenerationRequest) -> Stream:
+        """Hands the request to the engine."""
+        inbox = Inbox(next(self._keys), self, self._cap)
+        self.send(Submit(inbox.key, request))
+        self._inboxes[inbox.key] = inbox
+        return Stream(inbox)
+
+    def deliver(self, events: list[Event]) -> None:
+        """What a step brought. Events for streams that were cancelled meanwhile go nowhere."""
+        inboxes = self._inboxes
+        for event in events:
+            inbox = inboxes.get(event.key)
+            if inbox is not None:
+                inbox.put(event)
+                if not inbox.live:
+                    del inboxes[event.key]
+
+    def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
+        """Forgets a stream and what it holds, here and in the engine."""
+        if self._inboxes.pop(inbox.key, None) is not None:
+            self.send(Cancel(inbox.key))
+        inbox.drop(error)
+
+    def fail(self, error: Callable[[], EngineError]) -> None:
+        """Ends all, each with an exception of its own."""
+        inboxes, self._inboxes = self._inboxes, {}
+        for inbox in inboxes.values():
+            inbox.end(error())
+
+
+def _exception(failure: Failure) -> EngineError:
+    match failure:
+        case Failure.DEADLINE:
+            return DeadlineExceeded("the deadline passed")
+        case Failure.STEP:
+            return EngineFailed("a step failed")

@@ -1,1 +1,0 @@
-"""Prompts on a card, in captured graphs."""

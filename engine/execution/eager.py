@@ -1,0 +1,93 @@
+"""The decoder that does every step on every device, one torch call after another. The others are judged by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import torch
+
+from engine.errors import EngineFailed, Unsupported
+from engine.execution.step_state import Parts
+from engine.loading.checkpoint import Progress
+from engine.model.attention import Share, StepAttention
+from engine.model.transformer import StepInput
+from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.settings import PAGE_SIZE
+
+
+def why_not(parts: Parts) -> str | None:
+    """Nothing stands against it."""
+    return None
+
+
+class EagerDecoder:
+    """Stages a plan, runs the model over it, samples."""
+
+    tokens_per_step = 1
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._windows = tuple(dict.fromkeys(parts.model.config.windows))
+
+    def warmup(self, progress: Progress) -> None:
+        """Nothing to prepare."""
+
+    def share(self, plan: StepPlan) -> tuple[Row, ...]:
+        """Every row."""
+        return plan.rows
+
+    def forget(self, slots: Rows[int]) -> None:
+        """Keeps nothing of a slot."""
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """Has none."""
+        raise Unsupported(f"the engine has no optimization {name!r}")
+
+    def close(self) -> None:
+        """Holds nothing of its own."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One token for each row that samples."""
+        # Rows of one token first, as attention wants them.
+        rows = sorted(plan.rows, key=lambda row: row.count > 1)
+        sampled = [row for row in rows if row.sample]
+        logits = self.logits(rows)
+        if logits is None:
+            return StepResult((None,) * len(plan.rows))
+        found = self._parts.sampler.sample(sampled, logits)
+        results: dict[int, RowResult] = {id(row): result for row, result in zip(sampled, found, strict=True)}
+        return StepResult(tuple(results.get(id(row)) for row in plan.rows))
+
+    def logits(self, rows: Rows[Row]) -> torch.Tensor | None:
+        """Feeds rows, those of one token first; float32 [rows that sample, vocab], None where none does."""
+        model = self._parts.model
+        hidden = model.forward(self._stage(rows), self._parts.pool)
+        return model.logits(hidden) if hidden.shape[0] else None
+
+    def _stage(self, rows: Rows[Row]) -> StepInput:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        sampled: list[int] = []
+        shares: list[Share] = []
+        for row in rows:
+            sequence, end = row.sequence, row.start + row.count
+            shares.append(Share(len(token_ids), row.count, row.start, sequence.pages))
+            token_ids += sequence.token_ids[row.start : end]
+            positions += range(row.start, end)
+            pages = sequence.pages
+            slots += [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(row.start, end)]
+            if row.sample:
+                sampled.append(len(token_ids) - 1)
+        if not 0 <= min(token_ids) <= max(token_ids) < self._parts.model.config.vocab_size:
+            # On a GPU the lookup itself would take the whole process down.
+            raise EngineFailed("a token id lies outside the vocabulary")
+        device = self._parts.model.place.device
+        packed = torch.tensor((token_ids, positions, slots), device=device)
+        return StepInput(
+            token_ids=packed[0],
+            positions=packed[1],
+            slots=packed[2],
+            attention=StepAttention(shares, self._windows, self._parts.pool, device),
+            sampled=None if len(sampled) == len(token_ids) else torch.tensor(sampled, dtype=torch.int64, device=device),
+        )

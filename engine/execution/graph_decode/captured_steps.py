@@ -1,0 +1,263 @@
+"""The captured steps of each number of seats, and the device memory that they live in. Implements `flight.Card`."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.errors import EngineFailed
+from engine.execution import device_sampling as sampled
+from engine.execution.capture import Recorder
+from engine.execution.graph_decode.flight import BUCKETS, MOST_STOPS, SIZES, Seat, bucket
+from engine.kernels import sampling
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launch, Launcher
+from engine.kernels.sampling import Sampling
+from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
+from engine.loading.checkpoint import Progress
+from engine.settings import PAGE_SIZE
+
+RING = 64  # entries; more than can be under way
+REACHES = (512, 1024)  # tokens; attention is launched no wider than the longest row needs, which costs a little
+_NAP = 20e-6  # seconds between two looks at the ring
+_LOOKS = 64  # after so many the stream is asked
+_WORDS = 7 + MOST_STOPS  # of a seat
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the host writes of all seats, as one block: int32 [words, seats]."""
+
+    block: torch.Tensor
+    noise_key: torch.Tensor  # int64
+    token: torch.Tensor
+    position: torch.Tensor
+    last_position: torch.Tensor
+    count: torch.Tensor
+    temperature: torch.Tensor  # float32
+    stops: torch.Tensor  # [seats, 8]
+
+
+def state_of(block: torch.Tensor) -> State:
+    """The parts of a block; views."""
+    seats = block.shape[1]
+    return State(
+        block=block,
+        noise_key=block[:2].view(-1).view(torch.int64),
+        token=block[2],
+        position=block[3],
+        last_position=block[4],
+        count=block[5],
+        temperature=block[6].view(torch.float32),
+        stops=block[7:].view(-1).view(seats, MOST_STOPS),
+    )
+
+
+def fill(seats: Rows[Seat], width: int, number: int) -> State:
+    """The block of these seats in the host's memory; those beyond are idle."""
+    state = state_of(torch.zeros(_WORDS, width, dtype=torch.int32))
+    state.position.fill_(-1)
+    state.count.fill_(number)
+    state.stops.fill_(-1)
+    for at, seat in enumerate(seats):
+        state.noise_key[at] = seat.noise_key
+        state.token[at] = seat.token
+        state.position[at] = seat.position
+        state.last_position[at] = seat.last_position
+        state.temperature[at] = seat.temperature
+        for place, stop in enumerate(seat.stops):
+            state.stops[at, place] = stop
+    return state
+
+
+def placed(buffers: StepBuffers, state: State) -> StepBuffers:
+    """The buffers with what the host writes moved into one block."""
+    places = replace(buffers.places, position=state.position)
+    choice = replace(buffers.choice, temperature=state.temperature, noise_key=state.noise_key)
+    progress = replace(
+        buffers.progress,
+        token=state.token,
+        last_position=state.last_position,
+        stops=state.stops,
+        count=state.count,
+    )
+    return replace(buffers, places=places, choice=choice, progress=progress)
+
+
+def _words(ring: torch.Tensor) -> memoryview:
+    """The ring's memory itself."""
+    held: Any = ring.view(-1).numpy()
+    return memoryview(held).cast("B").cast("q")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The step of so many seats whose rows are no longer than `longest`."""
+
+    longest: int
+    chain: tuple[Launch, ...]
+    graphs: dict[int, torch.cuda.CUDAGraph]  # by their number of steps
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Some seats side by side."""
+
+    buffers: StepBuffers
+    state: State
+    start: Launch
+    reaches: tuple[Steps, ...]  # shortest first
+    sampling: Sampling
+    sampled: tuple[Steps, ...]  # as `reaches`, for seats of which some need the sampling stages
+    ring: memoryview  # of 64-bit words [seats · RING]
+
+
+class GraphCard:
+    """All benches. Calls go to torch's current stream."""
+
+    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
+        self._library = library
+        self._weights = weights
+        self._max_context = max_context
+        self._sizes = [seats for seats in BUCKETS if seats <= bucket(min(max_rows, BUCKETS[-1]))]
+        self._launcher = Launcher()
+        self._recorder = Recorder(weights.table.device)
+        self._benches: dict[int, Bench] = {}
+        self._here: Bench | None = None
+        vocabulary, device = weights.head.rows, weights.table.device
+        self._sampling = sampling.allocate(self._sizes[-1], vocabulary, device)  # all benches', one at a time
+        self._draws = False  # whether the sampling stages are needed here
+        self._looks = 0
+        self._idle = False  # all that was launched has ended, so its entries are there
+        self.graphs = True  # False: launches one by one
+
+    def build(self, seats: int) -> None:
+        """Compiles the step of so many seats. Raises BuildError."""
+        if seats in self._benches:
+            return
+        pages = -(-self._max_context // PAGE_SIZE)
+        device = self._weights.table.device
+        state = state_of(torch.zeros(_WORDS, seats, dtype=torch.int32, device=device))
+        state.position.fill_(-1)
+        buffers = placed(allocate(self._weights, seats, pages, RING), state)
+        properties = torch.cuda.get_device_properties(device)
+        plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
+        lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
+        draws = self._sampling.first(seats)
+
+        def reaches(how: Sampling | None) -> tuple[Steps, ...]:
+            plans = [replace(plan, longest=longest) for longest in lengths]
+            chains = [prepare_step(self._library, self._weights, buffers, each, how) for each in plans]
+            return tuple(Steps(longest, chain, {}) for longest, chain in zip(lengths, chains, strict=True))
+
+        start = prepare_start(self._library, self._weights, buffers)
+        ring = _words(buffers.progress.ring)
+        self._benches[seats] = Bench(buffers, state, start, reaches(None), draws, reaches(draws), ring)
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures everything, and does each thing once: first times take milliseconds."""
+        gc.collect()  # a graph that is dropped during a capture would spoil it
+        for done, seats in enumerate(self._sizes):
+            progress("kernels", done, len(self._sizes))
+            self.build(seats)
+        progress("kernels", len(self._sizes), len(self._sizes))
+        wanted = [
+            (steps, size)
+            for bench in self._benches.values()
+            for steps in (*bench.reaches, *bench.sampled)
+            for size in SIZES
+        ]
+        for done, (steps, size) in enumerate(wanted):
+            progress("graphs", done, len(wanted))
+            self._graph(steps, size).replay()
+        for bench in self._benches.values():
+            bench.state.block.copy_(fill((), bench.buffers.batch, 0).block, non_blocking=True)
+            self._here = bench
+            for pages in ((0,), (0, 0)):
+                self.add_pages(0, 0, pages)
+            self._launcher.enqueue([bench.start])
+        self._sampling.rehearse()
+        self._here = None
+        torch.cuda.synchronize()
+        progress("graphs", len(wanted), len(wanted))
+
+    def _graph(self, steps: Steps, size: int) -> torch.cuda.CUDAGraph:
+        found = steps.graphs.get(size)
+        if found is None:
+
+            def enqueue() -> None:
+                for _ in range(size):
+                    self._launcher.enqueue(steps.chain)
+
+            found = steps.graphs[size] = self._recorder.record(enqueue)
+        return found
+
+    def place(self, seats: Rows[Seat], number: int) -> None:
+        """These rows and no others."""
+        bench = self._here = self._benches[bucket(len(seats))]
+        vocabulary = self._weights.table.shape[0]
+        if any(not 0 <= seat.token < vocabulary for seat in seats):
+            # The lookup itself would take the whole process down.
+            raise EngineFailed("a token id lies outside the vocabulary")
+        if number == 0:
+            torch.cuda.synchronize()
+            for each in self._benches.values():
+                each.buffers.progress.ring.zero_()
+        bench.state.block.copy_(fill(seats, bench.buffers.batch, number).block, non_blocking=True)
+        self._draws = any(sampled.needed(seat.sequence, len(seat.fresh)) for seat in seats)
+        for at, seat in enumerate(seats):
+            self.add_pages(at, 0, seat.pages)
+            if self._draws:
+                sampled.place(bench.sampling, at, seat.sequence, seat.fresh)
+        self._launcher.enqueue([bench.start])
+
+    def add_pages(self, seat: int, first: int, pages: Rows[int]) -> None:
+        """Pages [first, …) of a row."""
+        row = self._bench.buffers.places.pages[seat]
+        if len(pages) == 1:
+            row[first].fill_(pages[0])
+            return
+        row[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+
+    def launch(self, steps: int, longest: int) -> None:
+        """Steps of all rows."""
+        self._idle = False
+        reaches = self._bench.sampled if self._draws else self._bench.reaches
+        reach = next(reach for reach in reaches if reach.longest >= longest)
+        if self.graphs:
+            self._graph(reach, steps).replay()
+            return
+        for _ in range(steps):
+            self._launcher.enqueue(reach.chain)
+
+    def poll(self, seat: int, number: int) -> int | None:
+        """flags << 24 | token of the entry, None where it has not come."""
+        entry = self._bench.ring[seat * RING + (number - 1) % RING]
+        return entry & 0xFFFFFFFF if entry >> 32 == number else None
+
+    def wait(self) -> None:
+        """A moment. Raises where nothing is under way."""
+        if self._idle:
+            raise EngineFailed("the device ended its steps without a token")
+        self._looks += 1
+        if self._looks % _LOOKS:
+            time.sleep(_NAP)
+        else:
+            self._idle = torch.cuda.current_stream().query()  # raises what went wrong on the device
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        torch.cuda.synchronize()
+        self._benches.clear()
+        self._here = None
+
+    @property
+    def _bench(self) -> Bench:
+        if self._here is None:
+            raise EngineFailed("no rows were placed")
+        return self._here

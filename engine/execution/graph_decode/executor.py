@@ -1,0 +1,91 @@
+"""The decoder of captured graphs: whole steps of up to eight rows that copy nothing, launched ahead of their tokens. Up
+to sixteen rows are two such steps, one after the other."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence as Rows
+
+import torch
+
+from engine.errors import Unsupported
+from engine.execution.graph_decode import weights
+from engine.execution.graph_decode.captured_steps import GraphCard
+from engine.execution.graph_decode.fleet import MOST_FLIGHTS, Fleet
+from engine.execution.graph_decode.flight import AHEAD, BUCKETS, Flight, can_sample
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
+from engine.loading.checkpoint import Progress
+from engine.scheduling.plan import Row, StepPlan, StepResult
+
+SWITCHES = ("graphs", "fused_kernels")
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why it cannot serve this model here, or None."""
+    device = parts.model.place.device
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "cuda.core is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MINIMUM_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return weights.why_not(parts)
+
+
+class GraphDecoder:
+    """Decodes rows of one token."""
+
+    tokens_per_step = 2 * AHEAD
+
+    def __init__(self, parts: Parts) -> None:
+        rows = range(0, min(parts.max_sequences, MOST_FLIGHTS * BUCKETS[-1]), BUCKETS[-1])
+        with torch.inference_mode():
+            try:
+                library = open_library(torch.cuda.get_device_capability(parts.model.place.device))
+                read = weights.step_weights(parts)
+                self._cards = [
+                    GraphCard(library, read, parts.max_context, parts.max_sequences - first) for first in rows
+                ]
+                self._cards[0].build(BUCKETS[0])
+            except BuildError as failure:
+                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        self._fleet = Fleet([Flight(card, parts.max_context) for card in self._cards])
+        self._fused = True
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures."""
+        with torch.inference_mode():
+            for card in self._cards:
+                card.warmup(progress)
+
+    def share(self, plan: StepPlan) -> tuple[Row, ...]:
+        """Rows of one token that the kernels can choose a successor for, as many as there are seats or none."""
+        if not self._fused:
+            return ()
+        rows = tuple(row for row in plan.rows if row.count == 1 and row.sample and can_sample(row))
+        return rows if len(rows) <= self._fleet.seats else ()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One token or several a row."""
+        return StepResult(tuple(self._fleet.step(plan.rows)))
+
+    def forget(self, slots: Rows[int]) -> None:
+        """These slots have new owners."""
+        self._fleet.forget(slots)
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
+        if name == "graphs":
+            for card in self._cards:
+                card.graphs = enabled
+        elif name == "fused_kernels":
+            self._fused = enabled
+        else:
+            raise Unsupported(f"the engine has no optimization {name!r}")
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        for card in self._cards:
+            card.close()

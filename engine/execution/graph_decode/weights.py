@@ -1,0 +1,94 @@
+"""A loaded model as the kernels read it, without a copy of its matrices; or why they cannot."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.execution.step_state import Parts
+from engine.kernels import weights as forms
+from engine.kernels.attention import Heads, LayerAttention
+from engine.kernels.step import LayerWeights, Product, StepWeights
+from engine.linear import DenseLinear, Linear
+from engine.linear.card import CardLinear
+from engine.model.config import ModelConfig
+from engine.model.weights import Layer
+from quant.weights import Dense
+
+MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why the kernels cannot read this model, or None. The device is not asked."""
+    model, pool = parts.model, parts.pool
+    if model.place.dtype != torch.bfloat16:
+        return f"the model is {model.place.dtype}, the kernels compute in bfloat16".replace("torch.", "")
+    if pool.heads_outside:
+        return "the page pool is laid out for a CPU"
+    if model.config.vocab_size > MOST_TOKENS:
+        return f"a vocabulary of {model.config.vocab_size}, the kernels know up to {MOST_TOKENS}"
+    objection = heads_of(model.config).why_not()
+    if objection is not None:
+        return objection
+    for layer in model.weights.layers:
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            objection = _objection(linear)
+            if objection is not None:
+                return objection
+    return _objection(model.weights.head)
+
+
+def _objection(linear: Linear) -> str | None:
+    if isinstance(linear, CardLinear):
+        return None
+    if isinstance(linear, DenseLinear):
+        return forms.why_not(Dense(linear.weight))
+    return f"the kernels do not read weights of {type(linear).__name__}"
+
+
+def heads_of(config: ModelConfig) -> Heads:
+    """The head layout."""
+    return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
+
+
+def step_weights(parts: Parts) -> StepWeights:
+    """The model where `why_not` has no objection."""
+    model, weights = parts.model, parts.model.weights
+    head = _product(weights.head)
+    return StepWeights(
+        table=weights.embedding,
+        layers=[_layer(parts, index, layer) for index, layer in enumerate(weights.layers)],
+        final_gain=weights.norm.weight,
+        head=head.matrix,
+        heads=heads_of(model.config),
+        eps=model.config.norm_eps,
+        angles=model.rope,
+    )
+
+
+def _layer(parts: Parts, index: int, layer: Layer) -> LayerWeights:
+    keys, values = parts.pool.layer(index).unbind(0)
+    query_gain = key_gain = None
+    if layer.head_norm is not None:
+        heads = parts.model.config.heads
+        query_gain, key_gain = (layer.head_norm.weight[at].contiguous() for at in (0, heads))
+    return LayerWeights(
+        input_gain=layer.input_norm.weight,
+        qkv=_product(layer.qkv),
+        attention=LayerAttention(keys, values, query_gain, key_gain, layer.window),
+        output=_product(layer.output),
+        mlp_gain=layer.mlp_norm.weight,
+        gate_up=_product(layer.gate_up),
+        down=_product(layer.down),
+    )
+
+
+def _product(linear: Linear) -> Product:
+    if isinstance(linear, CardLinear):
+        return Product(linear.matrix, _bias(linear.bias))
+    if not isinstance(linear, DenseLinear):
+        raise TypeError(f"no matrix in a {type(linear).__name__}")
+    return Product(forms.to_matrix(Dense(linear.weight)), _bias(linear.bias))
+
+
+def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float().contiguous()

@@ -1,0 +1,1 @@
+"""Chunks of prompts as captured CUDA graphs."""

@@ -1,0 +1,99 @@
+"""The token after a prompt, chosen by the kernels that choose in decode steps: the same scores, the same noise. Rows
+that want log-probabilities are the sampler's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from functools import partial
+
+import torch
+
+from engine.errors import EngineFailed
+from engine.execution import device_sampling as sampled
+from engine.execution.capture import Recorder
+from engine.execution.graph_decode.captured_steps import fill, placed, state_of
+from engine.execution.graph_decode.flight import NO_TOKEN, Seat
+from engine.kernels import sampling
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launcher
+from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
+from engine.kernels.tokens import Fed
+from engine.sampling.noise import seed_key
+from engine.scheduling.plan import Row, RowResult
+
+_NEVER = 2**31 - 1  # a position
+_LAST_NUMBER = 1 << 30  # of an entry; numbers begin anew above it
+
+
+def can_draw(row: Row) -> bool:
+    """Whether the kernels choose what follows this row."""
+    return row.sequence.request.logprobs is None
+
+
+class FirstTokens:
+    """Draws for one prompt after another; no more than `most` may be unread."""
+
+    def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int) -> None:
+        device = weights.table.device
+        properties = torch.cuda.get_device_properties(device)
+        plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
+        self._state = state_of(fill((), 1, 0).block.to(device))
+        buffers = placed(allocate(weights, 1, 1, most), self._state)
+        self._ring = buffers.progress.ring
+        self._sampling = sampling.allocate(1, weights.head.rows, device)
+        self._chains = {
+            draws: prepare_first(library, weights, buffers, fed, plan, self._sampling if draws else None)
+            for draws in (False, True)
+        }
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._launcher = Launcher()
+        self._number = 0  # of the last entry
+        self.captured = True  # False: launches one by one
+
+    def warmup(self, recorder: Recorder) -> None:
+        """Captures, and does each thing once."""
+        for draws, chain in self._chains.items():
+            self._graphs[draws] = recorder.record(partial(self._launcher.enqueue, chain))
+            self._graphs[draws].replay()  # an idle row
+        self._sampling.rehearse()
+
+    def draw(self, row: Row) -> int:
+        """Behind the row's last chunk; the number that its token will have."""
+        sequence = row.sequence
+        one = sequence.request.sampling
+        seat = Seat(
+            token=0,
+            position=row.start + row.count - 1,
+            last_position=_NEVER,
+            stops=(),
+            temperature=one.temperature,
+            noise_key=seed_key(one.seed),
+            pages=(),
+            sequence=sequence,
+            fresh=(),
+        )
+        self._number = self._number % _LAST_NUMBER + 1
+        self._state.block.copy_(fill((seat,), 1, self._number - 1).block, non_blocking=True)
+        draws = sampled.needed(sequence)
+        if draws:
+            sampled.place(self._sampling, 0, sequence)
+        if self.captured and draws in self._graphs:
+            self._graphs[draws].replay()
+        else:
+            self._launcher.enqueue(self._chains[draws])
+        return self._number
+
+    def read(self, numbers: Rows[int]) -> list[RowResult]:
+        """An id for each, or none where the scores were no numbers. Waits for the card."""
+        torch.cuda.current_stream().synchronize()
+        return [self._entry(number) for number in numbers]
+
+    def _entry(self, number: int) -> RowResult:
+        entry = int(self._ring[0, (number - 1) % self._ring.shape[1]])
+        if entry >> 32 != number:
+            raise EngineFailed("the device chose no token after a prompt")
+        return RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,))
+
+    def close(self) -> None:
+        """Drops the graphs."""
+        self._graphs.clear()

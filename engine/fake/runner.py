@@ -1,0 +1,191 @@
+"""The engine that needs no torch and no weights: for tests and for measuring what is around it.
+
+Ids are a function of the tokens so far (and of the seed, unless greedy). Up to 256 entries of vocabulary they are
+printable ASCII, above that anything but the first three, whole code points or not. About one in 64 is the request's
+first stop token, where it has one. Fields of SamplingParams that need logits change nothing, since there are none.
+
+It holds the scheduler to its plans (`shadow`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n)
+breaks once n ids have been generated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import os
+import signal
+import time
+from typing import Any
+
+from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob
+from engine.errors import EngineFailed, Unsupported
+from engine.fake.shadow import FACTOR, PRIME, Fed, ShadowPages, ShadowPool
+from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
+from engine.settings import PAGE_SIZE, EngineSettings
+
+_STOP_ODDS = 64
+
+
+class Fault(enum.IntEnum):
+    """Second token of a prompt that breaks things."""
+
+    RAISE = 1  # the step raises
+    SICK_ROW = 2  # this row comes back without ids, as for logits that are not finite
+    CRASH = 3  # the process dies
+    HANG = 4  # the step never ends
+    DEVICE = 5  # the step raises what the loss of a device raises
+
+
+def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: Any) -> GenerationRequest:
+    """A greedy request without stops, of now, for those who try the engine; `changes` are further fields of it."""
+    plain = GenerationRequest(
+        request_id="",
+        token_ids=token_ids,
+        sampling=SamplingParams(
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            seed=0,
+        ),
+        stopping=Stopping(max_tokens=max_tokens),
+        arrived_at=time.monotonic(),
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+class FakeRunner:
+    """Implements engine.scheduling.plan.Runner."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        fake = settings.fake
+        self._fake = fake
+        self._pool = ShadowPool(fake.total_pages, settings.max_sequences)
+        self._ids = range(32, 127) if fake.vocab_size <= 256 else range(3, fake.vocab_size)
+        if fake.vocab_size < 127:
+            raise Unsupported(f"the fake engine needs a vocabulary of at least 127, not {fake.vocab_size}")
+        context = min(fake.max_context, fake.total_pages * PAGE_SIZE, settings.max_context or fake.max_context)
+        self._info = ModelInfo(
+            architecture="fake",
+            weight_format="none",
+            dtype="none",
+            device="none",
+            decoder="fake",
+            objections=(),
+            vocab_size=fake.vocab_size,
+            max_context=context,
+            max_sequences=settings.max_sequences,
+            page_size=PAGE_SIZE,
+            total_pages=fake.total_pages,
+            weights_bytes=0,
+            weights_digest=hashlib.sha256(b"fake %d" % fake.vocab_size).hexdigest(),
+            tokens_per_step=fake.tokens_per_step,
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def pages(self) -> ShadowPages:
+        return self._pool.pages
+
+    def run(self, plan: StepPlan) -> StepResult:
+        started = time.monotonic()
+        self._pool.begin(plan)
+        result = StepResult(tuple([self._row(row) for row in plan.rows]))
+        if self._fake.step_time:
+            time.sleep(max(0.0, started + self._fake.step_time - time.monotonic()))
+        return result
+
+    def set_optimization(self, name: str, enabled: bool) -> None:
+        raise Unsupported(f"the fake engine has no optimisation {name!r}")
+
+    def close(self) -> None:
+        pass
+
+    def _row(self, row: Row) -> RowResult | None:
+        fed = self._pool.feed(row)
+        if not row.sample:
+            return None
+        sequence = row.sequence
+        plain = self._is_plain(sequence.request)
+        if not plain and self._breaks(sequence):
+            return RowResult(())
+        count = self._fake.tokens_per_step
+        if count > 1:
+            count = min(count, len(sequence.pages) * PAGE_SIZE - row.start - row.count + 1)
+        result = self._draw(fed, count, plain)
+        if count > 1:
+            self._pool.write(fed, result.token_ids[:-1])
+        return result
+
+    def _is_plain(self, request: GenerationRequest) -> bool:
+        """Whether nothing but the next id is wanted of it."""
+        if request.stopping.stop_token_ids or request.logprobs is not None:
+            return False
+        return not self._fake.faults or request.token_ids[0] != 0
+
+    def _draw(self, fed: Fed, count: int, plain: bool) -> RowResult:
+        request = fed.sequence.request
+        noise = request.sampling.seed % PRIME if request.sampling.temperature else 0
+        digest, ids = fed.digest, self._ids
+        fed.digested += count
+        if plain and count == 1:
+            token_id = ids[(digest ^ noise) * FACTOR % PRIME % len(ids)]
+            fed.digest = (digest * FACTOR + token_id) % PRIME
+            return RowResult((token_id,))
+        output = fed.sequence.output_length
+        drawn, logprobs = [], []
+        for index in range(output, output + count):
+            bits = (digest ^ noise) * FACTOR % PRIME
+            token_id = self._choose(request, index, bits)
+            digest = (digest * FACTOR + token_id) % PRIME
+            drawn.append(token_id)
+            if request.logprobs is not None:
+                logprobs.append(self._logprob(token_id, request.logprobs, bits))
+        fed.digest = digest
+        return RowResult(tuple(drawn), tuple(logprobs))
+
+    def _choose(self, request: GenerationRequest, index: int, bits: int) -> int:
+        """The id at place `index` of the output."""
+        stops = request.stopping.stop_token_ids
+        place = bits % len(self._ids)
+        if not stops:
+            return self._ids[place]
+        if index >= request.stopping.min_tokens:
+            return stops[0] if bits // len(self._ids) % _STOP_ODDS == 0 else self._ids[place]
+        turned = (self._ids[place - offset] for offset in range(len(self._ids)))
+        return next((token_id for token_id in turned if token_id not in stops), self._ids[place])
+
+    def _logprob(self, token_id: int, count: int, bits: int) -> TokenLogprob:
+        logprob = -(1 + bits % 128) / 64
+        others = [other for other in self._ids[: count + 1] if other != token_id]
+        top = [token_id, *others][:count]
+        return TokenLogprob(logprob, tuple((other, logprob - rank / 8) for rank, other in enumerate(top)))
+
+    def _breaks(self, sequence: Sequence) -> bool:
+        """Breaks as the prompt says; True where only this row is to break."""
+        first, fault, after = (*sequence.request.token_ids[:3], 0, 0)[:3]
+        if not self._fake.faults or first != 0 or sequence.output_length < after:
+            return False
+        match fault:
+            case Fault.RAISE:
+                raise EngineFailed("as asked")
+            case Fault.DEVICE:
+                raise AcceleratorError("as asked")
+            case Fault.CRASH:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Fault.HANG:
+                while True:
+                    time.sleep(3600)
+        return fault == Fault.SICK_ROW
+
+
+class AcceleratorError(RuntimeError):
+    """Named as torch names the loss of a device."""

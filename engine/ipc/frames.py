@@ -1,0 +1,158 @@
+"""Owns what travels between front and engine process: typed msgpack messages behind a length of four bytes."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from engine.api import EngineLoad, GenerationRequest, ModelInfo
+from engine.ipc.events import Event
+from engine.settings import EngineSettings
+
+MAX_FRAME = 64 * 1024 * 1024  # bytes
+_HEADER = 4  # bytes, big-endian length of what follows
+
+
+class FrameError(Exception):
+    """The peer sent what is no message of ours."""
+
+
+class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First to the engine: what to load."""
+
+    settings: EngineSettings
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A sequence to generate. Keys are never used again in the life of a process."""
+
+    key: int
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Nobody reads this sequence any more. No answer."""
+
+    key: int
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The reader of this sequence is behind."""
+
+    key: int
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The reader has caught up."""
+
+    key: int
+
+
+class Switch(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Turn an optimisation on or off. `Switched` with the same ticket answers."""
+
+    ticket: int
+    name: str
+    enabled: bool
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """How far loading is."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Loaded; sequences may come."""
+
+    info: ModelInfo
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """It will never be ready with these settings. The process ends."""
+
+    kind: Literal["invalid_model", "unsupported"]
+    message: str
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """All that a step brought to all sequences; now and then how busy the engine is, which doubles as heartbeat."""
+
+    events: list[Event]
+    load: EngineLoad | None
+
+
+class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The switch is in force, or why not."""
+
+    ticket: int
+    refusal: str | None
+
+
+Command = Configure | Submit | Cancel | Pause | Resume | Switch  # front → engine
+Report = Progress | Ready | Refused | Step | Switched  # engine → front
+
+_encoder = msgspec.msgpack.Encoder()
+_Message = TypeVar("_Message")
+
+
+def encode(message: Command | Report) -> bytes:
+    """One frame."""
+    buffer = bytearray(_HEADER)
+    _encoder.encode_into(message, buffer, _HEADER)
+    length = len(buffer) - _HEADER
+    if length > MAX_FRAME:
+        raise FrameError(f"a message of {length} bytes is too long")
+    buffer[:_HEADER] = length.to_bytes(_HEADER, "big")
+    return bytes(buffer)
+
+
+class FrameReader(Generic[_Message]):
+    """Cuts a byte stream into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[_Message]) -> None:
+        self._decoder = decoder
+        self._rest = bytearray()  # begins with a frame that has not come whole
+
+    def feed(self, data: bytes) -> list[_Message]:
+        """The messages that are whole by now. FrameError where the stream is broken; it cannot be read on."""
+        if self._rest:
+            self._rest += data
+            if _frame_end(self._rest, 0) > len(self._rest):
+                return []
+            data = bytes(self._rest)
+            self._rest.clear()
+        view = memoryview(data)
+        messages = []
+        start = 0
+        while (end := _frame_end(data, start)) <= len(data):
+            try:
+                messages.append(self._decoder.decode(view[start + _HEADER : end]))
+            except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+                raise FrameError(f"{type(error).__name__}: {error}") from None
+            start = end
+        self._rest += view[start:]
+        return messages
+
+
+def command_reader() -> FrameReader[Command]:
+    """What the engine process reads with."""
+    return FrameReader(msgspec.msgpack.Decoder(Command))
+
+
+def report_reader() -> FrameReader[Report]:
+    """What the front reads with."""
+    return FrameReader(msgspec.msgpack.Decoder(Report))
+
+
+def _frame_end(data: bytes | bytearray, start: int) -> int:
+    """Where the frame at `start` ends; beyond the data where not even its length has come."""
+    if len(data) - start < _HEADER:
+        return start + _HEADER + len(data)
+    length = int.from_bytes(data[start : start + _HEADER], "big")
+    if length > MAX_FRAME:
+        raise FrameError(f"a frame of {length} bytes is too long")
+    return start + _HEADER + length

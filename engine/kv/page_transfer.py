@@ -1,0 +1,59 @@
+"""Full pages of keys and values as plain bytes: how they leave the page pool and how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+
+from cache.api import BlockLayout
+from engine.kv.kv_cache import KvPool
+from engine.settings import PAGE_SIZE
+
+
+class PoolPages:
+    """A `PageAccess`. A page's bytes: [layers, 2, kv_heads, 16, head_dim], in the pool's dtype."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        shape, place = pool.shape, pool.place
+        self._place = place
+        self._page = (shape.layers, 2, shape.kv_heads, PAGE_SIZE, shape.head_dim)
+        self._layout = BlockLayout(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=str(place.dtype).removeprefix("torch."),
+            item_bytes=place.dtype.itemsize,
+            page_size=PAGE_SIZE,
+            variant=f"page layer kind head token, of {place.device.type}",
+        )
+
+    @property
+    def layout(self) -> BlockLayout:
+        """What the bytes mean."""
+        return self._layout
+
+    def buffer(self, size: int) -> memoryview:
+        """Host memory; for a GPU such as it can copy from by itself."""
+        if self._place.device.type == "cuda":
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
+        return memoryview(bytearray(size))
+
+    def read(self, pages: Items[int], into: memoryview) -> None:
+        """Fills `into` with these pages."""
+        with torch.inference_mode():
+            self._host(into, len(pages)).copy_(self._pool.read_pages(self._indices(pages)))
+
+    def write(self, pages: Items[int], source: memoryview) -> None:
+        """Fills these pages from `source`, which may be used again once this returns."""
+        with torch.inference_mode():
+            given = self._host(source, len(pages)).to(self._place.device)
+            self._pool.write_pages(self._indices(pages), given)
+
+    def _indices(self, pages: Items[int]) -> torch.Tensor:
+        return torch.tensor(pages, device=self._place.device)
+
+    def _host(self, data: memoryview, pages: int) -> torch.Tensor:
+        """The bytes as pages."""
+        return torch.frombuffer(data, dtype=self._place.dtype).view(pages, *self._page)

@@ -1,0 +1,49 @@
+"""How large the page pool is, and how long a sequence may therefore be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import Unsupported
+from engine.kv.kv_cache import KvShape
+from engine.linear import Place
+from engine.settings import PAGE_SIZE, EngineSettings
+from engine.worker.hardware import free_bytes
+
+CPU_MOST = 1 << 30  # bytes, unless the settings say more
+CPU_SHARE = 0.25  # of free memory
+CUDA_SHARE = 0.90
+CUDA_KEPT = 1 << 30  # bytes for activations
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What sequences may take."""
+
+    pages: int
+    max_context: int  # tokens
+
+
+def make_room(settings: EngineSettings, model_context: int, shape: KvShape, place: Place) -> Room:
+    """Pages for max_sequences of the longest context, as far as memory goes. Raises Unsupported."""
+    wanted = settings.max_context
+    if wanted is not None and wanted > model_context:
+        raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")
+    context = wanted or model_context
+    page_bytes = shape.page_bytes(place.dtype)
+    budget = settings.kv_bytes if settings.kv_bytes is not None else _share(place)
+    enough = settings.max_sequences * -(-context // PAGE_SIZE)
+    pages = min(budget // page_bytes, enough)
+    if pages < 1:
+        raise Unsupported(f"kv_bytes {budget}: one page of {PAGE_SIZE} tokens takes {page_bytes} bytes; allow more")
+    if wanted is not None and pages * PAGE_SIZE < wanted:
+        needed = -(-wanted // PAGE_SIZE) * page_bytes
+        raise Unsupported(f"max_context {wanted}: takes {needed} bytes of pages, {budget} are allowed; raise kv_bytes")
+    return Room(pages, min(context, pages * PAGE_SIZE))
+
+
+def _share(place: Place) -> int:
+    free = free_bytes(place.device)
+    if place.device.type == "cuda":
+        return max(int(free * CUDA_SHARE) - CUDA_KEPT, 0)
+    return min(CPU_MOST, int(free * CPU_SHARE))

@@ -1,0 +1,51 @@
+"""Which tokens each slot has seen and made, for the penalties. Kept for those who ask only, caught up when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+
+import torch
+
+from engine.scheduling.sequence import Sequence
+
+
+class TokenHistory:
+    """Per slot: whether a token occurred at all, and how often it was generated."""
+
+    def __init__(self, vocab_size: int, slots: int, device: torch.device) -> None:
+        self._vocab = vocab_size
+        self._device = device
+        self._counted = [0] * slots  # tokens of the slot's sequence that are in the tables
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # made for the first that asks
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """These slots have new owners."""
+        for slot in slots:
+            if self._counted[slot] and self._tables is not None:
+                for table in self._tables:
+                    table[slot].zero_()
+            self._counted[slot] = 0
+
+    def of(self, sequences: Rows[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """seen bool, generated float32, both [sequences, vocab], with all their tokens counted."""
+        seen, generated = self._ready()
+        for sequence in sequences:
+            self._count(sequence, seen, generated)
+        slots = torch.tensor([sequence.slot for sequence in sequences], device=self._device)
+        return seen.index_select(0, slots), generated.index_select(0, slots)
+
+    def _ready(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._tables is None:
+            size = (len(self._counted), self._vocab)
+            seen = torch.zeros(size, dtype=torch.bool, device=self._device)
+            self._tables = seen, torch.zeros(size, dtype=torch.float32, device=self._device)
+        return self._tables
+
+    def _count(self, sequence: Sequence, seen: torch.Tensor, generated: torch.Tensor) -> None:
+        slot, first, prompt = sequence.slot, self._counted[sequence.slot], sequence.prompt_length
+        fresh = torch.tensor(sequence.token_ids[first:], dtype=torch.int64, device=self._device)
+        self._counted[slot] = len(sequence.token_ids)
+        seen[slot].index_fill_(0, fresh, True)
+        made = fresh[max(prompt - first, 0) :]
+        generated[slot].index_add_(0, made, torch.ones(made.shape, device=self._device))

@@ -1,0 +1,1 @@
+"""Who runs, how far and in which order, and the step as data. No torch."""

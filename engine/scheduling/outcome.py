@@ -1,0 +1,67 @@
+"""What new ids mean for their sequence: how many of them count, and whether they end it."""
+
+from __future__ import annotations
+
+from engine.api import Finish, FinishReason, Start
+from engine.ipc.events import Event, Failure
+from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence import Sequence
+
+
+def take(row: Row, brought: RowResult | None, max_context: int, now: float) -> Event:
+    """Adds to the sequence what a row brought, up to its end, and tells of it."""
+    sequence = row.sequence
+    if brought is None or not brought.token_ids:
+        return Event(sequence.key, failure=Failure.STEP)
+    ids = brought.token_ids
+    kept, reason = _ending(sequence, ids, max_context)
+    if kept < len(ids):
+        ids = ids[:kept]
+    sequence.token_ids += ids
+    sequence.advance(row.start + row.count + kept - 1)
+    sequence.last_token_at = now
+    begun = None
+    if sequence.first_token_at is None:
+        sequence.first_token_at = now
+        begun = _start(sequence, now)
+    logprobs = brought.logprobs[:kept]
+    if reason is None:
+        return Event(sequence.key, ids, logprobs, start=begun)
+    stop = ids[-1] if reason is FinishReason.STOP else None
+    return Event(sequence.key, ids, logprobs, finish(sequence, reason, now, stop), start=begun)
+
+
+def _start(sequence: Sequence, now: float) -> Start:
+    planned = now if sequence.first_planned_at is None else sequence.first_planned_at
+    return Start(
+        cached_tokens=sequence.cached_tokens, queue=planned - sequence.request.arrived_at, prefill=now - planned
+    )
+
+
+def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple[int, FinishReason | None]:
+    """How many of the ids count, and the reason where the last of them ends the sequence."""
+    stopping = sequence.request.stopping
+    length = len(sequence.token_ids)
+    output = length - len(sequence.request.token_ids)
+    room = min(stopping.max_tokens - output, max_context - length)
+    for index, token_id in enumerate(ids):
+        if token_id in stopping.stop_token_ids and output + index >= stopping.min_tokens:
+            return index + 1, FinishReason.STOP
+        if index + 1 == room:
+            return room, FinishReason.LENGTH
+    return len(ids), None
+
+
+def finish(sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None) -> Finish:
+    """The account of a sequence that ends now."""
+    planned = now if sequence.first_planned_at is None else sequence.first_planned_at
+    first = now if sequence.first_token_at is None else sequence.first_token_at
+    last = first if sequence.last_token_at is None else sequence.last_token_at
+    return Finish(
+        reason=reason,
+        stop_token_id=stop_token_id,
+        cached_tokens=sequence.cached_tokens,
+        queue=planned - sequence.request.arrived_at,
+        prefill=first - planned,
+        decode=last - first,
+    )

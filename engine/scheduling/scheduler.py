@@ -1,0 +1,340 @@
+"""Decides which sequences a step feeds and how far, and takes in what the step brought. Owns the live sequences, their
+slots and their pages. Torch-free.
+
+All order comes from `rank`. A sequence is running (it has a slot), waiting (it has none), fetching (it has none, and
+its prefix is on its way) or parked (it has none, and its reader is behind).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from engine.api import EngineLoad, FinishReason
+from engine.ipc.events import Event, Failure
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_index import PrefixIndex
+from engine.kv.shared_tier import BlockTier
+from engine.scheduling.ordered import Ordered
+from engine.scheduling.outcome import finish, take
+from engine.scheduling.plan import Row, StepPlan, StepResult
+from engine.scheduling.rank import rank, timer
+from engine.scheduling.sequence import PrefixPage, Sequence
+from engine.settings import PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a step and a sequence may take."""
+
+    max_sequences: int
+    max_batch_tokens: int  # prompt tokens a step
+    max_context: int  # tokens a sequence
+    tokens_per_step: int = 1  # most ids that a row may bring
+
+
+class Scheduler:
+    """plan → run → commit, with admit, cancel, pause and resume in between."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: PagePool,
+        batching: bool = True,
+        prefixes: PrefixIndex | None = None,
+        tier: BlockTier | None = None,
+    ) -> None:
+        if limits.max_context > pool.total * PAGE_SIZE:
+            raise ValueError("one sequence must fit into the page pool")
+        self._limits = limits
+        self._total_pages = pool.total
+        self._prefixes = prefixes or PrefixIndex(pool, enabled=False)
+        self._tier = tier
+        self._live: dict[int, Sequence] = {}
+        self._running: list[Sequence] = []  # lowest rank first
+        self._waiting = Ordered()
+        self._timers = Ordered()  # (deadline or expiry, key)
+        self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
+        self._fresh_slots: dict[int, None] = {}
+        self._width = limits.max_sequences if batching else 1
+        self._paused = 0
+        self._fetching: dict[int, Sequence] = {}
+        self._steps = 0
+        self._begun_count = 0
+        self._begun_cached = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._preemptions = 0
+
+    # What the front asks for
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes a new sequence in. ValueError where it could never run."""
+        request = sequence.request
+        if sequence.key in self._live:
+            raise ValueError(f"there is a sequence {sequence.key} already")
+        if not 0 < len(request.token_ids) < self._limits.max_context:
+            raise ValueError(f"{len(request.token_ids)} prompt tokens leave no room in {self._limits.max_context}")
+        if request.stopping.max_tokens < 1:
+            raise ValueError("max_tokens is below 1")
+        self._live[sequence.key] = sequence
+        if self._tier is not None and self._tier.ask(sequence):
+            sequence.fetching = True
+            self._fetching[sequence.key] = sequence
+        self._enqueue(sequence)
+        when = timer(sequence)
+        if when is not None:
+            self._timers.add(when, sequence.key)
+
+    def cancel(self, key: int) -> None:
+        """Forgets a sequence; one that has ended already is no mistake."""
+        sequence = self._live.get(key)
+        if sequence is not None:
+            self._remove(sequence)
+
+    def pause(self, key: int) -> None:
+        """Plans it no more until `resume`. It keeps its pages while nobody else wants them."""
+        sequence = self._live.get(key)
+        if sequence is None or sequence.paused:
+            return
+        if sequence.slot < 0:
+            self._waiting.discard(*rank(sequence))
+        sequence.paused = True
+        self._paused += 1
+
+    def resume(self, key: int) -> None:
+        """Undoes `pause`."""
+        sequence = self._live.get(key)
+        if sequence is None or not sequence.paused:
+            return
+        sequence.paused = False
+        self._paused -= 1
+        self._enqueue(sequence)
+
+    def set_batching(self, enabled: bool) -> None:
+        """Off: one sequence runs at a time. The others give up their pages and wait."""
+        self._width = self._limits.max_sequences if enabled else 1
+        if len(self._running) > self._width:
+            kept = next((one for one in self._running if not one.paused), self._running[0])
+            for sequence in [one for one in self._running if one is not kept]:
+                self._preempt(sequence)
+
+    def set_prefix_cache(self, enabled: bool) -> None:
+        """Off: every prompt is computed whole, and what was kept is dropped."""
+        self._prefixes.set_enabled(enabled)
+
+    # What the loop asks for
+
+    @property
+    def fetching(self) -> int:
+        """Sequences that wait for the shared tier; `collect` is to be called soon."""
+        return len(self._fetching)
+
+    def collect(self) -> None:
+        """Lets those wait for a slot whose keys and values have arrived, or will not."""
+        if self._tier is None or not self._fetching:
+            return
+        for key in self._tier.arrived():
+            sequence = self._fetching.pop(key)
+            sequence.fetching = False
+            self._enqueue(sequence)
+
+    def expire(self, now: float) -> list[Event]:
+        """Ends those whose time is up, running or not."""
+        events = []
+        while (first := self._timers.first()) is not None and first[0] <= now:
+            sequence = self._live[first[1]]
+            deadline = sequence.request.deadline
+            if deadline is not None and deadline <= now:
+                events.append(Event(sequence.key, failure=Failure.DEADLINE))
+            else:
+                events.append(Event(sequence.key, finish=finish(sequence, FinishReason.TIME_BUDGET, now)))
+            self._remove(sequence)
+        return events
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None where nobody can be fed."""
+        self._start_waiting()
+        budget = self._limits.max_batch_tokens
+        lookahead = self._limits.tokens_per_step - 1
+        rows = []
+        for sequence in tuple(self._running):  # lowest rank first, so that no planned row loses its pages
+            if sequence.paused or sequence.slot < 0:
+                continue
+            if sequence.first_token_at is None:
+                self._prefixes.catch_up(sequence)
+            start = sequence.computed
+            count = len(sequence.token_ids) - start
+            sample = True
+            if count > 1:
+                if count > budget:
+                    count, sample = budget, False
+                    if not count:
+                        continue
+                budget -= count
+            end = start + count + lookahead
+            if end > len(sequence.pages) * PAGE_SIZE and not self._grow(sequence, end):
+                continue
+            if sequence.first_planned_at is None:
+                sequence.first_planned_at = now
+            rows.append(Row(sequence, start, count, sample))
+        if not rows:
+            return None
+        fresh = tuple(self._fresh_slots)
+        self._fresh_slots.clear()
+        return StepPlan(tuple(rows), fresh)
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
+        """Takes in what the step brought."""
+        if len(result.rows) != len(plan.rows):
+            raise ValueError(f"{len(plan.rows)} rows were planned, {len(result.rows)} came back")
+        self._steps += 1
+        events = []
+        for row, brought in zip(plan.rows, result.rows, strict=True):
+            sequence = row.sequence
+            if sequence.slot < 0:  # it has ended or lost its pages meanwhile
+                continue
+            if not row.sample:
+                sequence.advance(row.start + row.count)
+                self._prefixes.note(sequence)
+                continue
+            event = take(row, brought, self._limits.max_context, now)
+            self._generated_tokens += len(event.token_ids)
+            self._prefixes.note(sequence)
+            if event.start is not None:
+                self._begun(sequence)
+            if event.finish is not None or event.failure is not None:
+                self._remove(sequence, sound=event.failure is None)
+            events.append(event)
+        return events
+
+    def fail(self, plan: StepPlan) -> list[Event]:
+        """Ends all that a broken step was to feed."""
+        sequences = [row.sequence for row in plan.rows if row.sequence.slot >= 0]
+        for sequence in sequences:
+            self._remove(sequence, sound=False)
+        self._fresh_slots |= dict.fromkeys(plan.fresh_slots)  # nobody knows whether the runner heard of them
+        return [Event(sequence.key, failure=Failure.STEP) for sequence in sequences]
+
+    @property
+    def live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is now."""
+        waiting = len(self._waiting) + sum(not sequence.paused for sequence in self._fetching.values())
+        return EngineLoad(
+            running=len(self._live) - waiting - self._paused,
+            waiting=waiting,
+            paused=self._paused,
+            used_pages=self._prefixes.used,
+            kept_pages=self._prefixes.kept,
+            total_pages=self._total_pages,
+            steps=self._steps,
+            begun=self._begun_count,
+            begun_cached=self._begun_cached,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+        )
+
+    # Slots and pages
+
+    def _start_waiting(self) -> None:
+        """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
+        while (first := self._waiting.first()) is not None:
+            if not self._may_start():
+                return
+            sequence = self._live[first[1]]
+            found = self._prefixes.find(sequence)
+            pages = self._pages_for(len(sequence.token_ids) + self._limits.tokens_per_step - 1) - len(found)
+            if not self._make_room(pages, found):
+                return
+            self._waiting.discard(*first)
+            self._prefixes.begin(sequence, found)
+            sequence.pages += self._prefixes.allocate(pages, after=found[-1].number if found else None) or []
+            sequence.slot = self._free_slots.pop()
+            self._fresh_slots[sequence.slot] = None
+            insort(self._running, sequence, key=rank)
+
+    def _may_start(self) -> bool:
+        """Whether one more sequence would have a slot, if need be a paused one's."""
+        return len(self._running) < self._width or sum(not one.paused for one in self._running) < self._width
+
+    def _make_room(self, pages: int, found: list[PrefixPage]) -> bool:
+        """Whether one more sequence may start with so many pages besides those found; takes from the paused what it
+        lacks.
+
+        It may if afterwards each that runs could still get another page, lest it be thrown out again at once.
+        """
+        prefixes = self._prefixes
+        paused = [sequence for sequence in self._running if sequence.paused]
+        wanted = pages + len(self._running) - len(paused)
+        if wanted > prefixes.room - prefixes.idle(found) + prefixes.reclaimable(paused, found):
+            return False
+        while len(self._running) >= self._width or wanted > prefixes.room - prefixes.idle(found):
+            self._preempt(paused.pop())
+        return True
+
+    def _grow(self, sequence: Sequence, end: int) -> bool:
+        """Gives a running sequence pages for its first `end` tokens; False where it had to yield instead."""
+        while True:
+            held = sequence.pages
+            pages = self._prefixes.allocate(self._pages_for(end) - len(held), after=held[-1])
+            if pages is not None:
+                held += pages
+                return True
+            if self._prefixes.let_go(sequence):
+                continue
+            victim = next((one for one in reversed(self._running) if one.paused), self._running[-1])
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-min(tokens, self._limits.max_context) // PAGE_SIZE)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Lets it wait for a slot, if it has none and nothing else to wait for."""
+        if sequence.slot < 0 and not sequence.paused and not sequence.fetching:
+            self._waiting.add(*rank(sequence))
+
+    def _begun(self, sequence: Sequence) -> None:
+        """Its first token has come."""
+        self._prompt_tokens += sequence.prompt_length
+        self._cached_tokens += sequence.cached_tokens
+        self._begun_count += 1
+        self._begun_cached += sequence.cached_tokens > 0
+        if self._tier is not None:
+            self._tier.begun(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes slot and pages away; once it runs again, what of prompt and output was not kept is computed anew."""
+        self._preemptions += 1
+        self._stop_running(sequence)
+        self._enqueue(sequence)
+
+    def _remove(self, sequence: Sequence, sound: bool = True) -> None:
+        """Ends a live sequence, wherever it is."""
+        del self._live[sequence.key]
+        when = timer(sequence)
+        if when is not None:
+            self._timers.discard(when, sequence.key)
+        self._paused -= sequence.paused
+        if sequence.slot >= 0:
+            self._stop_running(sequence, sound)
+        elif self._fetching.pop(sequence.key, None) is None:
+            self._waiting.discard(*rank(sequence))
+        elif self._tier is not None:
+            self._tier.leave(sequence.key)
+
+    def _stop_running(self, sequence: Sequence, sound: bool = True) -> None:
+        self._running.remove(sequence)
+        self._prefixes.release(sequence, sound)
+        sequence.computed = 0
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1

@@ -1,0 +1,143 @@
+"""From settings to a runner that is ready: device, weights, page pool, decoder. Everything `auto` is decided here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.api import ModelInfo
+from engine.errors import Unsupported
+from engine.execution.graph_prefill import executor as prefill
+from engine.execution.registry import DECODERS, Choice, Decoder, DecoderEntry, choose
+from engine.execution.runner import ModelRunner
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels.context import keep_little
+from engine.kv.kv_cache import KvPool, KvShape
+from engine.kv.sizing import Room, make_room
+from engine.linear import Place
+from engine.loading.checkpoint import Progress
+from engine.loading.formats import read_format
+from engine.loading.load import Loaded, Loading, load
+from engine.model.config import ModelConfig, load_config
+from engine.model.rope import rope_table
+from engine.model.transformer import Transformer
+from engine.sampling.sampler import Sampler
+from engine.settings import PAGE_SIZE, EngineSettings
+from engine.worker.hardware import pick_device, pick_dtype, pick_threads
+
+_log = logging.getLogger(__name__)
+TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch says where a CPU has too little
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that a decoder is made from, and what is told of it."""
+
+    parts: Parts
+    room: Room
+    digest: str
+    weight_format: str
+
+
+def build(settings: EngineSettings, progress: Progress) -> ModelRunner:
+    """Loads the model. Raises InvalidModel or Unsupported, each one line."""
+    return make_runner(settings, prepare(settings, progress), progress)
+
+
+def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
+    """Weights and page pool in their places."""
+    folder = Path(settings.model)
+    config = load_config(folder)
+    device = pick_device(settings.device)
+    form = read_format(folder, settings.quantization)
+    place = Place(pick_dtype(settings.dtype, config.dtype, device, form.in_memory is not None), device)
+    what = Loading(config, form, place, exact=settings.dtype == "float32")
+    if device.type == "cpu":
+        torch.set_num_threads(pick_threads(settings.threads))
+    try:
+        with torch.inference_mode():
+            if device.type == "cuda":
+                keep_little(device)
+            loaded = load(settings, folder, what, progress)
+            return _assemble(settings, config, loaded, place)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise Unsupported(_no_room(folder, device, error)) from error
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in TOO_LARGE):
+            raise
+        raise Unsupported(_no_room(folder, device, error)) from error
+
+
+def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, place: Place) -> Prepared:
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    room = make_room(settings, config.max_context, shape, place)
+    model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, place.device), place)
+    pool = KvPool(shape, room.pages, place, heads_outside=place.device.type == "cpu")
+    sampler = Sampler(config.vocab_size, settings.max_sequences, place.device)
+    return Prepared(
+        Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest, loaded.weight_format
+    )
+
+
+def make_runner(
+    settings: EngineSettings,
+    prepared: Prepared,
+    progress: Progress,
+    registry: tuple[DecoderEntry, ...] = DECODERS,
+) -> ModelRunner:
+    """Chooses the decoder and warms it. Raises Unsupported where the one asked for cannot hold."""
+    parts, room = prepared.parts, prepared.room
+    choice = choose(settings.decoder, parts, registry)
+    for objection in choice.objections:
+        _log.info("decoder %s passed over: %s", objection.decoder, objection.reason)
+    choice.decoder.warmup(progress)
+    config, place = parts.model.config, parts.model.place
+    info = ModelInfo(
+        architecture=config.architecture,
+        weight_format=prepared.weight_format,
+        dtype=str(place.dtype).removeprefix("torch."),
+        device=_device_name(place.device),
+        decoder=choice.name,
+        objections=choice.objections,
+        vocab_size=config.vocab_size,
+        max_context=room.max_context,
+        max_sequences=settings.max_sequences,
+        page_size=PAGE_SIZE,
+        total_pages=room.pages,
+        weights_bytes=parts.model.weights.nbytes,
+        weights_digest=prepared.digest,
+        tokens_per_step=choice.decoder.tokens_per_step,
+    )
+    runner = ModelRunner(info, parts, (choice.decoder, *_others(choice, parts, registry[-1], progress)))
+    for name, enabled in (("graphs", settings.graphs), ("fused_kernels", settings.fused_kernels)):
+        if not enabled:
+            with contextlib.suppress(Unsupported):  # a decoder without it needs no turning off
+                runner.set_optimization(name, False)
+    return runner
+
+
+def _others(choice: Choice, parts: Parts, last: DecoderEntry, progress: Progress) -> tuple[Decoder, ...]:
+    """What does the rows that the chosen decoder leaves: prompts in graphs where that can be, the last of the registry
+    everything."""
+    if choice.name == last.name:
+        return ()
+    try:
+        prompts = prefill.make(parts)
+        prompts.warmup(progress)
+    except Unfit as unfit:
+        _log.warning("prompts are left to %s: %s", last.name, unfit)
+        return (last.make(parts),)
+    return prompts, last.make(parts)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
+
+
+def _no_room(folder: Path, device: torch.device, error: BaseException) -> str:
+    first = (str(error).splitlines() or [""])[0][:160]
+    return f"{folder}: does not fit into the memory of {_device_name(device)} ({first}); use a smaller model or device"

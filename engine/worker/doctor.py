@@ -1,0 +1,244 @@
+"""What this machine would do with a model, without loading its weights: `python -m engine.worker.doctor` prints
+it as JSON.
+
+A process of its own, because it imports torch and wakes the GPU, and whoever asks should do neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from engine.errors import EngineError, Unsupported
+from engine.execution.registry import DECODERS
+from engine.execution.step_state import Parts
+from engine.kv.kv_cache import KvPool, KvShape
+from engine.kv.sizing import make_room
+from engine.linear import Place
+from engine.linear.quantized import loader_of, quantized_loader
+from engine.loading.checkpoint import Checkpoint
+from engine.loading.dummy import DummyLinears
+from engine.loading.formats import SERVED, Format, read_format
+from engine.loading.load import check_folder
+from engine.model.config import ModelConfig, load_config
+from engine.model.rope import rope_table
+from engine.model.transformer import Transformer
+from engine.model.weights import dense_tensors, load_weights
+from engine.sampling.sampler import Sampler
+from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, Quantization
+from engine.worker import hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    capability: str
+    memory_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A decoder, a type of number or a format: in use, or why not."""
+
+    name: str
+    chosen: bool
+    reason: str | None  # why it is not chosen; None where nothing stands against it
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """A folder as it would be served."""
+
+    architecture: str
+    weight_format: str
+    parameters: int
+    weights_bytes: int  # in memory
+    max_context: int  # tokens
+    pages: int
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything found. `problems` keep a server from starting."""
+
+    torch: str
+    cuda: str | None  # version that torch was built for
+    threads: int
+    gpus: list[Gpu] = field(default_factory=list)
+    device: str | None = None
+    dtypes: list[Option] = field(default_factory=list)
+    decoders: list[Option] = field(default_factory=list)
+    formats: list[Option] = field(default_factory=list)
+    model: ModelReport | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints one JSON object. 1 where there are problems."""
+    report = examine(_settings(sys.argv[1:] if argv is None else argv))
+    sys.stdout.write(json.dumps(asdict(report)) + "\n")
+    return 1 if report.problems else 0
+
+
+def _settings(argv: Sequence[str]) -> EngineSettings:
+    parser = argparse.ArgumentParser(prog="python -m engine.worker.doctor", allow_abbrev=False)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--device", default="auto", choices=get_args(Device))
+    parser.add_argument("--dtype", default="auto", choices=get_args(Dtype))
+    parser.add_argument("--quantization", default="auto", choices=get_args(Quantization))
+    parser.add_argument("--decoder", default="auto", choices=get_args(DecoderChoice))
+    return EngineSettings(**vars(parser.parse_args(argv)))
+
+
+def examine(settings: EngineSettings) -> Report:
+    """Looks at the machine and, where `settings.model` names one, at the model on it."""
+    report = Report(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
+    try:
+        report.gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+        device = hardware.pick_device(settings.device)
+        report.device = device.type
+        config = load_config(Path(settings.model)) if settings.model else None
+        form = read_format(Path(settings.model), settings.quantization) if settings.model else Format(None)
+        stated = None if config is None else config.dtype
+        dtype = hardware.pick_dtype(settings.dtype, stated, device, form.in_memory is not None)
+        report.dtypes = _dtypes(device, dtype, settings)
+        report.formats = _formats(None if config is None else form)
+        parts = None if config is None else _parts(config, form, Place(dtype, device))
+        report.decoders = _decoders(settings, parts)
+        if parts is not None:
+            report.model = _model(settings, form, parts)
+        if not any(one.chosen for one in report.decoders):
+            reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)
+            raise Unsupported(f"no decoder can serve this model here ({reasons})")
+    except EngineError as error:
+        report.problems.append(str(error))
+    except RuntimeError as error:  # of a driver
+        report.problems.append(" ".join(str(error).split())[:300])
+    return report
+
+
+def _gpu(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return Gpu(found.name, f"{found.major}.{found.minor}", total, free)
+
+
+def _dtypes(device: torch.device, chosen: torch.dtype, settings: EngineSettings) -> list[Option]:
+    return [
+        Option(name, dtype == chosen, None if dtype == chosen else _dtype_reason(name, device, settings))
+        for name, dtype in hardware.DTYPES.items()
+    ]
+
+
+def _dtype_reason(name: str, device: torch.device, settings: EngineSettings) -> str:
+    if settings.dtype != "auto":
+        return f"{settings.dtype} was asked for"
+    if device.type == "cpu" and name == "float16":
+        return "not the default on a CPU: --dtype float16 asks for it"
+    if device.type == "cpu" and name == "bfloat16" and not hardware.cpu_has_bf16():
+        return "this CPU has no bfloat16 arithmetic: --dtype bfloat16 asks for it all the same"
+    return f"not what the model was saved in: --dtype {name} asks for it"
+
+
+def _formats(form: Format | None) -> list[Option]:
+    """Every format that is served, the folder's own by its full name."""
+    if form is None:
+        return [Option(name, False, None) for name in SERVED]
+    found = [Option(name, False, _format_reason(name, form)) for name in SERVED if not _is(form, name)]
+    return sorted([*found, Option(form.name, True, None)], key=lambda one: not one.chosen)
+
+
+def _is(form: Format, family: str) -> bool:
+    return form.name == family or form.name.startswith(f"{family}-")
+
+
+def _format_reason(name: str, form: Format) -> str:
+    if name == "int8" and form.spec is None:
+        return "--quantization int8 asks for it"
+    return "int8 was asked for" if form.int8 else "the folder holds other weights"
+
+
+def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
+    """In the order of the registry; without a model, what would be tried."""
+    found: list[Option] = []
+    taken = False
+    for entry in DECODERS:
+        reason = None if parts is None else entry.why_not(parts)
+        if settings.decoder not in ("auto", entry.name):
+            reason = f"{settings.decoder} was asked for"
+        chosen = reason is None and not taken
+        if reason is None and taken:
+            reason = "a better one can serve"
+        taken = taken or chosen
+        found.append(Option(entry.name, chosen, reason))
+    return found
+
+
+class _Shapes:
+    """A checkpoint of shapes alone: its tensors take no memory."""
+
+    def __init__(self, expected: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._expected = expected
+        self._dtype = dtype
+
+    def names(self) -> Collection[str]:
+        return self._expected.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._expected[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return torch.empty(self._expected[name], dtype=self._dtype, device="meta")
+
+
+def _parts(config: ModelConfig, form: Format, place: Place) -> Parts:
+    """What a decoder judges a model by: weights without memory, one page, one slot."""
+    nowhere = Place(place.dtype, torch.device("meta"))
+    spec = form.in_memory
+    read = quantized_loader(None, None) if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device), None)
+    weights = load_weights(config, _Shapes(dense_tensors(config), place.dtype), read, nowhere)
+    model = Transformer(config, weights, rope_table(config.rope, 1, place.device), place)
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    pool = KvPool(shape, 1, place, heads_outside=place.device.type == "cpu")
+    return Parts(model, pool, Sampler(config.vocab_size, 1, place.device), 1, config.max_context)
+
+
+def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
+    """Raises InvalidModel or Unsupported for what would keep it from being served."""
+    folder, config, place = Path(settings.model), parts.model.config, parts.model.place
+    checkpoint = Checkpoint(folder)
+    try:
+        if form.spec is None:
+            read_format(folder, "auto", checkpoint.names())
+        check_folder(checkpoint, config, form)
+    finally:
+        checkpoint.close()
+    parameters = sum(_count(shape) for shape in dense_tensors(config).values())
+    size = parts.model.weights.nbytes
+    free = hardware.free_bytes(place.device)
+    if size > free:
+        raise Unsupported(f"{folder}: the weights take {size} bytes, {free} are free; use a smaller model or device")
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    room = make_room(settings, config.max_context, shape, place)
+    return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The engine's three verbs, forever: plan, run, commit; in between, what the front asks for. Owns when reports are sent
+and what a broken step costs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.api import EngineLoad, TierReport
+from engine.errors import EngineError, EngineFailed
+from engine.ipc.events import Event, Failure
+from engine.ipc.frames import Cancel, Command, Configure, FrameError, Pause, Resume, Step, Submit, Switch, Switched
+from engine.ipc.link import Link
+from engine.kv.shared_tier import BlockTier
+from engine.scheduling.plan import Runner, StepPlan
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+_LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
+_TIER_INTERVAL = 1.0  # seconds between two while there is none: what is being written goes on being counted
+_FETCH_INTERVAL = 0.001  # seconds between two looks at what is on its way, while there is nothing else to do
+_MOST_FAILURES = 3  # steps in a row after which the process gives up
+
+
+class Loop:
+    """Runs until the front goes (returns) or the runner is beyond hope (raises EngineFailed)."""
+
+    def __init__(
+        self,
+        link: Link,
+        runner: Runner,
+        scheduler: Scheduler,
+        tier: BlockTier | None = None,
+        tier_report: Callable[[], TierReport] | None = None,
+    ) -> None:
+        self._link = link
+        self._runner = runner
+        self._scheduler = scheduler
+        self._tier = tier
+        self._tier_report = tier_report
+        self._told_load: EngineLoad | None = None
+        self._told_at = 0.0
+        self._failures = 0  # steps in a row
+        self._refused: list[Event] = []
+
+    def run(self) -> None:
+        """The engine's life."""
+        busy = False
+        while True:
+            try:
+                commands = self._link.receive(0 if busy else self._patience())
+            except EOFError:
+                return
+            for command in commands:
+                self._obey(command)
+            self._scheduler.collect()
+            busy = self._step()
+            if self._tier is not None and self._tier.spare():
+                busy = True
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""
+        if self._scheduler.fetching:
+            return _FETCH_INTERVAL
+        if self._scheduler.live:
+            return _LOAD_INTERVAL
+        return None if self._tier_report is None else _TIER_INTERVAL
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit(key=key, request=request):
+                try:
+                    self._scheduler.admit(Sequence(request, list(request.token_ids), key=key))
+                except ValueError as error:
+                    _log.error("a request that cannot run came through: %s", error)
+                    self._refused.append(Event(key, failure=Failure.STEP))
+            case Cancel(key=key):
+                self._scheduler.cancel(key)
+            case Pause(key=key):
+                self._scheduler.pause(key)
+            case Resume(key=key):
+                self._scheduler.resume(key)
+            case Switch():
+                self._link.send(Switched(command.ticket, self._switch(command)))
+            case Configure():
+                raise FrameError("configured twice")
+
+    def _switch(self, command: Switch) -> str | None:
+        match command.name:
+            case "batching":
+                self._scheduler.set_batching(command.enabled)
+            case "prefix_cache":
+                self._scheduler.set_prefix_cache(command.enabled)
+            case "prefix_redis":
+                if self._tier is not None:  # else there is nothing to turn off, and turning it on waits for a Redis
+                    self._tier.set_enabled(command.enabled)
+            case _:
+                try:
+                    self._runner.set_optimization(command.name, command.enabled)
+                except EngineError as error:
+                    return str(error)
+        return None
+
+    def _step(self) -> bool:
+        """One step; whether there was anything to do."""
+        now = time.monotonic()
+        events, self._refused = self._refused, []
+        events += self._scheduler.expire(now)
+        plan = self._scheduler.plan(now)
+        if plan is not None:
+            events += self._run(plan)
+            now = time.monotonic()
+        self._publish(events, now, idle=plan is None)
+        return plan is not None
+
+    def _run(self, plan: StepPlan) -> list[Event]:
+        try:
+            result = self._runner.run(plan)
+            events = self._scheduler.commit(plan, result, time.monotonic())
+        except Exception as error:
+            self._failures += 1
+            _log.exception("a step of %d rows failed", len(plan.rows))
+            if _device_lost(error) or self._failures == _MOST_FAILURES:
+                raise EngineFailed(f"step failure {self._failures} in a row, giving up") from error
+            return self._scheduler.fail(plan)
+        self._failures = 0
+        return events
+
+    def _publish(self, events: list[Event], now: float, idle: bool) -> None:
+        load = None
+        if now - self._told_at >= _LOAD_INTERVAL or idle:
+            load = self._load()
+            if idle and load == self._told_load and not self._scheduler.live:
+                load = None
+            else:
+                self._told_load, self._told_at = load, now
+        if events or load is not None:
+            self._link.send(Step(events, load))
+
+    def _load(self) -> EngineLoad:
+        load = self._scheduler.load
+        return load if self._tier_report is None else replace(load, tier=self._tier_report())
+
+
+def _device_lost(error: BaseException) -> bool:
+    """Whether it is an error of CUDA itself: after one nothing on the device works. Lack of memory is none."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    names = {kind.__name__ for one in chain for kind in type(one).__mro__}
+    return bool(names & {"AcceleratorError", "CUDAError"}) or any("CUDA error" in str(one) for one in chain)

@@ -1,0 +1,148 @@
+"""`python -m engine.worker.process --fd N`: the process that holds model and device. Owns its start and its end.
+
+The front is told of loading, then of readiness or refusal, all on the socket N. Exits 0 where the front has gone, 2
+where it refused to load, 1 where something broke, which the front answers by starting another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from engine.api import ModelInfo, TierReport
+from engine.errors import EngineFailed, InvalidModel, Unsupported
+from engine.fake import FakeRunner
+from engine.ipc.frames import Configure, FrameError, Progress, Ready, Refused
+from engine.ipc.link import Link
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_index import PrefixIndex, kv_identity
+from engine.kv.shared_tier import BlockTier
+from engine.scheduling.plan import Runner
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.settings import EngineSettings
+from engine.worker.loop import Loop
+
+_log = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_PROGRESS_INTERVAL = 0.05  # seconds
+
+
+def main() -> int:
+    """The exit code."""
+    arguments = argparse.ArgumentParser(prog="engine.worker.process")
+    arguments.add_argument("--fd", type=int, required=True, help="the socket to the front")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    _die_with_parent()
+    link = Link(socket.socket(fileno=arguments.parse_args().fd))
+    try:
+        return _serve(link)
+    except (EOFError, ConnectionError):
+        return 0
+    except FrameError as error:
+        _log.error("the front sent what is no message: %s", error)
+    except EngineFailed as error:
+        _log.error("%s", error)
+    except Exception:
+        _log.exception("the engine process broke")
+    return 1
+
+
+def _serve(link: Link) -> int:
+    settings = _settings(link)
+    try:
+        runner = _build(settings, _Told(link))
+        pool, index, tier, tier_report = _prefixes(settings, runner)
+    except (InvalidModel, Unsupported) as error:
+        kind: Literal["invalid_model", "unsupported"]
+        kind = "invalid_model" if isinstance(error, InvalidModel) else "unsupported"
+        link.send(Refused(kind, str(error)))
+        return 2
+    scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier)
+    gc.collect()
+    gc.freeze()  # what was loaded stays; later collections need not look at it
+    link.send(Ready(runner.info))
+    Loop(link, runner, scheduler, tier, tier_report).run()
+    if tier is not None:
+        tier.close()
+    runner.close()
+    return 0
+
+
+def _settings(link: Link) -> EngineSettings:
+    while not (commands := link.receive(timeout=None)):
+        pass
+    match commands:
+        case [Configure(settings=settings)]:
+            return settings
+    raise FrameError("it did not begin with the settings")
+
+
+def _build(settings: EngineSettings, progress: _Told) -> Runner:
+    if settings.kind == "fake":
+        return FakeRunner(settings)
+    from engine.worker.build import build  # torch: seconds that the fake need not pay
+
+    return build(settings, progress)
+
+
+def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
+    return Limits(
+        max_sequences=info.max_sequences,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_context=info.max_context,
+        tokens_per_step=info.tokens_per_step,
+    )
+
+
+def _prefixes(
+    settings: EngineSettings, runner: Runner
+) -> tuple[PagePool, PrefixIndex, BlockTier | None, Callable[[], TierReport] | None]:
+    """Pages, what is known of them, the tier beyond and what that does. Raises Unsupported."""
+    prefix, pages = settings.prefix, runner.pages
+    pool = PagePool(runner.info.total_pages)
+    index = PrefixIndex(pool, kv_identity(runner.info, pages.layout), prefix.enabled)
+    if prefix.redis_url is None:
+        return pool, index, None, None
+    from engine.kv.open_tier import open_told  # what it needs beyond the standard library may not be installed
+
+    store, report = open_told(prefix, pages.layout)
+    return pool, index, BlockTier(store, pages, index, prefix.shared), report
+
+
+class _Told:
+    """Passes progress on, not more often than anyone can watch."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._stage = ""
+        self._at = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage == self._stage and done < total and now - self._at < _PROGRESS_INTERVAL:
+            return
+        self._stage, self._at = stage, now
+        self._link.send(Progress(stage, done, total))
+
+
+def _die_with_parent() -> None:
+    """No orphan holds the device: the kernel kills us with the front. A terminal's ctrl-C is the front's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # at once: what tidies up at exit may wait for a device that is lost

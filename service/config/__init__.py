@@ -1,0 +1,1 @@
+"""The settings tree, and where its values come from."""

@@ -1,0 +1,146 @@
+"""Who gets in: live names, tenants' quotas, drain, and a bound on all that is live. Places in the engine are `places`'.
+
+A ticket is held from the first look at a request until its end; the table of tickets is what is live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from engine.api import TokenStream
+from engine.errors import Aborted
+from service.config.settings import LimitOptions
+from service.core.errors import Draining, DuplicateRequest, UnknownRequest
+from service.core.slots import Places
+
+_DRAIN_RETRY = 1.0  # seconds
+_MOST_LOOKING = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
+
+
+class Ticket:
+    """One live request. Leaving the `with` block ends it."""
+
+    def __init__(self, owner: Admission, tenant: str, request_id: str) -> None:
+        self._owner = owner
+        self.tenant = tenant
+        self.request_id = request_id
+        self.looking = True
+        self._stream: TokenStream | None = None
+        self._aborted: str | None = None
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owner.leave(self)
+
+    def looked(self) -> None:
+        """What the caches have is known."""
+        if self.looking:
+            self.looking = False
+            self._owner.looked()
+
+    def attach(self, stream: TokenStream) -> None:
+        """From here on `abort` reaches the stream. Raises Aborted where it came before."""
+        if self._aborted is not None:
+            raise Aborted(self._aborted)
+        self._stream = stream
+
+    def abort(self, reason: str) -> None:
+        """Its caller gets Aborted."""
+        self._aborted = reason
+        if self._stream is not None:
+            self._stream.abort(reason)
+
+
+class Admission:
+    """The table of live requests and the limits on it."""
+
+    def __init__(
+        self, limits: LimitOptions, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.places = Places(limits, capacity, clock)
+        self._limits = limits
+        self._clock = clock
+        self._live: dict[tuple[str, str], Ticket] = {}
+        self._tenants: Counter[str] = Counter()
+        self._looking = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def live(self) -> int:
+        """Requests that hold a ticket."""
+        return len(self._live)
+
+    @property
+    def looking(self) -> int:
+        """Of those, whose answer may yet be found in a cache."""
+        return self._looking
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new gets in."""
+        return self._draining
+
+    def admit(self, tenant: str, request_id: str, deadline: float | None) -> Ticket:
+        """A line in the table. Raises Draining, DuplicateRequest, DeadlineExceeded or Overloaded."""
+        if self._draining:
+            self.places.refusals["DRAINING"] += 1
+            raise Draining(_DRAIN_RETRY)
+        if (tenant, request_id) in self._live:
+            raise DuplicateRequest(request_id)
+        if deadline is not None and deadline <= self._clock():
+            raise self.places.late("the deadline has passed")
+        tenant_limit = self._limits.tenant_requests
+        if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
+            raise self.places.overloaded("the tenant has too many live requests", "TENANT_QUOTA")
+        if len(self._live) >= self._limits.live_requests or self._looking >= max(_MOST_LOOKING, self.places.total):
+            raise self.places.overloaded("too many requests are live", "LIVE_REQUESTS")
+        ticket = Ticket(self, tenant, request_id)
+        self._live[tenant, request_id] = ticket
+        self._tenants[tenant] += 1
+        self._looking += 1
+        self._idle.clear()
+        return ticket
+
+    def looked(self) -> None:
+        """See Ticket.looked."""
+        self._looking -= 1
+
+    def leave(self, ticket: Ticket) -> None:
+        """It has ended."""
+        ticket.looked()
+        del self._live[ticket.tenant, ticket.request_id]
+        self._tenants[ticket.tenant] -= 1
+        if not self._tenants[ticket.tenant]:
+            del self._tenants[ticket.tenant]
+        if not self._live:
+            self._idle.set()
+
+    def abort(self, tenant: str, request_id: str, reason: str) -> None:
+        """Ends a live request. Raises UnknownRequest."""
+        ticket = self._live.get((tenant, request_id))
+        if ticket is None:
+            raise UnknownRequest(request_id)
+        ticket.abort(reason)
+
+    def drain(self) -> None:
+        """Lets nothing new in, for good."""
+        self._draining = True
+
+    async def idle(self, within: float | None) -> int:
+        """Waits until nothing is live, `within` seconds at most. Returns what is live then."""
+        try:
+            async with asyncio.timeout(within):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return len(self._live)

@@ -1,0 +1,145 @@
+"""The caches as the front uses them: opened for the model that the engine has, asked in order, and told what was
+generated. Owns what goes on beside requests: learning, storing, auditing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from cache.api import Mode
+from cache.counters import Counters, Times
+from cache.open import Caches, open_caches
+from cache.seal.keyring import InvalidKeyFile, Keyring
+from cache.seal.partition import ModelIdentity
+from cache.semantic.export import missing
+from cache.store.redis_link import open_client
+from engine.api import Engine, ModelInfo, TierReport
+from service.config.cache_options import CacheOptions
+from service.config.settings import BadSettings
+
+_log = logging.getLogger(__name__)
+_MOST_BESIDE = 256  # tasks beside requests; what comes on top is dropped, and counted
+_EXTRA = "pip install 'whippet-serve[embed]'"
+
+
+def checked(options: CacheOptions) -> CacheOptions:
+    """The options, without the semantic cache where its parts are not installed and nobody insists on it. Raises
+    BadSettings for what can never work."""
+    if options.key_file is not None:
+        try:
+            Keyring.read(options.key_file)
+        except InvalidKeyFile as error:
+            raise BadSettings(f"cache.key-file: {error}") from None
+    for name, path in (("redis-password", options.redis_password_file), ("redis-ca", options.redis_ca_file)):
+        if path is not None and not path.is_file():
+            raise BadSettings(f"cache.{name}-file: {path} is no file")
+    redis = options.resolved().redis
+    if redis is not None:
+        try:
+            open_client(redis, redis.budget)  # reads what it is told, and does not connect
+        except (OSError, ValueError) as error:
+            # The URL may hold a password: what is wrong with it is not repeated.
+            raise BadSettings(f"cache.redis-url: not the address of a Redis ({type(error).__name__})") from None
+    absent = missing(options.semantic.model) if options.semantic.mode != "off" else ()
+    if not absent:
+        return options
+    if options.semantic.mode == "on":
+        raise BadSettings(f"cache.semantic.mode: `on` needs {', '.join(absent)}: {_EXTRA}")
+    _log.info("cache: no semantic cache, since %s is not installed: %s", absent[0], _EXTRA)
+    return options.model_copy(update={"semantic": options.semantic.model_copy(update={"mode": "off"})})
+
+
+class AnswerCaches:
+    """The caches of the model that is served now: another model, or another version of it, has others."""
+
+    def __init__(self, options: CacheOptions, engine: Engine, tokenizer_digest: str) -> None:
+        self.counters = Counters()
+        self.semantic_mode = Mode(options.semantic.mode)
+        self._settings = options.resolved()
+        self._engine = engine
+        self._tokenizer = tokenizer_digest
+        self._open: tuple[ModelInfo, ModelIdentity, Caches] | None = None
+        self._beside: set[asyncio.Task[None]] = set()
+
+    def now(self) -> Caches | None:
+        """None until the engine was ready once."""
+        info = self._engine.info
+        if info is None:
+            return None
+        if self._open is None or self._open[0] is not info:
+            self._open = self._opened(info)
+        return self._open[2]
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """What the caches did since the start, the engine's shared tier since the engine's."""
+        return {**self.counters.counts(), **{(event, label): count for event, label, count in self._tier.counts}}
+
+    def times(self) -> dict[str, Times]:
+        """How long it took."""
+        tier = {event: Times(buckets, total) for event, buckets, total in self._tier.times}
+        return {**self.counters.times(), **tier}
+
+    def named_counts(self) -> dict[str, int]:
+        """What the caches did, by one name each."""
+        counts = self.counts()
+        return {f"{event}.{label}" if label else event: count for (event, label), count in sorted(counts.items())}
+
+    def breakers(self) -> dict[str, str]:
+        """How each connection to the store does."""
+        ours = {} if self._open is None else {name: state.value for name, state in self._open[2].states.items()}
+        return ours | dict(self._tier.breakers)
+
+    def held(self) -> dict[str, int]:
+        """Bytes in this process, by what holds them."""
+        return {} if self._open is None else self._open[2].held
+
+    def beside(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Runs it off every request's path. Dropped where too much runs already."""
+        if len(self._beside) >= _MOST_BESIDE:
+            self.counters.count("cache_dropped", name)
+            return
+        task = asyncio.get_running_loop().create_task(work(), name=f"cache {name}")
+        self._beside.add(task)
+        task.add_done_callback(self._ended)
+
+    async def aclose(self) -> None:
+        """Ends what runs beside, and the caches."""
+        for task in self._beside:
+            task.cancel()
+        if self._beside:
+            await asyncio.wait(self._beside)
+        if self._open is not None:
+            await self._open[2].aclose()
+            self._summarize()
+
+    @property
+    def _tier(self) -> TierReport:
+        return self._engine.load.tier or TierReport()
+
+    def _opened(self, info: ModelInfo) -> tuple[ModelInfo, ModelIdentity, Caches]:
+        identity = ModelIdentity(
+            weights=f"{info.weights_digest} {info.architecture} {info.weight_format} {info.dtype}",
+            tokenizer=self._tokenizer,
+        )
+        if self._open is not None:
+            _, known, caches = self._open
+            if known == identity:
+                return info, identity, caches
+            self.beside(caches.aclose, "close")
+        caches = open_caches(self._settings, identity, self.counters)
+        caches.load_semantic()
+        return info, identity, caches
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.counters.count("cache_beside", "failed")
+            _log.error("cache: %s failed: %s", task.get_name(), type(error).__name__)
+
+    def _summarize(self) -> None:
+        counts = self.named_counts()
+        if counts:
+            _log.info("cache: %s", ", ".join(f"{name} {count}" for name, count in counts.items()))

@@ -1,0 +1,67 @@
+"""A request as the caches see it: what must be equal for two requests to have one answer."""
+
+from __future__ import annotations
+
+from cache.api import Question, Turn
+from cache.seal.partition import encode
+from engine.api import GenerationRequest
+from service.core.request import Ask, ChatPrompt, TextPrompt
+
+_USER = "user"
+
+
+def cacheable(ask: Ask) -> bool:
+    """Whether every generation gives the same answer, and the answer is all that is sent: greedy or with a seed of the
+    caller's, and without log-probabilities."""
+    return (ask.sampling.temperature == 0 or ask.seeded) and ask.output.logprobs is None
+
+
+def question_of(ask: Ask, request: GenerationRequest, tenant: str) -> Question:
+    """The whole prompt, and all that shapes its answer: every resolved value of sampling and stopping."""
+    sampling, stops = request.sampling, ask.stops
+    return Question(
+        tenant=tenant,
+        token_ids=request.token_ids,
+        parameters=(
+            ("temperature", sampling.temperature),
+            ("top_k", sampling.top_k),
+            ("top_p", sampling.top_p),
+            ("min_p", sampling.min_p),
+            ("repetition_penalty", sampling.repetition_penalty),
+            ("presence_penalty", sampling.presence_penalty),
+            ("frequency_penalty", sampling.frequency_penalty),
+            ("seed", sampling.seed if ask.seeded else None),
+            ("logit_bias", sampling.logit_bias),
+            ("min_tokens", stops.min_tokens),
+            ("stop_strings", stops.strings),
+            ("stop_token_ids", stops.token_ids),
+            ("include_stop", stops.include),
+            ("continues", not isinstance(ask.prompt, ChatPrompt)),
+        ),
+        max_tokens=request.stopping.max_tokens,
+        deterministic=cacheable(ask),
+        max_age=ask.cache.max_age,
+    )
+
+
+def turn_of(ask: Ask, question: Question, wished: bool) -> Turn | None:
+    """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
+    wished for the semantic cache by name, since a text to be continued means what its last space says."""
+    prompt = ask.prompt
+    if isinstance(prompt, ChatPrompt):
+        *before, last = prompt.messages
+        if last.role != _USER:
+            return None
+        context = encode(("chat", tuple((message.role, message.content) for message in before)))
+        text = last.content
+    elif isinstance(prompt, TextPrompt) and wished:
+        context, text = encode(("text",)), prompt.text
+    else:
+        return None
+    return Turn(
+        question=question,
+        context=context,
+        text=text,
+        greedy=ask.sampling.temperature == 0,
+        threshold=ask.cache.threshold,
+    )

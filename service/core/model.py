@@ -1,0 +1,134 @@
+"""The model that this server serves, as the front sees it: its name, its tokenizer, and what the engine says of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.api import Engine, EngineState, ModelInfo, SamplingParams
+from engine.errors import EngineUnavailable
+from service.core.errors import InvalidRequest, Violation
+from service.core.request import Ask, ChatPrompt, ModelFacts, Prompt, TextPrompt, TokenPrompt
+from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
+from service.pb.whippet.v1 import model_pb2 as pb
+from service.protocols.whippet_v1 import render as answers
+from service.protocols.whippet_v1.parse import MAX_LOGPROBS, too_long
+
+_LOADING_RETRY = 1.0  # seconds
+_THREAD_ABOVE = 2048  # token ids; more are decoded beside the event loop
+
+
+class ServedModel:
+    """One model."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer, engine: Engine) -> None:
+        self.name = name
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._known: tuple[ModelInfo, ModelFacts] | None = None
+
+    def facts(self) -> ModelFacts:
+        """What validation needs. Raises EngineUnavailable unless requests can be taken."""
+        state, info = self._engine.state, self._engine.info
+        if state is not EngineState.READY or info is None:
+            raise EngineUnavailable(f"the engine is {state}", _LOADING_RETRY)
+        if self._known is None or self._known[0] is not info:
+            self._known = (info, self._facts(info))
+        return self._known[1]
+
+    async def encode(self, prompt: Prompt, facts: ModelFacts) -> tuple[int, ...]:
+        """The prompt's token ids. Raises InvalidRequest where the template refuses it or it is plainly too long."""
+        if isinstance(prompt, TokenPrompt):
+            return prompt.ids
+        if isinstance(prompt, TextPrompt):
+            least = self._tokenizer.least_tokens(prompt.text)
+            if least >= facts.max_context:
+                raise InvalidRequest((Violation(prompt.field, too_long(least, facts.max_context)),))
+        return tuple(await self.tokenize(prompt))
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
+        """However long it is. Raises InvalidRequest where the template refuses it."""
+        if isinstance(prompt, TextPrompt):
+            return await self._tokenizer.encode_async(prompt.text)
+        try:
+            return await self._tokenizer.encode_chat_async(prompt.messages)
+        except ChatTemplateError as error:
+            raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """Special tokens left out."""
+        if len(ids) <= _THREAD_ABOVE:
+            return self._tokenizer.decode(ids)
+        return await asyncio.to_thread(self._tokenizer.decode, ids)
+
+    def detokenizer(self, ask: Ask) -> Detokenizer | None:
+        """None where neither text nor stop strings are asked for."""
+        return self.text_maker(ask) if ask.output.text or ask.stops.strings else None
+
+    def text_maker(self, ask: Ask) -> Detokenizer:
+        """For whoever reads the answer's text, sent or not."""
+        stops = ask.stops
+        continues = not isinstance(ask.prompt, ChatPrompt)
+        return Detokenizer(self._tokenizer, stops.strings, stops.include, stops.min_tokens, continues)
+
+    def describe(self) -> pb.Model:
+        """All there is to know. Raises EngineUnavailable."""
+        facts = self.facts()
+        info = self._engine.info
+        if info is None:
+            raise EngineUnavailable("the engine is not there", _LOADING_RETRY)
+        model = pb.Model(
+            name=self.name,
+            architecture=info.architecture,
+            weight_format=info.weight_format,
+            dtype=info.dtype,
+            device=info.device,
+            decoder=info.decoder,
+            objections=[pb.DecoderObjection(decoder=o.decoder, reason=o.reason) for o in info.objections],
+            limits=pb.ModelLimits(
+                max_context_tokens=info.max_context,
+                vocab_size=info.vocab_size,
+                max_sequences=info.max_sequences,
+                max_logprobs=MAX_LOGPROBS,
+            ),
+            default_sampling=answers.sampling(facts.defaults),
+            weights_digest=info.weights_digest,
+            tokenizer_digest=self._tokenizer.digest,
+            chat=facts.chat,
+            eos_token_ids=facts.eos_token_ids,
+        )
+        model.default_sampling.ClearField("seed")
+        return model
+
+    def _facts(self, info: ModelInfo) -> ModelFacts:
+        return ModelFacts(
+            name=self.name,
+            vocab_size=info.vocab_size,
+            max_context=info.max_context,
+            chat=self._tokenizer.chat,
+            eos_token_ids=tuple(i for i in self._tokenizer.eos_token_ids if i < info.vocab_size),
+            defaults=resolve_defaults(self._tokenizer.default_sampling),
+        )
+
+
+def resolve_defaults(given: SamplingDefaults) -> SamplingParams:
+    """What a request gets where it leaves everything unset.
+
+    As in Hugging Face's generate(), a model that does not ask to be sampled is greedy: `do_sample` false, or neither
+    `do_sample` nor `temperature` named. What it does not name is off.
+    """
+    if given.do_sample is False:
+        temperature = 0.0
+    elif given.temperature is not None:
+        temperature = given.temperature
+    else:
+        temperature = 1.0 if given.do_sample else 0.0
+    return SamplingParams(
+        temperature=temperature,
+        top_k=0 if given.top_k is None else given.top_k,
+        top_p=1.0 if given.top_p is None else given.top_p,
+        min_p=0.0 if given.min_p is None else given.min_p,
+        repetition_penalty=1.0 if given.repetition_penalty is None else given.repetition_penalty,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=0,
+    )

@@ -1,0 +1,177 @@
+"""What the use cases speak of, as plain data: a valid request, the model it asks, and how its answer ended."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.api import Priority, SamplingParams
+from service.core.text import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text. `field` is where it stands in the request."""
+
+    text: str
+    field: ClassVar[str] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, given to the model as they are."""
+
+    ids: tuple[int, ...]
+    field: ClassVar[str] = "token_ids.ids"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the model's chat template."""
+
+    messages: tuple[ChatMessage, ...]
+    field: ClassVar[str] = "chat.messages"
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What validation needs to know of the model."""
+
+    name: str
+    vocab_size: int
+    max_context: int  # tokens
+    chat: bool
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingParams  # its seed means nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a stream is cut into messages."""
+
+    max_tokens: int
+    max_delay: float  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What is sent back."""
+
+    text: bool
+    token_ids: bool
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stops:
+    """When an answer ends."""
+
+    max_tokens: int | None
+    min_tokens: int
+    strings: tuple[str, ...]
+    token_ids: tuple[int, ...]  # the model's own included, unless ignored
+    include: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a request may do with a cache."""
+
+    read: bool
+    write: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheAsk:
+    """Which caches may answer or learn."""
+
+    response: Access | None = None  # None: the server's own setting, as below
+    semantic: Access | None = None
+    bypass_prefix: bool = False
+    max_age: float | None = None  # seconds
+    threshold: float | None = None  # cosine; tightens the server's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A valid request, its prompt not yet tokenized."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    stops: Stops
+    output: Output
+    priority: Priority
+    time_budget: float | None  # seconds
+    delivery: Delivery
+    cache: CacheAsk
+    seeded: bool  # by the caller
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from. Times are seconds on the clock of `time.monotonic`."""
+
+    tenant: str
+    arrived_at: float
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What was asked, as it is told to the caller."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    cache: str  # what the caches were asked and said: `x-cache`
+
+
+class CacheSource(enum.Enum):
+    """Which cache an answer came from."""
+
+    NONE = enum.auto()
+    RESPONSE = enum.auto()
+    SEMANTIC = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Where an answer comes from."""
+
+    header: str  # as in PromptFacts.cache
+    source: CacheSource = CacheSource.NONE
+    lookup: float = 0.0  # seconds that asking the caches took
+    entry_id: str = ""
+    age: float = 0.0  # seconds
+    similarity: float | None = None
+
+
+class EndReason(enum.Enum):
+    """Why an answer ended well."""
+
+    STOP = enum.auto()
+    LENGTH = enum.auto()
+    STOP_STRING = enum.auto()
+    TIME_BUDGET = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why and how an answer ended, as it is told to the caller. Times are seconds."""
+
+    reason: EndReason
+    sampling: SamplingParams
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue: float
+    prefill: float
+    decode: float
+    served: Served
+    stop_string: str | None = None
+    stop_token_id: int | None = None

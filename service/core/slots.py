@@ -1,0 +1,177 @@
+"""Places in the engine and in its queue: taken by what the engine is to run, and by nothing else.
+
+An answer out of a cache needs none, nor does a request that reads along with another one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from engine.api import Priority
+from engine.errors import DeadlineExceeded
+from service.config.settings import LimitOptions
+from service.core.errors import Overloaded
+
+DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
+_RETRY_BOUNDS = (0.1, 10.0)  # seconds
+_SMOOTHING = 0.1  # weight of the newest interval between departures
+_ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
+_VAIN = 64  # lookups in vain that a full queue puts up with at once
+_VAIN_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
+
+
+class Place:
+    """One of them. Leaving the `with` block gives it back."""
+
+    __slots__ = ("_owner", "priority", "started", "tokens")
+
+    def __init__(self, owner: Places, priority: Priority, tokens: int) -> None:
+        self._owner = owner
+        self.priority = priority
+        self.tokens = tokens  # of the prompt
+        self.started = False
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owner.leave(self)
+
+    def start(self) -> None:
+        """The first token is there: it no longer waits."""
+        if not self.started:
+            self.started = True
+            self._owner.started(self)
+
+
+class Places:
+    """As many as run at once, and as many as may wait for that."""
+
+    def __init__(
+        self, limits: LimitOptions, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits
+        self._capacity = capacity  # sequences that run at once
+        self._clock = clock
+        self._taken = 0
+        self._waiting: Counter[Priority] = Counter()  # no first token yet
+        self._waiting_tokens = 0
+        self._pace = _Pace()
+        self._vain = 0.0  # lookups in vain of late
+        self._vain_at = clock()
+        self.refusals: Counter[str] = Counter()  # by reason
+
+    @property
+    def taken(self) -> int:
+        """By those that run and those that wait."""
+        return self._taken
+
+    @property
+    def waiting(self) -> int:
+        """Those without a first token."""
+        return self._waiting.total()
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self._capacity() + self._limits.queued_requests
+
+    @property
+    def full(self) -> bool:
+        """Whether none is left."""
+        return self._taken >= self.total
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is room for work that nobody waits for: less than half of what may run does."""
+        return self._taken < max(1, self._capacity() // 2)
+
+    @property
+    def weary(self) -> bool:
+        """Whether so many have looked in vain while all was taken that the next ones had better not look."""
+        return self.full and self._lookups_in_vain() >= _VAIN
+
+    def check(self, priority: Priority, deadline: float | None, looked: bool = False) -> None:
+        """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt. `looked`: the caches were
+        asked before."""
+        self._check_deadline(priority, deadline)
+        if self.full:
+            if looked:
+                self._vain = self._lookups_in_vain() + 1
+            raise self.overloaded("too many requests wait", "QUEUE_FULL")
+
+    def take(self, priority: Priority, tokens: int, deadline: float | None) -> Place:
+        """Raises as `check`, and Overloaded where too many prompt tokens wait already. A prompt that waits alone is
+        never too long."""
+        self.check(priority, deadline, looked=True)
+        if self._waiting_tokens > 0 and self._waiting_tokens + tokens > self._limits.queued_prompt_tokens:
+            raise self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS")
+        self._taken += 1
+        self._waiting[priority] += 1
+        self._waiting_tokens += tokens
+        return Place(self, priority, tokens)
+
+    def started(self, place: Place) -> None:
+        """See Place.start."""
+        self._waiting[place.priority] -= 1
+        self._waiting_tokens -= place.tokens
+
+    def leave(self, place: Place) -> None:
+        """Gives it back."""
+        saturated = self._taken > self._capacity()
+        place.start()
+        self._taken -= 1
+        self._pace.departure(self._clock(), saturated)
+
+    def overloaded(self, message: str, reason: str) -> Overloaded:
+        """The refusal, counted. Says when to come back; spread, so that they do not all return at once."""
+        self.refusals[reason] += 1
+        low, high = _RETRY_BOUNDS
+        expected = min(max(self._pace.interval, low), high)
+        return Overloaded(message, reason, expected * random.uniform(1.0, 1.5))
+
+    def late(self, message: str) -> DeadlineExceeded:
+        """The refusal, counted."""
+        self.refusals[DEADLINE] += 1
+        return DeadlineExceeded(message)
+
+    def _lookups_in_vain(self) -> float:
+        now = self._clock()
+        self._vain, self._vain_at = max(0.0, self._vain - (now - self._vain_at) * _VAIN_RATE), now
+        return self._vain
+
+    def _check_deadline(self, priority: Priority, deadline: float | None) -> None:
+        if deadline is None:
+            return
+        queued = self._taken - self._capacity()
+        ahead = min(queued, sum(count for other, count in self._waiting.items() if other >= priority))
+        if ahead > 0 and deadline - self._clock() < ahead * self._pace.interval:
+            raise self.late("the deadline cannot be met: the queue is too long")
+
+
+class _Pace:
+    """How often a place becomes free while others wait for one."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._count = 0
+        self._last: float | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two departures; 0 while too few were seen."""
+        return self._mean if self._count >= _ENOUGH_DEPARTURES else 0.0
+
+    def departure(self, now: float, saturated: bool) -> None:
+        """One left. Only intervals during which somebody waited say anything."""
+        if saturated and self._last is not None:
+            interval = now - self._last
+            self._mean = interval if self._count == 0 else self._mean + _SMOOTHING * (interval - self._mean)
+            self._count += 1
+        self._last = now if saturated else None

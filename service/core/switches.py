@@ -1,0 +1,54 @@
+"""The optimisations that can be turned on and off while requests are served."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from engine.api import Engine
+from service.config.settings import OptimizationOptions
+from service.core.errors import Unimplemented
+
+RESPONSE_CACHE = "response_cache"
+SEMANTIC_CACHE = "semantic_cache"
+_OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # whoever uses them asks `on`; all others are the engine's
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One optimisation."""
+
+    name: str
+    enabled: bool
+    description: str
+
+
+class Switches:
+    """All that this build has."""
+
+    def __init__(self, options: OptimizationOptions, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._switches = {
+            name: Switch(name, getattr(options, name), field.description or "")
+            for name, field in sorted(OptimizationOptions.model_fields.items())
+        }
+
+    def all(self) -> tuple[Switch, ...]:
+        """By name."""
+        return tuple(self._switches.values())
+
+    def on(self, name: str) -> bool:
+        """Whether it is in force."""
+        return self._switches[name].enabled
+
+    async def set(self, name: str, enabled: bool) -> Switch:
+        """Returns when it is in force. Raises Unimplemented for a name that there is not."""
+        async with self._lock:
+            switch = self._switches.get(name)
+            if switch is None:
+                raise Unimplemented("name", "this build has no optimisation of that name")
+            if name not in _OURS:
+                await self._engine.set_optimization(name, enabled)
+            self._switches[name] = replace(switch, enabled=enabled)
+            return self._switches[name]

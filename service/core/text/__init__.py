@@ -1,0 +1,29 @@
+"""Text in and out of token ids. Knows no gRPC and no engine.
+
+Tokenizer.load(folder)          reads a model folder; raises engine.errors.InvalidModel, one line, file and remedy
+Tokenizer.of_bytes()            one id a byte, 256 in all, with a plain chat template: for the fake engine
+    .encode(text)               list[int], as transformers does: special tokens in it count, BOS where the model has one
+    .encode_chat(messages)      list[int] of ChatMessage(role, content); raises ChatTemplateError, its text safe to send
+    .encode_async, .encode_chat_async   the same, in a thread where the input is long
+    .least_tokens(text)         a floor on len(encode(text)), cheap: refuse a giant prompt before it is encoded
+    .decode(ids)                str, special tokens left out
+    .vocab_size .digest .chat (bool) .eos_token_ids (tuple) .default_sampling (SamplingDefaults, None where unset)
+
+Detokenizer(tokenizer, stop_strings=(), include_stop=False, min_tokens=0, continues=False)
+    .push(ids)                  Piece(text, stop, ids)
+    .flush()                    Piece, what was withheld; call it once, when no more ids come and no stop matched
+
+`Piece.text` is whole characters, to be sent now. `Piece.stop` is the stop string that matched, else None; the text then
+ends there. `Piece.ids` is how many of the pushed ids belong to the answer: all of them, unless a stop matched.
+`continues`: the answer goes on from a text (input `text` or `token_ids`), so that a leading space is part of it;
+False where it stands alone (`chat`).
+"""
+
+from __future__ import annotations
+
+from service.core.text.chat import ChatMessage, ChatTemplateError
+from service.core.text.detokenizer import Detokenizer, Piece
+from service.core.text.files import SamplingDefaults
+from service.core.text.tokenizer import Tokenizer
+
+__all__ = ["ChatMessage", "ChatTemplateError", "Detokenizer", "Piece", "SamplingDefaults", "Tokenizer"]

@@ -1,0 +1,85 @@
+"""The answer as it grows: token ids in, text out that may be sent at once.
+
+Nothing sent is ever taken back: half a character and what may become a stop string wait. With no stop matched, all
+pieces together are what the tokenizer makes of all ids at once. A token costs the same however long the answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from service.core.text.assemble import assembler
+from service.core.text.stops import StopMatcher
+from service.core.text.tokenizer import Tokenizer
+
+
+class Piece(NamedTuple):
+    """What some ids brought."""
+
+    text: str
+    stop: str | None  # the stop string that matched; the text ends there
+    ids: int  # how many of the pushed ids belong to the answer
+
+
+class Detokenizer:
+    """One answer's. Stop strings that end before token number `min_tokens` are text like any other."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        continues: bool = False,
+    ) -> None:
+        self.include_stop = include_stop
+        self._assembler = assembler(tokenizer.pieces, continues)
+        self._matcher = StopMatcher(stop_strings, include_stop) if stop_strings else None
+        self._min_tokens = min_tokens
+        self._count = 0  # ids pushed
+        self._stop: str | None = None
+
+    def push(self, ids: Sequence[int]) -> Piece:
+        """After a stop has matched, further ids are not part of the answer: Piece("", stop, 0)."""
+        feed = self._assembler.feed
+        if self._matcher is None:
+            if len(ids) == 1:
+                settled, made = feed(ids[0])
+                return Piece(settled + made, None, 1)
+            return Piece("".join([text for token_id in ids for text in feed(token_id)]), None, len(ids))
+        if self._stop is not None:
+            return Piece("", self._stop, 0)
+        return self._push_matching(ids, self._matcher)
+
+    def _push_matching(self, ids: Sequence[int], matcher: StopMatcher) -> Piece:
+        texts = []
+        for number, token_id in enumerate(ids):
+            settled, made = self._assembler.feed(token_id)
+            if settled:  # made by the id before, or earlier ones
+                text, stop = matcher.feed(settled, self._count >= self._min_tokens)
+                texts.append(text)
+                if stop is not None:
+                    return self._stopped(texts, stop, number)
+            self._count += 1
+            text, stop = matcher.feed(made, self._count >= self._min_tokens)
+            texts.append(text)
+            if stop is not None:
+                return self._stopped(texts, stop, number + 1)
+        return Piece("".join(texts), None, len(ids))
+
+    def flush(self) -> Piece:
+        """What was withheld. It may complete a stop string."""
+        if self._stop is not None:
+            return Piece("", self._stop, 0)
+        rest = self._assembler.flush()
+        if self._matcher is None:
+            return Piece(rest, None, 0)
+        text, stop = self._matcher.feed(rest, self._count >= self._min_tokens)
+        if stop is not None:
+            return self._stopped([text], stop, 0)
+        return Piece(text + self._matcher.flush(), None, 0)
+
+    def _stopped(self, texts: list[str], stop: str, ids: int) -> Piece:
+        self._stop = stop
+        return Piece("".join(texts), stop, ids)

@@ -1,0 +1,74 @@
+"""Which tokens of a model are special, by the rules of transformers 5.
+
+Whether BOS is put before a text is tokenizer.json's business alone: its post-processor says so. `add_bos_token` in
+tokenizer_config.json is left from the time before that file, and transformers passes it over as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from service.core.text.files import ModelFiles, one_line
+
+CONFIG = "tokenizer_config.json"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+def _token(files: ModelFiles, value: object) -> AddedToken | None:
+    """A token as the settings write it: its text, or an object with flags."""
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False) if value else None
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        flags = {name: bool(value[name]) for name in FLAGS if name in value}
+        return AddedToken(value["content"], **flags) if value["content"] else None
+    return files.refuse(CONFIG, f"{one_line(value)} is no token") if value is not None else None
+
+
+def _merged(files: ModelFiles, config: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with special_tokens_map.json over them where they are old enough to need it."""
+    if "added_tokens_decoder" in config:
+        return config
+    return {**config, **files.object("special_tokens_map.json")}
+
+
+def _declared(files: ModelFiles, config: dict[str, Any]) -> list[tuple[int, AddedToken]]:
+    """`added_tokens_decoder`: tokens with their ids."""
+    table = config.get("added_tokens_decoder") or {}
+    declared = []
+    try:
+        for key, value in table.items():
+            token = _token(files, value)
+            if token is not None:
+                declared.append((int(key), token))
+    except (AttributeError, ValueError):
+        files.refuse(CONFIG, "added_tokens_decoder is no table of ids and tokens")
+    return sorted(declared, key=lambda item: item[0])
+
+
+def apply_special(files: ModelFiles, backend: Backend, config: dict[str, Any]) -> dict[str, str]:
+    """Makes the backend know the special tokens that the settings name. Gives those that have a role: "bos_token" and
+    so on → text, the names under which templates see them."""
+    config = _merged(files, config)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for index, token in _declared(files, config):
+        if token.content not in known:
+            backend.add_tokens([token])
+            known.add(token.content)
+            if backend.token_to_id(token.content) != index:
+                problem = f"{token.content!r} is not token {index} in tokenizer.json"
+                files.refuse(CONFIG, problem)
+    named = {}
+    for role in NAMED:
+        found = _token(files, config.get(role))
+        if found is None:
+            continue
+        named[role] = found.content
+        if found.content not in known and backend.token_to_id(found.content) is not None:
+            found.special = True
+            backend.add_tokens([found])
+            known.add(found.content)
+    return named

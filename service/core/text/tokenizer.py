@@ -1,0 +1,194 @@
+"""A model's tokenizer, read from its folder: text and chats to token ids, and what the folder says about defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from service.core.text.chat import ChatMessage, ChatTemplate, ChatTemplateError, choose_template
+from service.core.text.files import ModelFiles, SamplingDefaults, one_line, read_eos, read_sampling
+from service.core.text.pieces import ByteLevelPieces, Pieces, byte_letters, read_pieces, read_tokens
+from service.core.text.special import CONFIG, apply_special
+
+VOCABULARY = "tokenizer.json"
+NO_VOCABULARY = "write it with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+THREAD_ABOVE = 2048  # characters; fewer are encoded in a millisecond or two
+KEEPS_ALL = ("ByteLevel", "Digits", "NFC", "Split")  # steps before BPE that drop no text …
+KEEPS_ALL_BUT = 4  # … though NFC may join as many characters into one
+BYTES_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+class Tokenizer:
+    """Immutable once made; threads may share it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        template: ChatTemplate | None,
+        digest: str,
+        eos_token_ids: tuple[int, ...] = (),
+        default_sampling: SamplingDefaults | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._template = template
+        self.digest = digest  # SHA-256 of everything that decides which ids a text becomes, hexadecimal
+        self.eos_token_ids = eos_token_ids
+        self.default_sampling = default_sampling or SamplingDefaults()
+        tokens = read_tokens(backend)
+        self.vocab_size = len(tokens)
+        self.pieces: Pieces = read_pieces(backend, tokens)
+        self._special = _special_pattern(backend)
+        self._longest = _longest_token(backend, tokens) if isinstance(self.pieces, ByteLevelPieces) else 0
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Raises InvalidModel."""
+        files = ModelFiles(Path(folder))
+        vocabulary = files.read(VOCABULARY, NO_VOCABULARY)
+        try:
+            backend = Backend.from_buffer(vocabulary)
+        except Exception as error:  # the library has no narrower type
+            files.refuse(VOCABULARY, f"is no tokenizer ({one_line(error)})", NO_VOCABULARY)
+        config = files.object(CONFIG)
+        named = apply_special(files, backend, config)
+        source, template = _read_template(files, config, named)
+        generation = files.object("generation_config.json")
+        eos = read_eos(files, generation)
+        own_eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
+        if own_eos is not None and own_eos not in eos:
+            eos = (*eos, own_eos)
+        added = {index: str(token) for index, token in sorted(backend.get_added_tokens_decoder().items())}
+        digest = _digest(vocabulary, (source or "").encode(), json.dumps([named, added], sort_keys=True).encode())
+        return cls(backend, template, digest, eos, read_sampling(files, generation))
+
+    @classmethod
+    def of_bytes(cls) -> Self:
+        """One id a byte, for an engine that has no model."""
+        backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls(backend, ChatTemplate(BYTES_TEMPLATE, {}), _digest(b"bytes", BYTES_TEMPLATE.encode()))
+
+    @property
+    def chat(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text, True)
+
+    async def encode_async(self, text: str) -> list[int]:
+        """As `encode`, without keeping the event loop waiting."""
+        if len(text) <= THREAD_ABOVE:
+            return self.encode(text)
+        return await asyncio.to_thread(self.encode, text)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Special tokens that a message spells out stay plain text; only the template's own count.
+
+        Raises ChatTemplateError.
+        """
+        if self._template is None:
+            raise ChatTemplateError("the model has no chat template; send text or token ids")
+        mark = self._mark(messages)
+        if mark is None:
+            return self._encode(self._template.render(messages), False)
+        rendered = self._template.render([self._marked(message, mark) for message in messages])
+        return [token_id for part in rendered.split(mark) for token_id in self._encode(part, False)]
+
+    async def encode_chat_async(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """As `encode_chat`, without keeping the event loop waiting."""
+        if sum(len(message.content) + 64 for message in messages) <= THREAD_ABOVE:
+            return self.encode_chat(messages)
+        return await asyncio.to_thread(self.encode_chat, messages)
+
+    def least_tokens(self, text: str) -> int:
+        """A floor on the length of `encode(text)`; 0 where the tokenizer allows none."""
+        return -(-len(text) // self._longest) if self._longest else 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens and ids beyond the vocabulary are left out. Ids are not negative."""
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= THREAD_ABOVE:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch lets go of the interpreter lock, a single text does not.
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _mark(self, messages: Sequence[ChatMessage]) -> str | None:
+        """A text that no message has, if any message spells out a special token."""
+        texts = [text for message in messages for text in (message.role, message.content)]
+        if self._special is None or not any(self._special.search(text) for text in texts):
+            return None
+        number = 0
+        while any(f"\ufdd0{number}\ufdd1" in text for text in texts):
+            number += 1
+        return f"\ufdd0{number}\ufdd1"
+
+    def _marked(self, message: ChatMessage, mark: str) -> ChatMessage:
+        """The message with every special token in it broken after its first character."""
+        if self._special is None:
+            return message
+        role, content = (self._special.sub(lambda m: m[0] + mark, t) for t in (message.role, message.content))
+        return ChatMessage(role, content)
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def _read_template(
+    files: ModelFiles, config: dict[str, Any], special: dict[str, str]
+) -> tuple[str | None, ChatTemplate | None]:
+    """chat_template.jinja, or what tokenizer_config.json has."""
+    name = "chat_template.jinja"
+    source = files.text_or_none(name)
+    try:
+        if source is None:
+            name = CONFIG
+            source = choose_template(config.get("chat_template"))
+        return source, None if source is None else ChatTemplate(source, special)
+    except ValueError as error:
+        files.refuse(name, f"the chat template is broken ({one_line(error)})", "correct it or delete it")
+
+
+def _special_pattern(backend: Backend) -> re.Pattern[str] | None:
+    """Matches the first character of a special token wherever one begins, if it has more than that one."""
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    breakable = [re.escape(content) for content in special if len(content) > 1]
+    return re.compile(f"(?=(?:{'|'.join(breakable)})).", re.DOTALL) if breakable else None
+
+
+def _longest_token(backend: Backend, tokens: list[str | None]) -> int:
+    """Characters that one token of a byte-level vocabulary can stand for at most; 0 where some may be dropped."""
+    added = backend.get_added_tokens_decoder().values()
+    if not byte_letters().keys() <= set(tokens) or any(token.lstrip or token.rstrip for token in added):
+        return 0
+    if not all(step["type"] in KEEPS_ALL and step.get("behavior") != "Removed" for step in _steps(backend)):
+        return 0
+    return KEEPS_ALL_BUT * max(
+        len(token) for token in tokens if token
+    )  # a letter is a byte, a character at least one byte
+
+
+def _steps(backend: Backend) -> list[dict[str, Any]]:
+    """Normalizer and pre-tokenizer, step by step."""
+    steps = []
+    for part, inner in ((backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")):
+        state = {} if part is None else json.loads(part.__getstate__())
+        steps += state.get(inner, [state] if state else [])
+    return steps

@@ -1,0 +1,55 @@
+"""Collects what is wrong with a request, so that all of it is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from service.core.errors import InvalidRequest, Violation
+
+_MAX_OF_ONE_LIST = 8  # a giant list of wrong ids is not repeated to its sender
+_MAX_DURATION = 315_576_000_000  # seconds, as google.protobuf.Duration has it
+
+
+class Violations:
+    """The violations found so far."""
+
+    def __init__(self) -> None:
+        self._found: list[Violation] = []
+
+    def add(self, field: str, description: str) -> None:
+        """One more."""
+        self._found.append(Violation(field, description))
+
+    def raise_any(self) -> None:
+        """Raises InvalidRequest where there are any."""
+        if self._found:
+            raise InvalidRequest(tuple(self._found))
+
+    def number(self, field: str, value: float, low: float, high: float | None, *, above: bool = False) -> None:
+        """`value` must lie from `low` (or above it, where `above`) to `high`. NaN lies nowhere."""
+        if not (value > low if above else value >= low) or (high is not None and not value <= high):
+            start = f"above {low:g}" if above else f"at least {low:g}"
+            self.add(field, f"must be {start}" + ("" if high is None else f" and at most {high:g}"))
+
+    def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> bool:
+        """Whether all of them are ids of the vocabulary."""
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            return True
+        wrong = [index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]
+        for index in wrong[:_MAX_OF_ONE_LIST]:
+            self.add(f"{field}[{index}]", f"must be at least 0 and below {vocab_size}")
+        if len(wrong) > _MAX_OF_ONE_LIST:
+            self.add(field, f"{len(wrong)} ids are outside the vocabulary")
+        return False
+
+    def duration(self, field: str, given: Duration, high: float | None, *, above: bool = False) -> float:
+        """Seconds, from 0 (or above it, where `above`) to `high`."""
+        mixed = given.seconds * given.nanos < 0
+        if mixed or abs(given.seconds) > _MAX_DURATION or abs(given.nanos) > 999_999_999:
+            self.add(field, "is no valid duration")
+            return 0.0
+        seconds = given.seconds + given.nanos / 1e9
+        self.number(field, seconds, 0, high, above=above)
+        return seconds

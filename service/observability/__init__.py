@@ -1,0 +1,1 @@
+"""What is told of the server: metrics, their port, progress of loading."""

@@ -1,0 +1,136 @@
+"""The metrics port: plain HTTP that answers GET /metrics, and what its listener costs at most.
+
+Runs on the server's own event loop, so that what is read is of one moment; only the text is made in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from service.transport.ports import PortTaken
+
+PATH = "/metrics"
+_MOST_CONNECTIONS = 16
+_MOST_HEAD = 8192  # bytes of a request
+_PATIENCE = 5.0  # seconds that one connection may take
+_HASTE = 0.5  # the same, for those beyond
+_TEXT = "text/plain; charset=utf-8"
+_REASONS = {
+    200: "OK",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+_log = logging.getLogger(__name__)
+
+
+class MetricsPort:
+    """Bound when it is made, listening from `start` on. Raises PortTaken."""
+
+    def __init__(self, address: str, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
+        self._process = ProcessCollector(registry=None)
+        self._socket = _bound(address)
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
+
+    async def start(self) -> None:
+        """Answers from now on."""
+        self._server = await asyncio.start_server(self._accept, sock=self._socket, limit=_MOST_HEAD)
+
+    async def stop(self) -> None:
+        """Ends what is under way too."""
+        if self._server is None:
+            self._socket.close()
+            return
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._server.wait_closed()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        crowded = len(self._tasks) >= _MOST_CONNECTIONS
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer, crowded), name="metrics")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, crowded: bool) -> None:
+        try:
+            async with asyncio.timeout(_HASTE if crowded else _PATIENCE):
+                writer.write(await self._answer(reader, crowded))
+                await writer.drain()
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
+            pass  # it has gone, or is too slow to wait for
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, crowded: bool) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(431, _TEXT, b"too long\n")
+        if crowded:
+            return _response(503, _TEXT, b"too many connections\n")
+        method, path, accept = _read(head)
+        if path != PATH:
+            return _response(404, _TEXT, b"there is /metrics\n")
+        if method not in ("GET", "HEAD"):
+            return _response(405, _TEXT, b"GET it\n")
+        try:
+            kind, body = await self._page(accept)
+        except Exception:
+            _log.exception("the metrics could not be told")
+            return _response(500, _TEXT, b"see the log\n")
+        return _response(200, kind, body, bodiless=method == "HEAD")
+
+    async def _page(self, accept: str) -> tuple[str, bytes]:
+        encode, kind = choose_encoder(accept)
+        told = _Told([*self._families(), *self._process.collect()])
+        return kind, await asyncio.to_thread(encode, told)
+
+
+class _Told(Collector):
+    """What was read, to be put into text."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._all = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._all
+
+
+def _bound(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(where[:2], family=family, dualstack_ipv6=both)
+    except OSError:
+        raise PortTaken(f"{address}: cannot listen there; is another server running?") from None
+
+
+def _read(head: bytes) -> tuple[str, str, str]:
+    """Method, path and what is accepted; empty where they are not told."""
+    first, *rest = head.decode("latin-1").split("\r\n")
+    method, target, *_ = [*first.split(" "), "", ""]
+    headers = dict(line.lower().split(":", 1) for line in rest if ":" in line)
+    return method, target.partition("?")[0], headers.get("accept", "").strip()
+
+
+def _response(code: int, kind: str, body: bytes, bodiless: bool = False) -> bytes:
+    head = f"HTTP/1.1 {code} {_REASONS[code]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + (b"" if bodiless else body)

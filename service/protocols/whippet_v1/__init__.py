@@ -1,0 +1,1 @@
+"""The protocol of `protos/whippet/v1`."""

@@ -1,0 +1,57 @@
+"""What an operator asks, as plain data: every violation found before any is reported."""
+
+from __future__ import annotations
+
+import re
+
+from cache.api import Kind
+from service.core.answers.flush import Flush
+from service.core.request import Origin
+from service.core.validation import Violations
+from service.pb.whippet.v1 import admin_pb2
+
+_ANSWER_MARGIN = 0.2  # seconds before a deadline in which the answer still arrives
+_MAX_TENANT = 64  # characters
+_ENTRY_ID = re.compile(r"[0-9a-f]{8,128}")
+_KINDS = {
+    admin_pb2.CACHE_KIND_UNSPECIFIED: (),
+    admin_pb2.CACHE_KIND_RESPONSE: (Kind.RESPONSE,),
+    admin_pb2.CACHE_KIND_SEMANTIC: (Kind.SEMANTIC,),
+    admin_pb2.CACHE_KIND_PREFIX: (Kind.BLOCK,),
+}
+
+
+def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
+    """Which optimisation, and whether it is to be on."""
+    found = Violations()
+    if not message.name:
+        found.add("name", "must not be empty")
+    if not message.HasField("enabled"):
+        found.add("enabled", "must be set")
+    found.raise_any()
+    return message.name, message.enabled
+
+
+def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
+    """Seconds to wait; None: for ever."""
+    if not message.HasField("timeout"):
+        return None if origin.deadline is None else max(0.0, origin.deadline - origin.arrived_at - _ANSWER_MARGIN)
+    found = Violations()
+    within = found.duration("timeout", message.timeout, None)
+    found.raise_any()
+    return within
+
+
+def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
+    """What to forget. Raises InvalidRequest."""
+    found = Violations()
+    if message.kind not in admin_pb2.CacheKind.values():
+        found.add("kind", "is no known kind of cache")
+    if message.entry_id and not _ENTRY_ID.fullmatch(message.entry_id):
+        found.add("entry_id", "is no id that an answer told")
+    if len(message.tenant) > _MAX_TENANT:
+        found.add("tenant", f"must have at most {_MAX_TENANT} characters")
+    if message.kind == admin_pb2.CACHE_KIND_PREFIX and message.entry_id:
+        found.add("entry_id", "names an answer: leave it out with this kind")
+    found.raise_any()
+    return Flush(message.tenant, _KINDS[message.kind], message.entry_id)

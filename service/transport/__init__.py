@@ -1,0 +1,1 @@
+"""What stands around every call: ports, who calls, status, health."""

@@ -1,0 +1,102 @@
+"""grpc.health.v1: `""` means that the process is alive, the name of the generation service that requests are taken.
+
+Asks for no token, since whoever probes has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from service.core.errors import InvalidRequest
+from service.protocols.whippet_v1.parse import decode
+from service.protocols.whippet_v1.sink import Context
+from service.transport.rpc import abort_with, service
+
+SERVICE = "grpc.health.v1.Health"
+GENERATION = "whippet.v1.GenerationService"
+_INTERVAL = 0.1  # seconds between looks at whether requests are taken
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health:
+    """What is told of this process, and to whom."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+        self._status: dict[str, int] = {"": _SERVING, GENERATION: _NOT_SERVING}
+        self._changed: set[asyncio.Event] = set()  # one a watcher
+        self._closed = False
+
+    def handlers(self) -> grpc.GenericRpcHandler[bytes, bytes]:
+        """The service, for as many servers as want it."""
+        return service(
+            SERVICE,
+            {
+                "Check": grpc.unary_unary_rpc_method_handler(self._check),
+                "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
+            },
+        )
+
+    async def run(self) -> None:
+        """Keeps the answer true, for ever."""
+        while True:
+            self.refresh()
+            await asyncio.sleep(_INTERVAL)
+
+    def refresh(self) -> None:
+        """Looks now."""
+        status = _SERVING if not self._closed and self._ready() else _NOT_SERVING
+        if status != self._status[GENERATION]:
+            self._status[GENERATION] = status
+            self._wake()
+
+    def close(self) -> None:
+        """The process ends: nothing is serving, and watchers are let go."""
+        self._closed = True
+        self._status = dict.fromkeys(self._status, _NOT_SERVING)
+        self._wake()
+
+    def _wake(self) -> None:
+        for event in self._changed:
+            event.set()
+
+    async def _check(self, data: bytes, context: Context) -> bytes:
+        name = await self._name(data, context)
+        status = self._status.get(name)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return _response(status)
+
+    async def _watch(self, data: bytes, context: Context) -> None:
+        name = await self._name(data, context)
+        told = None
+        event = asyncio.Event()
+        self._changed.add(event)
+        try:
+            while True:
+                event.clear()
+                status = self._status.get(name, _UNKNOWN)
+                if status != told:
+                    told = status
+                    await context.write(_response(status))
+                if self._closed:
+                    return
+                await event.wait()
+        finally:
+            self._changed.discard(event)
+
+    async def _name(self, data: bytes, context: Context) -> str:
+        try:
+            return str(decode(health_pb2.HealthCheckRequest, data).service)
+        except InvalidRequest as error:
+            await abort_with(error, context)
+
+
+def _response(status: int) -> bytes:
+    return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())

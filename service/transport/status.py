@@ -1,0 +1,148 @@
+"""The one table from exceptions to gRPC statuses, and the google.rpc details that go with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from engine import errors as engine_errors
+from service.core import errors
+
+DOMAIN = "whippet"
+MODEL_TYPE = "whippet.v1.Model"
+REQUEST_TYPE = "whippet.v1.GenerateRequest"
+
+# HTTP/2 clients commonly refuse more than 8 KiB of trailers. Details travel in base64, the message percent-encoded.
+_MAX_DETAIL_BYTES = 3072
+_MAX_MESSAGE_BYTES = 512
+
+Trailers = tuple[tuple[str, str | bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How an RPC ends badly."""
+
+    code: grpc.StatusCode
+    message: str
+    trailers: Trailers
+
+
+def failure_of(error: Exception) -> Failure:
+    """The status of `error`. What the table does not know is INTERNAL and says nothing of its cause."""
+    for kind in type(error).__mro__:
+        entry = _TABLE.get(kind)
+        if entry is not None:
+            code, details = entry
+            return _failure(code, str(error) or code.name, details(error))
+    return _failure(grpc.StatusCode.INTERNAL, "internal error", [_info("INTERNAL")])
+
+
+def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Failure:
+    message = message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+    trailers: list[tuple[str, str | bytes]] = []
+    if details:
+        number: int = code.value[0]
+        status = status_pb2.Status(code=number, message=message, details=[_pack(d) for d in details])
+        trailers.append(("grpc-status-details-bin", status.SerializeToString()))
+    for detail in details:
+        if isinstance(detail, error_details_pb2.RetryInfo):
+            trailers.append(("grpc-retry-pushback-ms", str(detail.retry_delay.ToMilliseconds())))
+    return Failure(code, message, tuple(trailers))
+
+
+def _pack(detail: Message) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(detail)
+    return packed
+
+
+def _info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
+    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
+
+
+def _retry(seconds: float) -> error_details_pb2.RetryInfo:
+    delay = Duration()
+    delay.FromMilliseconds(math.ceil(seconds * 1000))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _bad_request(error: errors.InvalidRequest) -> list[Message]:
+    detail = error_details_pb2.BadRequest()
+    for violation in error.violations:
+        detail.field_violations.add(field=violation.field, description=violation.description)
+        if detail.ByteSize() > _MAX_DETAIL_BYTES:
+            del detail.field_violations[-1]
+            detail.field_violations.add(description="and more")
+            break
+    return [detail]
+
+
+def _unknown_model(error: errors.UnknownModel) -> list[Message]:
+    return [error_details_pb2.ResourceInfo(resource_type=MODEL_TYPE, resource_name=error.name[:128])]
+
+
+def _unknown_request(error: errors.UnknownRequest) -> list[Message]:
+    return [error_details_pb2.ResourceInfo(resource_type=REQUEST_TYPE, resource_name=error.request_id[:128])]
+
+
+def _duplicate(error: errors.DuplicateRequest) -> list[Message]:
+    return [_info("REQUEST_ID_IN_USE", request_id=error.request_id)]
+
+
+def _unimplemented(error: errors.Unimplemented) -> list[Message]:
+    return [_info("UNIMPLEMENTED_OPTION", field=error.field)]
+
+
+def _overloaded(error: errors.Overloaded) -> list[Message]:
+    return [_info(error.reason), _retry(error.retry_after)]
+
+
+def _draining(error: errors.Draining) -> list[Message]:
+    return [_info("DRAINING"), _retry(error.retry_after)]
+
+
+def _cache_unavailable(error: errors.CacheUnavailable) -> list[Message]:
+    return [_info("CACHE_UNAVAILABLE"), _retry(error.retry_after)]
+
+
+def _engine_unavailable(error: engine_errors.EngineUnavailable) -> list[Message]:
+    return [_info("ENGINE_UNAVAILABLE"), _retry(error.retry_after)]
+
+
+def _only(reason: str) -> Callable[[Exception], list[Message]]:
+    return lambda error: [_info(reason)]
+
+
+def _nothing(error: Exception) -> list[Message]:
+    return []
+
+
+_C = grpc.StatusCode
+# Each function is only ever given the exception that it stands beside.
+_TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
+    errors.InvalidRequest: (_C.INVALID_ARGUMENT, _bad_request),
+    errors.UnknownModel: (_C.NOT_FOUND, _unknown_model),
+    errors.UnknownRequest: (_C.NOT_FOUND, _unknown_request),
+    errors.DuplicateRequest: (_C.ALREADY_EXISTS, _duplicate),
+    errors.Unimplemented: (_C.UNIMPLEMENTED, _unimplemented),
+    errors.Overloaded: (_C.RESOURCE_EXHAUSTED, _overloaded),
+    errors.Draining: (_C.UNAVAILABLE, _draining),
+    errors.CacheUnavailable: (_C.UNAVAILABLE, _cache_unavailable),
+    errors.Unauthenticated: (_C.UNAUTHENTICATED, _nothing),
+    errors.PermissionDenied: (_C.PERMISSION_DENIED, _nothing),
+    errors.StreamStalled: (_C.ABORTED, _only("STREAM_STALLED")),
+    errors.AnswerTooLarge: (_C.RESOURCE_EXHAUSTED, _only("ANSWER_TOO_LARGE")),
+    engine_errors.Unsupported: (_C.UNIMPLEMENTED, _only("UNIMPLEMENTED_OPTION")),
+    engine_errors.EngineUnavailable: (_C.UNAVAILABLE, _engine_unavailable),
+    engine_errors.EngineFailed: (_C.INTERNAL, _only("ENGINE_FAILED")),
+    engine_errors.DeadlineExceeded: (_C.DEADLINE_EXCEEDED, _nothing),
+    engine_errors.Aborted: (_C.ABORTED, _only("REQUEST_ABORTED")),
+}

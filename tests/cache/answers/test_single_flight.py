@@ -1,0 +1,206 @@
+"""Identical requests at once, on one replica: one generation, whoever leaves, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.answers.resume import Diverged, Skipper, Unfinished, resume
+from cache.answers.single_flight import AHEAD, Flights
+from cache.api import CacheKey, Chunk, Kind
+from cache.counters import Counters
+from tests.cache.flown import END, KEY, TEXT, Model, ask
+
+
+@pytest.fixture
+async def flights(counters: Counters) -> AsyncIterator[Flights]:
+    made = Flights(counters, linger=0.05)
+    yield made
+    await made.aclose()
+
+
+async def test_a_generation_waits_for_its_furthest_reader_and_for_no_other(flights: Flights) -> None:
+    made = 0
+
+    async def endless() -> AsyncGenerator[Chunk, None]:
+        nonlocal made
+        while made < 3 * AHEAD - 1:
+            made += 1
+            yield Chunk((7,), "x")
+        yield Chunk((), "", END)
+
+    async with flights.join(KEY, endless) as slow, asyncio.timeout(20):
+        assert (await anext(slow)).text == "x"
+        await asyncio.sleep(0.1)
+        assert AHEAD <= made <= AHEAD + 2  # nobody reads on, so nobody generates on
+        async with flights.join(KEY, endless) as fast:
+            assert len([chunk async for chunk in fast]) == 3 * AHEAD
+        assert len([chunk async for chunk in slow]) == 3 * AHEAD - 1
+
+
+async def test_a_hundred_at_once_are_one_generation(flights: Flights) -> None:
+    model = Model()
+    assert await asyncio.gather(*(ask(flights, model.generate) for _ in range(100))) == [TEXT] * 100
+    assert (model.started, model.closed) == (1, 1)
+
+
+async def test_other_questions_fly_apart(flights: Flights) -> None:
+    one, two = Model(), Model()
+    other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
+    await asyncio.gather(ask(flights, one.generate), ask(flights, two.generate, other))
+    assert (one.started, two.started) == (1, 1)
+
+
+async def test_a_follower_attaches_mid_stream_and_gets_all(flights: Flights) -> None:
+    model = Model()
+    first = asyncio.ensure_future(ask(flights, model.generate))
+    await asyncio.sleep(0.02)
+    assert await ask(flights, model.generate) == await first == TEXT
+    assert model.started == 1
+
+
+async def test_who_comes_just_after_the_end_gets_it_and_later_ones_generate(flights: Flights) -> None:
+    model = Model(pause=0)
+    await ask(flights, model.generate)
+    assert await ask(flights, model.generate) == TEXT
+    assert model.started == 1
+    await asyncio.sleep(0.15)
+    assert len(flights) == 0
+    await ask(flights, model.generate)
+    assert model.started == 2
+
+
+async def test_a_leader_whose_client_leaves_goes_on_for_the_others(flights: Flights) -> None:
+    model = Model()
+    leader = asyncio.ensure_future(ask(flights, model.generate))
+    await asyncio.sleep(0.012)
+    followers = [asyncio.ensure_future(ask(flights, model.generate)) for _ in range(3)]
+    await asyncio.sleep(0.005)
+    leader.cancel()
+    assert await asyncio.gather(*followers) == [TEXT] * 3
+    assert model.started == 1
+    assert leader.cancelled()
+
+
+async def test_the_generation_ends_with_its_last_reader(flights: Flights) -> None:
+    model = Model(pause=0.02)
+    readers = [asyncio.ensure_future(ask(flights, model.generate)) for _ in range(3)]
+    await asyncio.sleep(0.03)
+    for reader in readers:
+        reader.cancel()
+    await asyncio.wait(readers)
+    await asyncio.sleep(0.05)
+    assert (model.started, model.finished, model.closed) == (1, 0, 1)
+    assert len(flights) == 0
+    assert await ask(flights, Model().generate) == TEXT
+
+
+async def test_a_leader_that_dies_is_replaced_where_it_stood(flights: Flights, counters: Counters) -> None:
+    dying, healthy = Model(dies_after=12), Model(step=7)
+    leader = asyncio.ensure_future(ask(flights, dying.generate))
+    await asyncio.sleep(0)
+    follower = asyncio.ensure_future(ask(flights, healthy.generate))
+    assert await asyncio.gather(leader, follower) == [TEXT, TEXT]
+    assert (dying.started, healthy.started) == (1, 1)
+    assert counters.counts()["flight_replaced", ""] == 1
+
+
+async def test_if_the_replacement_dies_too_all_are_told(flights: Flights) -> None:
+    models = [Model(dies_after=6 * i) for i in range(1, 4)]
+    readers = [asyncio.ensure_future(ask(flights, model.generate)) for model in models]
+    outcomes = await asyncio.gather(*readers, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [RuntimeError] * 3
+    assert [model.started for model in models] == [1, 1, 0]
+    assert await ask(flights, Model().generate) == TEXT
+
+
+async def test_a_leader_alone_that_dies_says_why(flights: Flights) -> None:
+    with pytest.raises(RuntimeError, match="the engine died"):
+        await ask(flights, Model(dies_after=0).generate)
+
+
+async def test_a_source_that_just_ends_is_no_answer(flights: Flights) -> None:
+    async def generate() -> AsyncGenerator[Chunk, None]:
+        yield Chunk((1,), "x")
+
+    with pytest.raises(Unfinished):
+        await ask(flights, generate)
+
+
+async def test_closing_tells_readers(counters: Counters) -> None:
+    flights = Flights(counters)
+    reader = asyncio.ensure_future(ask(flights, Model(pause=1).generate))
+    await asyncio.sleep(0.01)
+    await flights.aclose()
+    with pytest.raises(Unfinished):
+        await reader
+
+
+async def test_a_slow_reader_holds_nobody_up(flights: Flights) -> None:
+    model = Model(pause=0)
+    async with flights.join(KEY, model.generate) as slow:
+        first = await anext(slow)
+        assert await asyncio.wait_for(ask(flights, model.generate), 20) == TEXT
+        assert first.text + "".join([chunk.text async for chunk in slow]) == TEXT
+    assert model.started == 1
+
+
+async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_own(flights: Flights) -> None:
+    left, fresh = Model(), Model()
+    async with flights.join(KEY, left.generate) as chunks:
+        assert (await anext(chunks)).text
+    assert await ask(flights, fresh.generate) == TEXT  # the other is cancelled, and does not know it yet
+    assert (left.started, left.finished, fresh.started) == (1, 0, 1)
+
+
+async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: Flights, counters: Counters) -> None:
+    done, under_way = Model(pause=0), Model(pause=0)
+    other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
+    await ask(flights, done.generate)
+    async with flights.join(other, under_way.generate) as chunks:
+        assert (await anext(chunks)).text
+        flights.forget_finished()
+        assert await ask(flights, under_way.generate, other) == TEXT
+        assert under_way.started == 1
+    assert await ask(flights, done.generate) == TEXT
+    assert done.started == 2
+
+
+CUTS = st.lists(st.integers(0, len(TEXT)), max_size=6).map(lambda cuts: sorted({0, *cuts, len(TEXT)}))
+
+
+def pieces(cuts: list[int], text: str = TEXT) -> list[Chunk]:
+    """With text a little behind the ids, as a detokenizer leaves it."""
+    parts = [(text[a:b], text[max(0, a - 2) : max(0, b - 2)]) for a, b in itertools.pairwise(cuts)]
+    found = [Chunk(tuple(map(ord, ids)), late) for ids, late in parts]
+    return [*found, Chunk((), text[len(text) - 2 :], END)]
+
+
+@given(CUTS, CUTS, st.integers(0, 6))
+@settings(deadline=None)
+def test_resuming_anywhere_gives_the_same_answer(first: list[int], second: list[int], taken: int) -> None:
+    delivered = [chunk for chunk in pieces(first)[:taken] if chunk.ending is None]
+    skipper = Skipper(delivered)
+    rest = [part for chunk in pieces(second) if (part := skipper.rest(chunk)) is not None]
+    whole = delivered + rest
+    assert "".join(chunk.text for chunk in whole) == TEXT
+    assert [i for chunk in whole for i in chunk.token_ids] == [ord(letter) for letter in TEXT]
+    assert [chunk.ending for chunk in whole if chunk.ending] == [END]
+
+
+@pytest.mark.parametrize("other", ["the hole answer, word by word", "the", TEXT[:20]])
+async def test_a_replacement_that_says_something_else_is_refused(other: str) -> None:
+    async def fresh() -> AsyncGenerator[Chunk, None]:
+        yield Chunk(tuple(map(ord, other)), other)
+        yield Chunk((), "", END)
+
+    delivered = [Chunk(tuple(map(ord, TEXT[:25])), TEXT[:25])]
+    with pytest.raises(Diverged):
+        async with aclosing(resume(delivered, fresh())) as rest:
+            [chunk async for chunk in rest]

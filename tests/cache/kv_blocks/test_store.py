@@ -1,0 +1,372 @@
+"""Keys and values through Redis: what goes in comes out, or nothing does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.api import BlockChunk, BlockLayout
+from cache.counters import Counters
+from cache.kv_blocks.chunk import OVERHEAD, ChunkCodec
+from cache.kv_blocks.gate import FetchGate
+from cache.kv_blocks.policy import SecondUse
+from cache.kv_blocks.resp import RespConnection, RespError
+from cache.kv_blocks.store import RedisBlocks, open_blocks
+from cache.seal.keyring import InvalidKeyFile, Keyring
+from cache.settings import BlockSettings, BreakerSettings, RedisSettings
+from cache.store.breaker import BreakerState
+
+LAYOUT = BlockLayout(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", item_bytes=2, page_size=16)
+PARTITION = "ab" * 16
+
+
+def chain(count: int, seed: bytes = b"", tokens: int = 128) -> list[BlockChunk]:
+    hashes = [sha256(b"%d" % i + seed).digest() for i in range(count + 1)]
+    return [BlockChunk(hashes[i + 1], hashes[i], tokens) for i in range(count)]
+
+
+def payload(chunk: BlockChunk, layout: BlockLayout = LAYOUT) -> bytes:
+    return random.Random(chunk.hash).randbytes(layout.token_bytes * chunk.tokens)
+
+
+def buffers(chunks: list[BlockChunk]) -> list[memoryview]:
+    return [memoryview(bytearray(LAYOUT.token_bytes * chunk.tokens)) for chunk in chunks]
+
+
+Make = Callable[..., RedisBlocks]
+
+
+@pytest.fixture
+def make_blocks(redis_server: Any, keyring: Keyring, counters: Counters) -> Iterator[Make]:
+    made: list[RedisBlocks] = []
+
+    def make(url: str = redis_server.url, layout: BlockLayout = LAYOUT, ring: Keyring = keyring, **changes: Any) -> Any:
+        redis = RedisSettings(url=url, breaker=BreakerSettings(cooldown=0.2))
+        made.append(RedisBlocks(BlockSettings(redis=redis, **changes), layout, ring, counters))
+        return made[-1]
+
+    yield make
+    for blocks in made:
+        blocks.close()
+
+
+def fill(blocks: RedisBlocks, chunks: list[BlockChunk], partition: str = PARTITION) -> None:
+    for chunk in chunks:
+        assert blocks.keep(partition, chunk, memoryview(payload(chunk)))
+    assert blocks.drained(10)
+
+
+def fetched(blocks: RedisBlocks, chunks: list[BlockChunk], partition: str = PARTITION) -> list[bytes]:
+    into = buffers(chunks)
+    count = blocks.fetch(partition, chunks, into, 5.0).result(10).chunks
+    return [bytes(view) for view in into[:count]]
+
+
+def test_what_one_engine_keeps_another_fetches(make_blocks: Make, counters: Counters) -> None:
+    chunks = chain(5)
+    fill(make_blocks(), chunks)
+    other = make_blocks()
+    assert fetched(other, chunks) == [payload(chunk) for chunk in chunks]
+    assert fetched(other, chunks[:1]) == [payload(chunks[0])]
+    assert counters.counts()["block_written", ""] == 5
+
+
+@pytest.mark.parametrize("missing", range(5))
+def test_only_what_is_there_without_a_gap(make_blocks: Make, missing: int) -> None:
+    chunks = chain(5)
+    blocks = make_blocks()
+    fill(blocks, chunks[:missing] + chunks[missing + 1 :])
+    for _ in range(2):  # the connection is in order afterwards
+        assert fetched(blocks, chunks) == [payload(chunk) for chunk in chunks[:missing]]
+
+
+def test_another_tenant_model_or_key_never_hits_and_the_same_one_does(make_blocks: Make, keyring: Keyring) -> None:
+    chunks = chain(2)
+    blocks = make_blocks()
+    fill(blocks, chunks)
+    assert fetched(blocks, chunks, "cd" * 16) == []
+    for change in (
+        {"layers": 1, "kv_heads": 4},
+        {"dtype": "float16"},
+        {"page_size": 32},
+        {"variant": "tp=2"},
+        {"head_dim": 32, "item_bytes": 1},
+    ):
+        assert fetched(make_blocks(layout=replace(LAYOUT, **change)), chunks) == []
+    assert fetched(make_blocks(ring=Keyring.generate()), chunks) == []
+    assert fetched(make_blocks(ring=replace(keyring, sealing=Keyring.generate().sealing)), chunks) == []
+    assert len(fetched(make_blocks(), chunks)) == 2
+
+
+def test_a_chunk_in_another_place_of_the_chain_does_not_open(make_blocks: Make) -> None:
+    (chunk,) = chain(1)
+    blocks = make_blocks()
+    fill(blocks, [chunk])
+    assert fetched(blocks, [replace(chunk, parent=bytes(32))]) == []
+    assert fetched(blocks, [replace(chunk, tokens=chunk.tokens // 2)]) == []
+    assert len(fetched(blocks, [chunk])) == 1
+
+
+def test_mutations_open_to_nothing(keyring: Keyring, counters: Counters) -> None:
+    codec = ChunkCodec(keyring, LAYOUT, counters)
+    chunk, other = chain(2, tokens=16)
+    key = codec.key(PARTITION, chunk)
+    sealed = codec.seal(key, chunk, payload(chunk))
+    foreign = codec.seal(codec.key(PARTITION, other), other, payload(other))
+    assert len(sealed) == len(payload(chunk)) + OVERHEAD
+    into = memoryview(bytearray(len(payload(chunk))))
+    chance = random.Random(7)
+    for number in range(20_000):
+        place = chance.randrange(len(sealed))
+        if number % 4 == 0:
+            mutated = sealed[:place] + foreign[place:]
+        elif number % 4 == 1:
+            mutated = sealed[:place]
+        elif number % 4 == 2:
+            head = chance.randrange(OVERHEAD)
+            mutated = sealed[:head] + bytes([sealed[head] ^ 1 << chance.randrange(8)]) + sealed[head + 1 :]
+        else:
+            mutated = sealed[:place] + bytes([sealed[place] ^ 1 << chance.randrange(8)]) + sealed[place + 1 :]
+        assert not codec.open(key, chunk, memoryview(mutated), into)
+    assert codec.open(key, chunk, memoryview(sealed), into)
+    assert bytes(into) == payload(chunk)
+    labels = {label for event, label in counters.counts() if event == "block_rejected"}
+    assert labels == {"length", "header", "key", "forged"}
+
+
+def test_a_payload_of_another_length_is_not_written(make_blocks: Make, counters: Counters) -> None:
+    (chunk,) = chain(1)
+    blocks = make_blocks()
+    assert blocks.keep(PARTITION, chunk, memoryview(bytes(10)))
+    assert blocks.drained(5)
+    assert counters.counts()["block_write_failed", "ValueError"] == 1
+    assert fetched(blocks, [chunk]) == []
+
+
+def test_buffers_that_do_not_fit_are_refused(make_blocks: Make, counters: Counters) -> None:
+    (chunk,) = chain(1)
+    blocks = make_blocks()
+    fill(blocks, [chunk])
+    size = len(payload(chunk))
+    for into in ([], [memoryview(bytearray(size - 1))], [memoryview(bytes(size))]):
+        assert blocks.fetch(PARTITION, [chunk], into, 1.0).result(5).chunks == 0
+    assert counters.counts()["block_fault", "buffers"] == 3
+
+
+def test_kept_on_the_second_use_and_again_once_lost(make_blocks: Make, redis_server: Any) -> None:
+    (chunk,) = chain(1)
+    blocks = make_blocks()
+    assert [blocks.used(PARTITION, chunk) for _ in range(3)] == [False, True, True]
+    fill(blocks, [chunk])
+    assert not blocks.used(PARTITION, chunk)
+    assert not blocks.used("cd" * 16, chunk)
+    redis_server.command("FLUSHALL")
+    assert fetched(blocks, [chunk]) == []
+    assert blocks.used(PARTITION, chunk)
+
+
+def test_the_memory_of_uses_is_bounded() -> None:
+    policy = SecondUse(3)
+    for name in "abcd":
+        assert not policy.used(name)
+    assert not policy.used("a")  # forgotten when d came
+    assert policy.used("d")
+
+
+def test_refused_is_a_miss_at_once(make_blocks: Make, make_redis: Callable[..., Any]) -> None:
+    server = make_redis(started=False)
+    blocks = make_blocks(server.url)
+    chunks = chain(2)
+    begun = time.monotonic()
+    for _ in range(20):
+        assert fetched(blocks, chunks) == []
+    assert time.monotonic() - begun < 1
+    assert blocks.worth(10_000) is None
+    assert blocks.states["block_reads"] is BreakerState.OPEN
+    server.start()
+    time.sleep(0.25)
+    assert blocks.worth(10_000) is not None
+    assert fetched(blocks, chunks) == []
+    assert blocks.states["block_reads"] is BreakerState.CLOSED
+    fill(blocks, chunks)
+    assert len(fetched(blocks, chunks)) == 2
+
+
+def test_stalled_costs_the_deadline(make_blocks: Make, make_redis: Callable[..., Any]) -> None:
+    server = make_redis()
+    blocks = make_blocks(server.url)
+    chunks = chain(2)
+    fill(blocks, chunks)
+    server.pause()
+    begun = time.monotonic()
+    assert blocks.fetch(PARTITION, chunks, buffers(chunks), 0.1).result(5).chunks == 0
+    assert time.monotonic() - begun < 0.3
+    server.resume()
+    assert len(fetched(blocks, chunks)) == 2
+
+
+async def test_cut_in_the_middle_of_a_value(make_blocks: Make, make_proxy: Any, redis_server: Any) -> None:
+    proxy = await make_proxy(redis_server.port)
+    blocks = make_blocks(proxy.url)
+    chunks = chain(3)
+    await asyncio.to_thread(fill, blocks, chunks)
+    proxy.cut_after = 5000
+    found = await asyncio.to_thread(fetched, blocks, chunks)
+    assert found == []
+    proxy.cut_after = None
+    assert await asyncio.to_thread(fetched, blocks, chunks) == [payload(chunk) for chunk in chunks]
+
+
+def test_writes_are_dropped_under_pressure(
+    make_blocks: Make, make_redis: Callable[..., Any], counters: Counters
+) -> None:
+    server = make_redis()
+    chunks = chain(4)
+    size = len(payload(chunks[0]))
+    blocks = make_blocks(server.url, queue_bytes=2 * size, timeout=0.3)
+    server.pause()
+    begun = time.monotonic()
+    assert [blocks.keep(PARTITION, chunk, memoryview(payload(chunk))) for chunk in chunks] == [True, True, False, False]
+    assert time.monotonic() - begun < 0.1
+    assert counters.counts()["block_write_dropped", ""] == 2
+    server.resume()
+
+
+def test_a_full_redis_fails_writes_quietly(
+    make_blocks: Make, make_redis: Callable[..., Any], counters: Counters
+) -> None:
+    server = make_redis("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+    blocks = make_blocks(server.url)
+    chunks = chain(30, tokens=1024)
+    for chunk in chunks:
+        blocks.keep(PARTITION, chunk, memoryview(payload(chunk)))
+    assert blocks.drained(10)
+    assert counters.counts()["block_write_failed", "RespError"] > 0
+
+
+def test_password_and_database(make_redis: Callable[..., Any], make_blocks: Make, tmp_path: Path) -> None:
+    server = make_redis("--requirepass", "se cret/")
+    chunks = chain(1)
+    url = f"redis://:se%20cret%2F@127.0.0.1:{server.port}/3"
+    fill(make_blocks(url), chunks)
+    assert len(fetched(make_blocks(url), chunks)) == 1
+    assert fetched(make_blocks(url[:-1] + "4"), chunks) == []
+    assert fetched(make_blocks(server.url), chunks) == []
+
+
+def test_a_key_file_is_needed(redis_server: Any, counters: Counters, tmp_path: Path) -> None:
+    settings = BlockSettings(redis=RedisSettings(url=redis_server.url))
+    with pytest.raises(InvalidKeyFile, match="needs a key file"):
+        open_blocks(settings, LAYOUT, counters)
+    keys = tmp_path / "keys"
+    keys.write_text("names " + "1" * 64 + "\na " + "2" * 64 + "\n")
+    blocks = open_blocks(replace(settings, key_file=keys), LAYOUT, counters)
+    assert blocks.chunk_tokens == 2 * 2**20 // LAYOUT.token_bytes
+    blocks.close()
+
+
+def test_chunks_are_whole_pages(make_blocks: Make) -> None:
+    for layers, expected in ((2, 8192), (80, 192), (40_000, 16)):
+        assert make_blocks(layout=replace(LAYOUT, layers=layers)).chunk_tokens == expected
+
+
+def test_the_raw_client_against_the_server(redis_server: Any) -> None:
+    settings = RedisSettings(url=redis_server.url)
+    link = RespConnection(settings, time.monotonic() + 5)
+    deadline = time.monotonic() + 5
+    assert link.command(b"PING", deadline=deadline) == b"PONG"
+    assert link.command(b"INCR", b"n", deadline=deadline) == 1
+    assert link.command(b"GET", b"none", deadline=deadline) is None
+    for size in (0, 1, 4093, 4094, 4095, 4096, 4097, 1 << 20):
+        value = os.urandom(size)
+        assert link.command(b"SET", b"v", memoryview(value), deadline=deadline) == b"OK"
+        link.send(b"GET", b"v", deadline=deadline)
+        link.send(b"PING", deadline=deadline)
+        into = memoryview(bytearray(size + 5))
+        assert link.bulk(into, deadline) == size
+        assert bytes(into[:size]) == value
+        assert link.answer(deadline) == b"PONG"
+    with pytest.raises(RespError, match="ERR"):
+        link.command(b"NONSENSE", deadline=deadline)
+    link.send(b"GET", b"v", deadline=deadline)
+    with pytest.raises(RespError, match="larger than its buffer"):
+        link.bulk(memoryview(bytearray(10)), deadline)
+    link.close()
+
+
+BIG = 131_072  # bytes a token: an 8-billion model in bf16
+
+
+@pytest.mark.parametrize(
+    ("prefill", "link", "fetch"),
+    [(200.0, 1.4e9, True), (25_000.0, 1.4e9, False), (25_000.0, 3.1e9, False), (5_000.0, 3.1e9, True)],
+)
+def test_the_gate_takes_whichever_is_faster(prefill: float, link: float, fetch: bool) -> None:
+    gate = FetchGate(BIG, 128)
+    gate.answered(0.0002)
+    gate.computed(1000, 1000 / prefill)
+    gate.fetched(int(link), 1.0)
+    decision = gate.decide(2048)
+    assert decision.fetch is fetch
+    assert decision.computing == pytest.approx(2048 / prefill)
+    assert decision.fetching == pytest.approx(0.0002 + 2048 * BIG / link, rel=0.01)
+    assert not gate.decide(127).fetch
+
+
+def test_the_gate_follows_what_it_measures() -> None:
+    gate = FetchGate(BIG, 128)
+    assert gate.decide(1000).reason == "prefill_unmeasured"
+    gate.computed(1000, 1.0)
+    assert gate.decide(1000).reason == "link_unmeasured"
+    gate.fetched(10**9, 1.0)
+    assert gate.decide(1000).fetch
+    for _ in range(30):
+        gate.fetched(10**7, 1.0)
+    assert not gate.decide(1000).fetch
+    for _ in range(30):
+        gate.fetched(10**9, 1.0)
+    assert gate.decide(1000).fetch
+    gate.computed(0, 1.0)
+    gate.computed(5, 0.0)
+    assert gate.rates.tokens_per_second == pytest.approx(1000)
+
+
+def test_the_store_measures_its_link_and_declines_for_a_fast_prefill(make_blocks: Make) -> None:
+    blocks = make_blocks(layout=replace(LAYOUT, layers=64, kv_heads=8, head_dim=128))
+    deadline = time.monotonic() + 5
+    while blocks.gate.rates.bytes_per_second is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    blocks.computed(100, 1.0)
+    allowed = blocks.worth(1000)
+    assert allowed is not None
+    assert allowed == pytest.approx(2.0)  # bounded by the timeout, not by 10 s of computing
+    for _ in range(60):
+        blocks.computed(10_000_000, 1.0)
+    assert blocks.worth(1000) is None
+
+
+def test_a_redis_that_does_not_begin_to_answer_is_a_miss_after_its_budget(make_redis: Callable[..., Any]) -> None:
+    """However long a fetch was predicted to be worth."""
+    server = make_redis()
+    redis = RedisSettings(url=server.url, budget=0.05)
+    blocks = RedisBlocks(BlockSettings(redis=redis), LAYOUT, Keyring.generate(), Counters())
+    try:
+        fill(blocks, chain(3))
+        assert len(fetched(blocks, chain(3))) == 3
+        server.pause()
+        begun = time.monotonic()
+        assert blocks.fetch(PARTITION, chain(3), buffers(chain(3)), 30.0).result(10).chunks == 0
+        assert time.monotonic() - begun < 5
+    finally:
+        server.resume()
+        blocks.close()

@@ -1,0 +1,166 @@
+"""Readers who may not generate: each is told so for itself, and the next one's way is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.answers.resume import BEGUN, Refused
+from cache.answers.single_flight import Flights, Generate
+from cache.counters import Counters
+from tests.cache.answers.test_shared_flight import Make, make_shared
+from tests.cache.answers.test_single_flight import flights
+from tests.cache.flown import KEY, TEXT, Model, ask, read
+
+__all__ = ["flights", "make_shared"]  # fixtures
+
+
+class NoPlaceError(Exception):
+    """Why it may not."""
+
+
+def refusing(number: int = 0) -> Generate:
+    async def generate() -> AsyncGenerator[Any, None]:
+        raise Refused(NoPlaceError(number))
+        yield
+
+    return generate
+
+
+def announcing(model: Model, gate: asyncio.Event | None = None) -> Generate:
+    async def generate() -> AsyncGenerator[Any, None]:
+        yield BEGUN
+        if gate is not None:
+            await gate.wait()
+        async for chunk in model.generate():
+            yield chunk
+
+    return generate
+
+
+async def told(flights: Flights, generate: Generate) -> str:
+    """The answer, or why there is none."""
+    try:
+        return await ask(flights, generate)
+    except Refused as refused:
+        return repr(refused.reason)
+
+
+@given(st.lists(st.sampled_from(["refused", "dies", "answers"]), min_size=1, max_size=8))
+def test_every_reader_gets_the_answer_or_its_own_refusal(ways: list[str]) -> None:
+    """Refusals use up no attempts; two failures end the flight for those who were not refused."""
+
+    async def run() -> list[object]:
+        flights, models = Flights(Counters(), linger=0.0), [Model(pause=0, dies_after=0) for _ in ways]
+        made = {
+            "refused": lambda number: refusing(number),
+            "dies": lambda number: models[number].generate,
+            "answers": lambda number: Model(pause=0).generate,
+        }
+        tasks = [asyncio.ensure_future(told(flights, made[way](number))) for number, way in enumerate(ways)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        assert len(flights) == 0
+        return found
+
+    found = asyncio.run(run())
+    led, dead = 0, 0
+    while led < len(ways) and dead < 2 and (not led or ways[led - 1] != "answers"):
+        dead += ways[led] == "dies"
+        led += 1
+    answered = "answers" in ways[:led]
+    for number, (way, what) in enumerate(zip(ways, found, strict=True)):
+        if way == "refused" and number < led:
+            assert what == f"NoPlaceError({number})"
+        elif answered:
+            assert what == TEXT
+        else:
+            assert isinstance(what, RuntimeError)
+
+
+async def test_the_next_in_line_generates_for_the_rest(flights: Flights, counters: Counters) -> None:
+    model = Model()
+    ways = [refusing(1), refusing(2), *([model.generate] * 50)]
+    found = await asyncio.gather(*(told(flights, way) for way in ways))
+    assert found == ["NoPlaceError(1)", "NoPlaceError(2)", *([TEXT] * 50)]
+    assert model.started == 1
+    assert counters.counts().get(("flight_replaced", ""), 0) == 0
+
+
+async def test_where_all_are_refused_the_next_question_begins_anew(flights: Flights) -> None:
+    found = await asyncio.gather(*(told(flights, refusing(number)) for number in range(100)))
+    assert found == [f"NoPlaceError({number})" for number in range(100)]
+    assert await ask(flights, Model().generate) == TEXT
+
+
+async def test_who_was_let_in_is_known_before_anything_is_generated(flights: Flights) -> None:
+    gate, model = asyncio.Event(), Model()
+    async with (
+        flights.join(KEY, announcing(model, gate)) as leader,
+        flights.join(KEY, refusing()) as follower,
+    ):
+        for chunks in (leader, follower):
+            assert await asyncio.wait_for(anext(chunks), 1) is BEGUN
+        gate.set()
+        assert [await read(chunks) for chunks in (leader, follower)] == [TEXT] * 2
+        async with flights.join(KEY, refusing()) as late:
+            first = await anext(late)
+            assert first is not BEGUN
+            assert first.text
+
+
+async def test_a_replacement_begins_without_a_word(flights: Flights) -> None:
+    dying, healthy = Model(dies_after=9), Model(step=5)
+    async with flights.join(KEY, announcing(dying)) as one, flights.join(KEY, announcing(healthy)) as other:
+        assert await anext(one) is BEGUN
+        for chunks in (one, other):  # the other one comes when there is more to be told
+            found = [chunk async for chunk in chunks]
+            assert "".join(chunk.text for chunk in found) == TEXT
+            assert not any(chunk is BEGUN for chunk in found)
+
+
+async def test_a_refused_leader_lets_another_replica_lead(
+    make_shared: Make, make_flights: Callable[[], Flights]
+) -> None:
+    model = Model(pause=0.01)
+    full, free = (make_flights(), make_shared()), (make_flights(), make_shared())
+    first = asyncio.ensure_future(told(full[0], lambda: full[1].around(KEY, refusing(7))))
+    await asyncio.sleep(0.002)
+    begun = asyncio.get_running_loop().time()
+    assert await told(free[0], lambda: free[1].around(KEY, announcing(model))) == TEXT
+    assert asyncio.get_running_loop().time() - begun < 1
+    assert await first == "NoPlaceError(7)"
+    assert model.started == 1
+
+
+async def test_who_reads_along_with_another_replica_needs_no_place(
+    make_shared: Make, make_flights: Callable[[], Flights]
+) -> None:
+    model, gate = Model(), asyncio.Event()
+    full, free = (make_flights(), make_shared()), (make_flights(), make_shared())
+    leader = asyncio.ensure_future(ask(free[0], lambda: free[1].around(KEY, announcing(model, gate))))
+    await asyncio.sleep(0.05)
+    async with full[0].join(KEY, lambda: full[1].around(KEY, refusing())) as chunks:
+        assert await asyncio.wait_for(anext(chunks), 1) is BEGUN
+        gate.set()
+        assert await read(chunks) == TEXT
+    assert await leader == TEXT
+    assert model.started == 1
+
+
+@pytest.fixture
+async def make_flights(counters: Counters) -> AsyncIterator[Callable[[], Flights]]:
+    made: list[Flights] = []
+
+    def make() -> Flights:
+        made.append(Flights(counters, linger=0.05))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.aclose()

@@ -1,0 +1,149 @@
+"""The contract of a store, on both stores."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cache.api import CacheKey, Enrolment, Kind, Store
+from cache.store.redis_store import RedisStore
+
+PARTITION = "ab" * 16
+
+
+def key(number: int, kind: Kind = Kind.RESPONSE, partition: str = PARTITION) -> CacheKey:
+    return CacheKey(kind, partition, f"{number:064x}")
+
+
+async def settled(store: Store) -> None:
+    if isinstance(store, RedisStore):
+        await store.drained()
+
+
+async def test_gets_what_was_set_and_none_for_the_rest(store: Store) -> None:
+    await store.set(key(1), b"one", 60)
+    await store.set(key(2), b"", 60)
+    assert await store.get_many([key(2), key(3), key(1)]) == (b"", None, b"one")
+    assert await store.get_many([]) == ()
+
+
+async def test_every_byte_survives(store: Store) -> None:
+    value = bytes(range(256)) * 4096
+    await store.set(key(1), value, 60)
+    assert await store.get_many([key(1)]) == (value,)
+
+
+async def test_set_replaces(store: Store) -> None:
+    await store.set(key(1), b"old", 60)
+    await store.set(key(1), b"new", 60)
+    assert await store.get_many([key(1)]) == (b"new",)
+
+
+async def test_kinds_and_partitions_are_apart(store: Store) -> None:
+    await store.set(key(1), b"mine", 60)
+    others = [key(1, Kind.SEMANTIC), key(1, partition="cd" * 16)]
+    assert await store.get_many(others) == (None, None)
+
+
+async def test_expires(store: Store) -> None:
+    await store.set(key(1), b"short", 0.05)
+    await store.set(key(2), b"long", 60)
+    await asyncio.sleep(0.12)
+    assert await store.get_many([key(1), key(2)]) == (None, b"long")
+    assert [found.digest async for found in store.scan(Kind.RESPONSE, PARTITION)] == [key(2).digest]
+
+
+async def test_the_first_one_stands(store: Store) -> None:
+    assert await store.set_if_absent(key(1), b"first", 60) == b"first"
+    assert await store.set_if_absent(key(1), b"second", 60) == b"first"
+    assert await store.get_many([key(1)]) == (b"first",)
+
+
+async def test_one_of_many_at_once_is_first(store: Store) -> None:
+    stood = await asyncio.gather(*(store.set_if_absent(key(1), b"%d" % i, 60) for i in range(50)))
+    assert len(set(stood)) == 1
+
+
+async def test_offer_arrives(store: Store) -> None:
+    assert store.offer(key(1), b"soon", 60)
+    await settled(store)
+    assert await store.get_many([key(1)]) == (b"soon",)
+
+
+async def test_deletes_and_says_how_many(store: Store) -> None:
+    for number in range(3):
+        await store.set(key(number), b"x", 60)
+    assert await store.delete_many([key(0), key(2), key(9)]) == 2
+    assert await store.delete_many([]) == 0
+    assert await store.get_many([key(0), key(1), key(2)]) == (None, b"x", None)
+
+
+async def test_scan_finds_all_of_one_partition_and_nothing_else(store: Store) -> None:
+    for number in range(2500):
+        store.offer(key(number), b"x", 60)
+        if number % 500 == 0:
+            await settled(store)
+    store.offer(key(1, partition="cd" * 16), b"x", 60)
+    store.offer(key(1, Kind.SEMANTIC), b"x", 60)
+    await settled(store)
+    found = [found async for found in store.scan(Kind.RESPONSE, PARTITION)]
+    assert {found.digest for found in found} == {key(number).digest for number in range(2500)}
+    assert {(found.kind, found.partition) for found in found} == {(Kind.RESPONSE, PARTITION)}
+
+
+async def test_a_directory_tells_what_is_new_since(store: Store) -> None:
+    directory = key(0, Kind.DIRECTORY)
+    assert await store.enrolled(directory, 0.0, 10) == Enrolment((), 0)
+    for number in range(1, 8):
+        store.offer(key(number, Kind.SEMANTIC), b"x", 60, directory)
+    await settled(store)
+    page = await store.enrolled(directory, 0.0, 4)
+    assert [digest for digest, _ in page.members] == [key(number).digest for number in range(1, 5)]
+    assert page.total == 7
+    rest = await store.enrolled(directory, page.members[-1][1], 100)
+    assert [digest for digest, _ in rest.members] == [key(number).digest for number in range(5, 8)]
+    cursors = [cursor for _, cursor in page.members + rest.members]
+    assert cursors == sorted(set(cursors))
+    assert (await store.enrolled(directory, cursors[-1], 100)).members == ()
+
+
+async def test_enrolling_again_is_news_and_no_second_member(store: Store) -> None:
+    directory = key(0, Kind.DIRECTORY)
+    for number in (1, 2, 1):
+        store.offer(key(number, Kind.SEMANTIC), b"x", 60, directory)
+    await settled(store)
+    page = await store.enrolled(directory, 0.0, 10)
+    assert [digest for digest, _ in page.members] == [key(2).digest, key(1).digest]
+    assert page.total == 2
+
+
+async def test_counters_add_up(store: Store) -> None:
+    counter = key(1, Kind.EVIDENCE)
+    await asyncio.gather(*(store.add(counter, {"a": 1, "b": i % 2}, 60) for i in range(40)))
+    assert await store.counts([counter, key(2, Kind.EVIDENCE)]) == ({"a": 40, "b": 20}, {})
+    assert await store.counts([]) == ()
+
+
+async def test_values_and_counters_are_read_at_once(store: Store) -> None:
+    counter, value, nothing = key(1, Kind.EVIDENCE), key(2), key(3)
+    await store.add(counter, {"a": 3}, 60)
+    await store.set(value, b"v", 60)
+    assert await store.read([nothing, value], [nothing, counter]) == ((None, b"v"), ({}, {"a": 3}))
+    assert await store.read([value], []) == ((b"v",), ())
+    assert await store.read([], [counter]) == ((), ({"a": 3},))
+    assert await store.read([], []) == ((), ())
+
+
+async def test_counters_expire(store: Store) -> None:
+    counter = key(1, Kind.EVIDENCE)
+    await store.add(counter, {"a": 1}, 0.05)
+    await asyncio.sleep(0.12)
+    await store.add(counter, {"a": 1}, 60)
+    assert await store.counts([counter]) == ({"a": 1},)
+
+
+@pytest.mark.parametrize(("partition", "digest"), [("ab", "0" * 64), ("*" * 16, "0" * 64), ("ab" * 16, "a b" * 8)])
+def test_names_are_hexadecimal(partition: str, digest: str) -> None:
+    with pytest.raises(ValueError, match="hexadecimal"):
+        CacheKey(Kind.RESPONSE, partition, digest)

@@ -1,0 +1,179 @@
+"""The caches put together as a service holds them: two front processes on one Redis, and one alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.api import CachedCompletion, Chunk, Ending, Kind, Mode, Question, Turn, Verdict
+from cache.counters import Counters
+from cache.open import Caches, open_caches
+from cache.seal.partition import ModelIdentity
+from cache.settings import CacheSettings, RedisSettings, SemanticSettings
+
+MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
+END = Ending(reason="stop", prompt_tokens=3, completion_tokens=3)
+QUESTION = Question(tenant="acme", token_ids=(1, 2), parameters=(), max_tokens=9, deterministic=True)
+TEXT = "How do I cook rice?"
+
+Make = Callable[..., Caches]
+
+
+@pytest.fixture
+async def make(redis_server: Any, tmp_path: Path, counters: Counters) -> AsyncIterator[Make]:
+    keys = tmp_path / "keys"
+    keys.write_text("names " + "1" * 64 + "\na " + "2" * 64 + "\n")
+    made: list[Caches] = []
+
+    def build(redis: bool = True, **changes: Any) -> Caches:
+        settings = CacheSettings(
+            redis=RedisSettings(url=redis_server.url, budget=2.0, write_budget=2.0) if redis else None,
+            key_file=keys,
+            semantic=SemanticSettings(mode=Mode.OFF),
+        )
+        made.append(open_caches(replace(settings, **changes), MODEL, counters))
+        return made[-1]
+
+    yield build
+    for caches in made:
+        await caches.aclose()
+
+
+def completion() -> CachedCompletion:
+    chunks = (Chunk((5,), "a"), Chunk((6, 7), "b", END))
+    return CachedCompletion(chunks=chunks, max_tokens=9, provenance="p", created_at=time.time())
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.runs = 0
+
+    async def generate(self) -> AsyncGenerator[Chunk, None]:
+        self.runs += 1
+        for chunk in completion().chunks:
+            await asyncio.sleep(0.02)
+            yield chunk
+
+
+async def ask(caches: Caches, engine: Engine) -> tuple[Chunk, ...]:
+    found = await caches.responses.get(QUESTION, caches.allowance())
+    if found is not None:
+        return found.chunks
+    async with caches.join(QUESTION, engine.generate) as chunks:
+        answer = tuple([chunk async for chunk in chunks])
+    await caches.responses.put(QUESTION, replace(completion(), chunks=answer))
+    return answer
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+async def test_a_hundred_identical_calls_are_one_generation(make: Make, fronts: int) -> None:
+    engine = Engine()
+    caches = [make() for _ in range(fronts)]
+    answers = await asyncio.gather(*(ask(caches[i % fronts], engine) for i in range(100)))
+    assert {"".join(chunk.text for chunk in answer) for answer in answers} == {"ab"}
+    assert engine.runs == 1
+    await asyncio.sleep(0.05)
+    assert (await ask(caches[-1], engine))[-1].ending == END
+    assert engine.runs == 1
+
+
+async def test_alone_without_redis(make: Make) -> None:
+    engine, caches = Engine(), make(redis=False)
+    await asyncio.gather(*(ask(caches, engine) for _ in range(20)))
+    await ask(caches, engine)
+    assert engine.runs == 1
+    assert caches.states == {}
+
+
+async def test_redis_that_is_not_there_is_no_obstacle(make: Make, unused_port: int) -> None:
+    engine = Engine()
+    caches = make()
+    down = open_caches(
+        CacheSettings(
+            redis=RedisSettings(url=f"redis://127.0.0.1:{unused_port}/0"), semantic=SemanticSettings(mode=Mode.OFF)
+        ),
+        MODEL,
+        Counters(),
+    )
+    assert len(await ask(down, engine)) == 2
+    assert await down.partition("acme", down.allowance()) is None
+    await down.aclose()
+    assert await caches.partition("acme", caches.allowance()) is not None
+
+
+async def test_questions_that_differ_each_time_do_not_fly_together(make: Make) -> None:
+    with pytest.raises(ValueError, match="would differ"):
+        make().join(replace(QUESTION, deterministic=False), Engine().generate)
+
+
+async def test_flushing(make: Make) -> None:
+    here, there = make(), make()
+    other = replace(QUESTION, token_ids=(3,))
+    for question in (QUESTION, other):
+        await here.responses.get(question, here.allowance())
+        await here.responses.put(question, completion())
+    await asyncio.sleep(0.05)
+    found = await there.responses.get(QUESTION, there.allowance())
+    assert found is not None
+    assert await there.flush("acme", (Kind.RESPONSE, Kind.SEMANTIC), found.entry_id) == 1
+    assert await here.responses.get(QUESTION, here.allowance()) is None
+    assert await here.responses.get(other, here.allowance()) is not None
+    assert await there.flush("nobody", (Kind.RESPONSE,)) == 0
+    assert await there.flush("acme", (Kind.RESPONSE,)) == 1
+    await here.responses.put(other, completion())
+    await there.flush_tenant("acme")
+    assert await here.responses.get(other, here.allowance()) is None
+
+
+async def test_a_flushed_answer_cannot_be_joined_any_more(make: Make) -> None:
+    engine = Engine()
+    here, there = make(), make()
+    await ask(here, engine)
+    await asyncio.sleep(0.05)
+    assert await here.flush("acme", (Kind.RESPONSE,)) == 1
+    await ask(here, engine)
+    assert engine.runs == 2
+    await asyncio.sleep(0.05)
+    assert await here.flush("acme", (Kind.RESPONSE,)) == 1
+    await ask(there, engine)
+    assert engine.runs == 3
+
+
+async def test_partitions_are_per_tenant_and_shared(make: Make) -> None:
+    here, there = make(), make()
+    names = [await caches.partition(t, caches.allowance()) for caches in (here, there) for t in ("a", "b")]
+    assert names[:2] == names[2:]
+    assert names[0] != names[1]
+
+
+async def test_the_real_embedder_from_end_to_end(make: Make) -> None:
+    caches = make(semantic=SemanticSettings(mode=Mode.ON, audit=0.0))
+    assert caches.semantic is None
+    caches.load_semantic()
+    assert await caches.loaded()
+    semantic = caches.semantic
+    assert semantic is not None
+    what = Turn(question=QUESTION, context=b"", text=TEXT, greedy=True)
+    assert await semantic.put(what, completion())
+    await asyncio.sleep(0.05)
+    found = await semantic.lookup(replace(what, text="how can i cook rice"), caches.allowance())
+    assert found.verdict is Verdict.STRICT
+    assert found.served is not None
+    assert found.served.text == "ab"
+    assert await caches.flush("acme", (Kind.RESPONSE, Kind.SEMANTIC), found.served.entry_id) == 1
+    assert (await semantic.lookup(what, caches.allowance())).served is None
+
+
+async def test_a_missing_embedder_is_said_and_survived(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = make(semantic=SemanticSettings(mode=Mode.ON, model=tmp_path / "none"))
+    caches.load_semantic()
+    assert not await caches.loaded()
+    assert "no semantic cache" in caplog.text

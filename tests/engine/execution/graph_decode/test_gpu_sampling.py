@@ -1,0 +1,186 @@
+"""Rows that sample by every parameter in the graph decoder, judged token by token with the eager decoder's logits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.driven import GREEDY
+from engine.api import GenerationRequest, Stopping
+from engine.execution import device_sampling as sampled
+from engine.execution.capture import Recorder
+from engine.execution.eager import EagerDecoder
+from engine.execution.runner import ModelRunner
+from engine.kernels import reference
+from engine.kernels.sampling import SampledRow, allocate
+from engine.kv.page_pool import PagePool
+from engine.sampling.noise import seed_key
+from engine.sampling.sampler import Sampler
+from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.settings import EngineSettings
+from engine.worker.build import Prepared, make_runner, prepare
+
+pytestmark = pytest.mark.gpu
+VOCABULARY, TOKENS = 5000, 60
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+PLAIN = replace(GREEDY, seed=3)
+KINDS = [
+    replace(PLAIN, temperature=0.8, top_k=50, top_p=0.95),
+    PLAIN,
+    replace(PLAIN, temperature=0.9, seed=11),
+    replace(PLAIN, temperature=1.1, top_p=0.9, seed=(1 << 64) - 1),
+    replace(PLAIN, repetition_penalty=1.3, frequency_penalty=0.4),
+    replace(PLAIN, temperature=0.7, min_p=0.05, presence_penalty=0.5, logit_bias=((7, 6.0), (9, -50.0))),
+    replace(PLAIN, temperature=1.0, top_k=2000, frequency_penalty=-0.2),
+    replace(PLAIN, logit_bias=tuple((token, 3.0) for token in range(0, 300))),
+]
+GAP = 0.15  # in logits, which reach 8: what bf16 may differ by
+
+
+def requests() -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        GenerationRequest(
+            request_id=str(key),
+            token_ids=tuple(torch.randint(0, VOCABULARY, (9 * key + 1,), generator=generator).tolist()),
+            sampling=kind,
+            stopping=Stopping(max_tokens=TOKENS, min_tokens=20 if key % 2 else 0, stop_token_ids=(4999,)),
+            arrived_at=0.0,
+        )
+        for key, kind in enumerate(KINDS)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def settings_of(folder: Path) -> EngineSettings:
+    return EngineSettings(
+        model=str(folder), load_format="dummy", device="cuda", decoder="graph", max_sequences=8, kv_bytes=64 << 20
+    )
+
+
+def nobody(stage: str, done: int, total: int) -> None:
+    """Watches."""
+
+
+def generate(runner: ModelRunner, asked: list[GenerationRequest], pages: int) -> dict[str, list[int]]:
+    limits = Limits(max_sequences=8, max_batch_tokens=64, max_context=400, tokens_per_step=runner.info.tokens_per_step)
+    scheduler = Scheduler(limits, PagePool(pages))
+    for key, request in enumerate(asked):
+        scheduler.admit(Sequence(request, list(request.token_ids), key=key))
+    found: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    while (plan := scheduler.plan(0.0)) is not None:
+        for event in scheduler.commit(plan, runner.run(plan), 0.0):
+            assert event.failure is None
+            found[asked[event.key].request_id] += event.token_ids
+    return found
+
+
+def moved(row: SampledRow, by: int) -> SampledRow:
+    """The filters a little wider (1) or narrower (-1): a token at their border may be in or out by rounding."""
+    top_p = min(row.top_p + by * 0.02, 1.0) if row.top_p < 1 else 1.0
+    return replace(row, top_k=row.top_k + by * (row.top_k // 4), top_p=top_p, min_p=row.min_p * (1 - by * 0.2))
+
+
+def judge(prepared: Prepared, request: GenerationRequest, ids: list[int]) -> None:
+    """Each token among what eager's logits leave, and the best of it, but for what bf16 rounds away."""
+    eager, device = EagerDecoder(prepared.parts), torch.device("cuda")
+    state = allocate(1, VOCABULARY, device)
+    for at, token in enumerate(ids):
+        told = [*request.token_ids, *ids[:at]]
+        sequence = Sequence(request, told, slot=0, pages=list(range(1 + len(told) // 16)))
+        with torch.inference_mode():
+            logits = eager.logits([Row(sequence, 0, len(told), True)])
+        assert logits is not None
+        row = sampled.sampled_row(request, at)
+        if row is None:
+            one = request.sampling
+            row = SampledRow(temperature=one.temperature, noise_key=seed_key(one.seed))
+        else:
+            sampled.place(state, 0, sequence)
+        best, loose = (
+            reference.scores(logits[0], how, len(told), state.bias[0], state.marks[0])
+            for how in (moved(row, -1), moved(row, 1))
+        )
+        assert best is not None
+        assert loose is not None
+        behind = float(best.max() - loose[token]) * (row.heat or 1.0)
+        assert behind < GAP, (request.request_id, at, token, behind)
+
+
+def test_every_row_draws_by_its_own_parameters(folder: Path) -> None:
+    prepared = prepare(settings_of(folder), nobody)
+    runner = make_runner(settings_of(folder), prepared, nobody)
+    assert runner.info.decoder == "graph"
+    asked = requests()
+    together = generate(runner, asked, 200)
+    cramped = generate(runner, asked[::-1], 26)  # rows lose their pages and come back
+    for request in asked:
+        alone = generate(runner, [request], 200)[request.request_id]
+        for ids in (alone, together[request.request_id], cramped[request.request_id]):
+            assert len(ids) == TOKENS or ids[-1] == 4999
+        judge(prepared, request, together[request.request_id])
+        judge(prepared, request, cramped[request.request_id])
+        # Alone a prompt is computed in other company than among others, but its draws are the same but for rounding.
+        judge(prepared, request, alone)
+    runner.close()
+
+
+def test_no_such_row_is_left_to_eager(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(settings_of(folder), nobody)
+    runner = make_runner(settings_of(folder), prepared, nobody)
+    eager_rows = sampled_rows = 0
+
+    def counted(self: EagerDecoder, plan: StepPlan, inner: Any = EagerDecoder.run) -> StepResult:
+        nonlocal eager_rows
+        eager_rows += sum(row.count == 1 and row.start >= len(row.sequence.request.token_ids) for row in plan.rows)
+        return inner(self, plan)  # type: ignore[no-any-return]
+
+    def drawn(self: Sampler, rows: list[Row], logits: torch.Tensor, inner: Any = Sampler.sample) -> list[RowResult]:
+        nonlocal sampled_rows
+        sampled_rows += len(rows)
+        return inner(self, rows, logits)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(EagerDecoder, "run", counted)
+    monkeypatch.setattr(Sampler, "sample", drawn)
+    asked = requests()
+    generate(runner, asked, 200)
+    assert eager_rows == 0
+    assert sampled_rows == 0  # not after a prompt either
+    told = generate(runner, [replace(asked[1], logprobs=3)], 200)
+    assert sampled_rows == len(told[asked[1].request_id])
+    runner.close()
+
+
+def test_nothing_is_left_to_be_captured_by_a_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(settings_of(folder), prepare(settings_of(folder), nobody), nobody)
+
+    def never(self: Recorder, *given: Any, **named: Any) -> Any:
+        raise AssertionError("a graph was captured for a request")
+
+    monkeypatch.setattr(Recorder, "record", never)
+    generate(runner, requests(), 200)
+    runner.close()

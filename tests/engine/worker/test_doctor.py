@@ -1,0 +1,147 @@
+"""The oracle is what building the model for real comes to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.execution.registry import DECODERS, DecoderEntry
+from engine.settings import EngineSettings
+from engine.worker import doctor, hardware
+from engine.worker.build import build
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+
+
+def settings(folder: Path | str = DEMO, **given: Any) -> EngineSettings:
+    return EngineSettings(model=str(folder), device="cpu", **given)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """The demo model with changes to its config.json."""
+
+    def make(**changes: Any) -> Path:
+        for file in DEMO.iterdir():
+            if file.is_file():
+                shutil.copy(file, tmp_path / file.name)
+        config = json.loads((DEMO / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_it_tells_what_building_comes_to(dtype: Any) -> None:
+    report = doctor.examine(settings(dtype=dtype))
+    runner = build(settings(dtype=dtype), lambda stage, done, total: None)
+    try:
+        info = runner.info
+    finally:
+        runner.close()
+    assert report.problems == []
+    assert report.model is not None
+    assert (report.model.architecture, report.model.weight_format) == (info.architecture, info.weight_format)
+    assert (report.model.max_context, report.model.pages) == (info.max_context, info.total_pages)
+    assert [one.name for one in report.decoders if one.chosen] == [info.decoder]
+    assert [one.name for one in report.dtypes if one.chosen] == [info.dtype]
+    assert [one.name for one in report.formats if one.chosen] == [info.weight_format]
+    assert report.device == info.device
+    # norms are kept in float32, all else as computed
+    assert report.model.weights_bytes <= info.weights_bytes <= report.model.weights_bytes * 1.05
+
+
+def test_without_a_model() -> None:
+    report = doctor.examine(settings(""))
+    assert (report.model, report.problems) == (None, [])
+    assert [one.name for one in report.decoders] == [entry.name for entry in DECODERS]
+    assert report.torch == torch.__version__
+
+
+def refuser(reason: str | None) -> DecoderEntry:
+    def make(parts: object) -> Any:
+        raise AssertionError("the doctor makes no decoder")
+
+    return DecoderEntry("fast", lambda parts: reason, make)
+
+
+def test_why_a_decoder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DECODERS", (refuser("no graph here"), DECODERS[-1]))
+    report = doctor.examine(settings())
+    assert [(one.name, one.chosen, one.reason) for one in report.decoders][:2] == [
+        ("fast", False, "no graph here"),
+        ("eager", True, None),
+    ]
+    monkeypatch.setattr(doctor, "DECODERS", (refuser(None), DECODERS[-1]))
+    report = doctor.examine(settings())
+    assert [(one.name, one.chosen) for one in report.decoders] == [("fast", True), ("eager", False)]
+    assert report.decoders[1].reason == "a better one can serve"
+    report = doctor.examine(settings(decoder="eager"))
+    assert [(one.name, one.chosen) for one in report.decoders] == [("fast", False), ("eager", True)]
+
+
+def test_no_decoder_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DECODERS", (refuser("no graph here"),))
+    assert doctor.examine(settings()).problems == ["no decoder can serve this model here (fast: no graph here)"]
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"intermediate_size": 700}, "has shape"),
+    "layers": ({"num_hidden_layers": 30, "layer_types": None, "max_window_layers": 30}, "is missing"),
+    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "is not served"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "cannot be served"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_folder_that_cannot_be_served(folder: Callable[..., Path], case: str) -> None:
+    changes, says = BROKEN[case]
+    path = folder(**changes)
+    (problem,) = doctor.examine(settings(path)).problems
+    assert says in problem
+    assert str(path) in problem
+    assert "\n" not in problem
+
+
+def test_a_truncated_file(folder: Callable[..., Path]) -> None:
+    path = folder()
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (problem,) = doctor.examine(settings(path)).problems
+    assert str(weights) in problem
+    assert "truncated" in problem
+
+
+def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "free_bytes", lambda device: 1_000_000)
+    (problem,) = doctor.examine(settings()).problems
+    assert "1000000 are free" in problem
+
+
+def test_an_absent_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = doctor.examine(EngineSettings(model="", device="cuda"))
+    assert report.device is None
+    assert report.problems == ["device cuda: no CUDA device is usable here; use device cpu or auto"]
+
+
+def test_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise RuntimeError("CUDA driver\ninitialization failed")
+
+    monkeypatch.setattr(torch.cuda, "device_count", fail)
+    assert doctor.examine(settings()).problems == ["CUDA driver initialization failed"]
+
+
+def test_it_prints_one_object_and_its_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert doctor.main(["--model", str(DEMO), "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    assert doctor.main(["--model", str(tmp_path)]) == 1
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 1

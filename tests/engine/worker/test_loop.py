@@ -1,0 +1,243 @@
+"""The loop over a real socket, in a thread; the test is the front."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.api import EngineLoad, FinishReason
+from engine.errors import EngineFailed, Unsupported
+from engine.fake import FakeRunner, Fault, plain_request
+from engine.ipc.events import Event, Failure
+from engine.ipc.frames import (
+    Cancel,
+    Command,
+    Configure,
+    FrameError,
+    Pause,
+    Report,
+    Resume,
+    Step,
+    Submit,
+    Switch,
+    Switched,
+    encode,
+    report_reader,
+)
+from engine.ipc.link import Link
+from engine.kv.page_pool import PagePool
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.settings import EngineSettings, FakeSettings
+from engine.worker.loop import Loop
+
+PATIENCE = 20.0  # seconds after which a test that waits has failed
+
+
+class Front:
+    """The other end of a running loop."""
+
+    def __init__(self, **fake: object) -> None:
+        settings = EngineSettings(
+            model="",
+            kind="fake",
+            max_sequences=2,
+            fake=FakeSettings(faults=True, total_pages=64, **fake),  # type: ignore[arg-type]
+        )
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(PATIENCE)
+        self.reader = report_reader()
+        self.seen: list[Report] = []
+        limits = Limits(max_sequences=2, max_batch_tokens=64, max_context=1024)
+        self.loop = Loop(Link(theirs), FakeRunner(settings), Scheduler(limits, PagePool(64)))
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(theirs,))
+        self.thread.start()
+
+    def _run(self, theirs: socket.socket) -> None:
+        with theirs:
+            try:
+                self.loop.run()
+            except Exception as error:
+                self.error = error
+
+    def send(self, *commands: Command) -> None:
+        self.socket.sendall(b"".join(encode(command) for command in commands))
+
+    def receive(self) -> list[Report]:
+        data = self.socket.recv(1 << 16)
+        assert data, "the loop has gone"
+        reports = self.reader.feed(data)
+        self.seen += reports
+        return reports
+
+    def events(self, key: int) -> list[Event]:
+        return [
+            event for report in self.seen if isinstance(report, Step) for event in report.events if event.key == key
+        ]
+
+    def read_to_end(self, key: int) -> list[Event]:
+        while not any(event.finish or event.failure for event in self.events(key)):
+            self.receive()
+        return self.events(key)
+
+    def loads(self) -> list[EngineLoad]:
+        return [report.load for report in self.seen if isinstance(report, Step) and report.load is not None]
+
+    def wait_for_load(self, **wanted: int) -> EngineLoad:
+        """Until the last load told is such."""
+        while True:
+            for load in self.loads()[-1:]:
+                if all(getattr(load, name) == value for name, value in wanted.items()):
+                    return load
+            self.receive()
+
+    def close(self) -> None:
+        self.socket.close()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    front = Front()
+    yield front
+    front.close()
+
+
+def test_a_request_runs_and_the_load_falls_to_nothing(front: Front) -> None:
+    front.send(Submit(1, plain_request((1, 2, 3), 9)))
+    events = front.read_to_end(1)
+    assert sum(len(event.token_ids) for event in events) == 9
+    finish = events[-1].finish
+    assert finish is not None
+    assert finish.reason is FinishReason.LENGTH
+    load = front.wait_for_load(running=0, used_pages=0)
+    assert (load.steps, load.generated_tokens, load.total_pages) == (9, 9, 64)
+
+
+def test_one_frame_a_step_for_all() -> None:
+    front = Front(step_time=0.005)
+    front.send(Submit(1, plain_request((1,), 20)), Submit(2, plain_request((2,), 20)))
+    front.read_to_end(1)
+    frames = [report.events for report in front.seen if isinstance(report, Step) and report.events]
+    assert [[event.key for event in events] for events in frames] == [[1, 2]] * 20
+    front.close()
+
+
+def test_an_idle_loop_says_nothing(front: Front) -> None:
+    front.send(Submit(1, plain_request((1,), 2)))
+    front.wait_for_load(running=0, generated_tokens=2)
+    front.socket.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        front.socket.recv(1)
+
+
+def test_a_loop_with_only_paused_work_keeps_saying_that_it_lives(front: Front) -> None:
+    front.send(Submit(1, plain_request((1,), 900)), Pause(1))
+    started = time.monotonic()
+    while len(front.loads()) < 5:
+        front.receive()
+    front.wait_for_load(paused=1)
+    assert time.monotonic() - started < 5.0
+    front.send(Resume(1))
+    front.read_to_end(1)
+
+
+def test_a_timer_fires_without_any_step(front: Front) -> None:
+    now = time.monotonic()
+    front.send(Submit(1, plain_request((1,), 900, expires_at=now + 0.3)), Pause(1))
+    finish = front.read_to_end(1)[-1].finish
+    assert finish is not None
+    assert finish.reason is FinishReason.TIME_BUDGET
+    assert 0.3 <= time.monotonic() - now < 5.0
+
+
+def test_a_broken_step_costs_its_own_requests(front: Front, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        front.send(Submit(1, plain_request((0, Fault.RAISE, 3))), Submit(2, plain_request((7,) * 3, 900)))
+        assert front.read_to_end(1)[-1].failure is Failure.STEP
+    assert front.read_to_end(2)[-1].failure is Failure.STEP, "it was in the same step"
+    assert "as asked" in caplog.text
+    front.send(Submit(3, plain_request((7,) * 3, 5)))
+    assert front.read_to_end(3)[-1].finish is not None
+    front.wait_for_load(running=0, used_pages=0)
+
+
+def test_a_sick_row_costs_itself_alone(front: Front) -> None:
+    front.send(Submit(1, plain_request((0, Fault.SICK_ROW, 3))), Submit(2, plain_request((7,) * 3, 50)))
+    assert front.read_to_end(1)[-1].failure is Failure.STEP
+    assert len(front.events(1)) == 4
+    assert front.read_to_end(2)[-1].finish is not None
+
+
+def test_three_broken_steps_in_a_row_are_the_end(front: Front) -> None:
+    for key in (1, 2):
+        front.send(Submit(key, plain_request((0, Fault.RAISE))))
+        front.read_to_end(key)
+    front.send(Submit(3, plain_request((1,), 3)))
+    front.read_to_end(3)
+    for key in (4, 5):
+        front.send(Submit(key, plain_request((0, Fault.RAISE))))
+        front.read_to_end(key)
+    assert front.thread.is_alive(), "a good step between them was to count"
+    front.send(Submit(6, plain_request((0, Fault.RAISE))))
+    front.thread.join(PATIENCE)
+    assert isinstance(front.error, EngineFailed)
+
+
+def test_a_lost_device_is_the_end_at_once(front: Front) -> None:
+    front.send(Submit(1, plain_request((0, Fault.DEVICE, 2))))
+    front.thread.join(PATIENCE)
+    assert isinstance(front.error, EngineFailed)
+
+
+def test_a_request_that_cannot_run_fails_alone(front: Front) -> None:
+    front.send(Submit(1, plain_request(())), Submit(2, plain_request((1,) * 2000)), Submit(3, plain_request((1,), 2)))
+    assert front.read_to_end(1)[-1].failure is Failure.STEP
+    assert front.read_to_end(2)[-1].failure is Failure.STEP
+    assert front.read_to_end(3)[-1].finish is not None
+
+
+def test_switches_answer(front: Front) -> None:
+    front.send(Switch(1, "batching", False), Switch(2, "nonsense", True))
+    while sum(isinstance(report, Switched) for report in front.seen) < 2:
+        front.receive()
+    answers = {report.ticket: report.refusal for report in front.seen if isinstance(report, Switched)}
+    assert answers[1] is None
+    assert "nonsense" in (answers[2] or "")
+
+
+def test_a_runner_that_fails_to_switch_is_no_end(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: FakeRunner, name: str, enabled: bool) -> None:
+        raise EngineFailed("no memory for it") if enabled else Unsupported("never")
+
+    monkeypatch.setattr(FakeRunner, "set_optimization", refuse)
+    front.send(Switch(1, "graphs", True), Switch(2, "graphs", False))
+    while len(front.seen) < 2:
+        front.receive()
+    assert front.seen[:2] == [Switched(1, "no memory for it"), Switched(2, "never")]
+
+
+def test_cancel_frees_everything(front: Front) -> None:
+    front.send(*[Submit(key, plain_request((1,) * 50, 900)) for key in range(1, 30)])
+    front.wait_for_load(running=2, waiting=27)
+    front.send(*[Cancel(key) for key in range(1, 30)])
+    front.wait_for_load(running=0, waiting=0, used_pages=0)
+
+
+def test_settings_come_once(front: Front) -> None:
+    front.send(Configure(EngineSettings(model="")))
+    front.thread.join(PATIENCE)
+    assert isinstance(front.error, FrameError)
+
+
+def test_a_loop_ends_when_the_front_goes() -> None:
+    front = Front()
+    front.send(Submit(1, plain_request((1,), 900)))
+    front.close()
+    assert front.error is None or isinstance(front.error, ConnectionError)

@@ -1,0 +1,243 @@
+"""The command itself, and `whippet doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.cli import COMMANDS, doctor, machine, main
+from service.cli.doctor_text import render
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO = ROOT / "models" / "demo"
+
+
+def whippet(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([flag])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("whippet ") or all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(capfd: pytest.CaptureFixture[str], name: str) -> None:
+    try:
+        code = main([name, "--help"])
+    except SystemExit as caught:  # of argparse
+        code = int(caught.code or 0)
+    assert code == 0
+    assert f"usage: whippet {name}" in capfd.readouterr().out
+
+
+def test_quant_commands_answer_with_their_exit_code(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for asked in (["evaluate", str(tmp_path / "no"), "--text", "t"], ["quantize", str(DEMO), "o", "--text", "no"]):
+        assert main(asked) == 1
+        said = capfd.readouterr().err
+        assert len(said.strip().splitlines()) == 1
+        assert "no" in said
+    assert main(["quantize", "m", "o", "--threads", "0"]) == 2
+
+
+def test_ctrl_c_stops_a_quantization_once(tmp_path: Path) -> None:
+    """The terminal tells the whole group; the command waits for the process that does the work."""
+    text = tmp_path / "text.txt"
+    text.write_text("def read(path):\n    return path.read_text()\n" * 4000)
+    command = [sys.executable, "-m", "service.cli", "quantize", str(DEMO), str(tmp_path / "out"), "--text", str(text)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        assert child.stderr is not None
+        while "layers" not in (line := child.stderr.read(1) + child.stderr.readline()):
+            assert line
+        os.killpg(child.pid, signal.SIGINT)
+        _, rest = child.communicate(timeout=60)
+    assert child.returncode == 130, rest
+    assert "the same command goes on from here" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["--nope"], ["gen"]])
+def test_what_is_no_command(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "whippet: error:" in capsys.readouterr().err
+
+
+def test_serve_hands_its_flags_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--no-such-flag", "1"]) == 2
+    assert "no-such-flag" in capsys.readouterr().err
+
+
+def test_the_command_itself_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom service.cli import main\n"
+        "try:\n    main(['--version'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'grpc', 'pydantic', 'torch', 'tokenizers', 'google.protobuf'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_generate_imports_no_torch() -> None:
+    code = "import sys, service.cli.generate, service.cli.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n"
+
+
+def proc(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def test_a_machine_is_read_as_it_is(tmp_path: Path) -> None:
+    cpuinfo = (
+        "processor : 0\nmodel name : Testium\nflags : fpu avx2 avx512f\n\nprocessor : 1\nmodel name : x\nflags : fpu\n"
+    )
+    meminfo = "MemTotal:   1000 kB\nMemFree: 1 kB\nMemAvailable:  600 kB\n"
+    whole = proc(tmp_path / "proc", cpuinfo=cpuinfo, meminfo=meminfo)
+    free = machine.look(whole, tmp_path / "none")
+    assert (free.cpu, free.features) == ("Testium", ("avx2", "avx512f"))
+    assert (free.memory_bytes, free.free_bytes) == (1000 * 1024, 600 * 1024)
+    limited = machine.look(whole, proc(tmp_path / "limited", memory__max="500000\n", memory__current="100000\n"))
+    assert (limited.memory_bytes, limited.free_bytes) == (500_000, 400_000)
+    boundless = machine.look(whole, proc(tmp_path / "boundless", memory__max="max\n", memory__current="5\n"))
+    assert (boundless.memory_bytes, boundless.free_bytes) == (1000 * 1024, 600 * 1024)
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    found = machine.look(tmp_path, tmp_path)
+    assert (found.memory_bytes, found.free_bytes, found.features) == (None, None, ())
+    assert found.cores >= 1
+    assert found.cpu
+
+
+def test_ports() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert machine.probe(address) == machine.PortState(address, "Address already in use")
+    assert machine.probe(address).problem is None
+    for wrong in ("nonsense", "127.0.0.1:", "127.0.0.1:99999"):
+        assert machine.probe(wrong).problem == "write HOST:PORT, [ADDRESS]:PORT for IPv6"
+    assert machine.probe("192.0.2.1:50051").problem is not None  # not an address of this machine
+
+
+def flags(**given: Any) -> argparse.Namespace:
+    ports = dict.fromkeys(("listen", "admin_listen", "health_listen", "metrics_listen"), "127.0.0.1:0")
+    return argparse.Namespace(
+        **{
+            "model": None,
+            "device": "auto",
+            "dtype": "auto",
+            "decoder": "auto",
+            "quantization": "auto",
+            **ports,
+            **given,
+        }
+    )
+
+
+def test_the_doctor_on_the_demo_model() -> None:
+    done = whippet("doctor", "--model", str(DEMO), "--device", "cpu", "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, report["problems"]) == (0, "", [])
+    model, text = report["engine"]["model"], report["model"]["text"]
+    config = json.loads((DEMO / "config.json").read_text())
+    assert model["architecture"] == "Qwen3ForCausalLM"
+    assert model["max_context"] == config["max_position_embeddings"]
+    assert text["vocab_size"] == config["vocab_size"]
+    assert text["chat"]
+    assert [one["name"] for one in report["engine"]["decoders"] if one["chosen"]] == ["eager"]
+    assert [one["name"] for one in report["engine"]["dtypes"] if one["chosen"]]
+    assert report["machine"]["packages"]["torch"] == report["engine"]["torch"]
+    told = render(report)
+    for part in (str(DEMO), "Qwen3ForCausalLM", "eager: in use", "ready to serve", "a chat template"):
+        assert part in told
+
+
+def test_the_doctor_on_a_broken_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    done = whippet("doctor", "--model", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == ""
+    problems = [line for line in done.stdout.splitlines() if str(tmp_path) in line and "; " in line]
+    assert any("config.json" in line for line in problems)
+    assert any("tokenizer.json" in line for line in problems)
+    assert done.stdout.splitlines()[-1] == "verdict    serving is impossible"
+
+
+Engine = Callable[[str], None]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
+    """Puts a script in the place of the interpreter that is asked for the engine."""
+
+    def use(script: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return use
+
+
+def test_an_engine_that_cannot_be_asked(engine: Engine) -> None:
+    engine("echo 'Traceback' >&2; echo 'ModuleNotFoundError: No module named torch' >&2; exit 1")
+    report = doctor.examine(flags())
+    assert report["problems"] == [
+        "the engine cannot be asked (exit code 1): ModuleNotFoundError: No module named torch"
+    ]
+    assert "serving is impossible" in render(report)
+
+
+@pytest.mark.parametrize("said", ["", "nonsense", "[1, 2]", '"text"'])
+def test_an_engine_that_talks_nonsense(engine: Engine, said: str) -> None:
+    engine(f"printf '%s' '{said}'")
+    assert doctor.examine(flags())["problems"] == ["the engine cannot be asked (exit code 0): it said nothing"]
+
+
+def test_an_engine_that_hangs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine("exec sleep 30")
+    monkeypatch.setattr(doctor, "ENGINE_TIMEOUT", 0.2)
+    assert doctor.examine(flags())["problems"] == ["the engine did not say what it has within 0.2 s"]
+
+
+def test_problems_of_the_engine_and_missing_packages_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine("""printf '{"problems": ["broken card"]}'""")
+    monkeypatch.setattr(machine, "PACKAGES", ("no-such-package",))
+    report = doctor.examine(flags())
+    assert report["problems"] == ["package no-such-package is not installed", "broken card"]
+    assert "no-such-package MISSING" in render(report)
+
+
+def test_a_taken_port_is_told_and_no_problem(engine: Engine) -> None:
+    engine("""printf '{"problems": []}'""")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        report = doctor.examine(flags(listen=address))
+    assert report["problems"] == []
+    assert f"{address}: Address already in use" in render(report)

@@ -1,0 +1,342 @@
+"""`whippet generate` against a scripted server on a real channel."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from service.cli import main
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.pb.whippet.v1 import generation_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[3]
+Behaviour = Callable[[pb.GenerateStreamRequest, grpc.ServicerContext], Iterator[pb.GenerateStreamResponse]]
+
+
+def two_words(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
+    yield pb.GenerateStreamResponse(
+        text="Grüße, ", prompt_info=pb.PromptInfo(request_id="r1", model="m", prompt_tokens=3)
+    )
+    yield pb.GenerateStreamResponse(
+        text="Welt",
+        finish=pb.Finish(
+            reason=pb.FINISH_REASON_STOP_STRING,
+            stop_string="\n",
+            usage=pb.Usage(prompt_tokens=3, completion_tokens=2),
+            timings=pb.Timings(queue=Duration(nanos=1_500_000), decode=Duration(seconds=2)),
+            cache_source=pb.CACHE_SOURCE_NONE,
+            sampling=pb.SamplingOptions(temperature=0.7, seed=11),
+        ),
+    )
+
+
+class Scripted(generation_pb2_grpc.GenerationServiceServicer):
+    """Does what it is told and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.behaviour: Behaviour = two_words
+        self.requests: list[pb.GenerateStreamRequest] = []
+        self.metadata: dict[str, str] = {}
+        self.ended = threading.Event()
+
+    def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateStreamResponse]:
+        self.requests.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        context.add_callback(self.ended.set)
+        yield from self.behaviour(request, context)
+
+
+class Host:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
+        self.servicer = Scripted()
+        self.server = grpc.server(ThreadPoolExecutor(4))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.servicer, self.server)
+        if credentials is None:
+            port = self.server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = self.server.add_secure_port("127.0.0.1:0", credentials)
+        self.address = f"127.0.0.1:{port}"
+        self.server.start()
+
+    @property
+    def request(self) -> pb.GenerateStreamRequest:
+        return self.servicer.requests[-1]
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    started = Host()
+    yield started
+    started.server.stop(None).wait()
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(host: Host, capfd: pytest.CaptureFixture[str]) -> Run:
+    def call(*flags: str) -> tuple[int, str, str]:
+        code = main(["generate", "--address", host.address, *flags])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_text_goes_to_stdout(run: Run, host: Host) -> None:
+    assert run("hello") == (0, "Grüße, Welt\n", "")
+    assert host.request == pb.GenerateStreamRequest(
+        text="hello", sampling=pb.SamplingOptions(), stopping=pb.StoppingOptions()
+    )
+
+
+def test_only_what_is_given_is_set(run: Run, host: Host) -> None:
+    run("x")
+    assert not host.request.sampling.ListFields()
+    assert not host.request.stopping.ListFields()
+    run("x", "--temperature", "0", "--top-k", "0", "--top-p", "0.5", "--seed", "0", "--max-tokens", "0", "--stop", "a",
+        "--stop", "b", "--min-tokens", "1", "--model", "m")  # fmt: skip
+    assert host.request.model == "m"
+    assert host.request.sampling == pb.SamplingOptions(temperature=0, top_k=0, top_p=0.5, seed=0)
+    assert host.request.stopping == pb.StoppingOptions(max_tokens=0, min_tokens=1, stop_strings=["a", "b"])
+    assert host.request.sampling.HasField("temperature")
+
+
+def test_chat(run: Run, host: Host) -> None:
+    run("hi", "--chat")
+    assert host.request.chat == pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    run("hi", "--system", "be brief")
+    assert [(m.role, m.content) for m in host.request.chat.messages] == [("system", "be brief"), ("user", "hi")]
+
+
+@pytest.mark.parametrize("flags", [(), ("-",)])
+def test_the_prompt_may_come_from_stdin(
+    run: Run, host: Host, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("zwei\nZeilen ü\n".encode())))
+    assert run(*flags)[0] == 0
+    assert host.request.text == "zwei\nZeilen ü\n"
+
+
+def test_json(run: Run) -> None:
+    code, out, err = run("hello", "--json")
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert answer["text"] == "Grüße, Welt"
+    assert (answer["request_id"], answer["model"]) == ("r1", "m")
+    assert answer["finish"] == {"reason": "stop_string", "stop": "\n"}
+    assert answer["usage"]["completion_tokens"] == 2
+    assert answer["timings"] == {"queue": 0.0015, "cache_lookup": 0.0, "prefill": 0.0, "decode": 2.0}
+    assert answer["cache_source"] == "none"
+    assert answer["sampling"]["temperature"] == 0.7
+    assert answer["sampling"]["seed"] == 11
+
+
+def pack(*details: object) -> tuple[tuple[str, bytes], ...]:
+    status = status_pb2.Status(code=3, message="bad")
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)  # type: ignore[arg-type]
+        status.details.append(packed)
+    return (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+def refusing(code: grpc.StatusCode, message: str, *details: object, after: int = 0) -> Behaviour:
+    def behave(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
+        for _ in range(after):
+            yield pb.GenerateStreamResponse(text="part ")
+        context.set_trailing_metadata(pack(*details))
+        context.abort(code, message)
+
+    return behave
+
+
+def test_a_refusal_names_the_fields(run: Run, host: Host) -> None:
+    bad = error_details_pb2.BadRequest()
+    bad.field_violations.add(field="sampling.top_p", description="must be at most 1")
+    bad.field_violations.add(field="stopping", description="already said")
+    host.servicer.behaviour = refusing(grpc.StatusCode.INVALID_ARGUMENT, "wrong\nthings, already said", bad)
+    code, out, err = run("x")
+    assert (code, out) == (64 + 3, "")
+    assert err == "whippet: INVALID_ARGUMENT: wrong things, already said; sampling.top_p: must be at most 1\n"
+
+
+def test_a_refusal_says_when_to_come_back(run: Run, host: Host) -> None:
+    retry = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000))
+    host.servicer.behaviour = refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full", retry)
+    assert run("x") == (64 + 8, "", "whippet: RESOURCE_EXHAUSTED: queue full; try again in 1.5 s\n")
+
+
+@pytest.mark.parametrize(("flags", "left"), [((), "part part \n"), (("--json",), "")])
+def test_a_failure_after_some_text(run: Run, host: Host, flags: tuple[str, ...], left: str) -> None:
+    host.servicer.behaviour = refusing(grpc.StatusCode.INTERNAL, "engine failed", after=2)
+    assert run("x", *flags) == (64 + 13, left, "whippet: INTERNAL: engine failed\n")
+
+
+def test_no_server(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--address", "127.0.0.1:1", "x"]) == 64 + 14
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("whippet: UNAVAILABLE: no answer from 127.0.0.1:1 (")
+    assert err.count("\n") == 1
+
+
+def test_a_timeout(run: Run, host: Host) -> None:
+    def sleep(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
+        host.servicer.ended.wait(10)
+        yield pb.GenerateStreamResponse()
+
+    host.servicer.behaviour = sleep
+    code, _, err = run("x", "--timeout", "0.2")
+    assert code == 64 + 4
+    assert err.startswith("whippet: DEADLINE_EXCEEDED: ")
+    assert host.servicer.ended.wait(5)
+
+
+def test_tokens(run: Run, host: Host, tmp_path: Path) -> None:
+    run("x")
+    assert "authorization" not in host.servicer.metadata
+    run("x", "--token", "secret-1")
+    assert host.servicer.metadata["authorization"] == "Bearer secret-1"
+    (tmp_path / "token").write_text("secret-2\n")
+    run("x", "--token", f"@{tmp_path / 'token'}")
+    assert host.servicer.metadata["authorization"] == "Bearer secret-2"
+
+
+USAGE = {
+    "number": (["x", "--max-tokens", "many"], "invalid int"),
+    "too large": (["x", "--max-tokens", "99999999999"], "out of range"),
+    "unknown flag": (["x", "--no-such"], "--no-such"),
+    "abbreviated": (["x", "--max", "3"], "--max"),
+    "two prompts": (["x", "y"], "y"),
+    "key alone": (["x", "--tls-key", "k"], "go together"),
+    "pair without ca": (["x", "--tls-key", "k", "--tls-cert", "c"], "needs --tls-ca"),
+    "no ca file": (["x", "--tls-ca", "/no/ca.pem"], "/no/ca.pem: No such file"),
+    "no token file": (["x", "--token", "@/no/token"], "/no/token: No such file"),
+    "token": (["x", "--token", "se\ncret"], "printable ASCII"),
+    "not utf-8": (["\udcff"], "--help"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_usage_errors_are_one_line(run: Run, host: Host, case: str) -> None:
+    flags, says = USAGE[case]
+    code, out, err = run(*flags)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.startswith("whippet: ")
+    assert err.count("\n") == 1
+    assert "cret" not in err
+    assert host.servicer.requests == []
+
+
+def test_a_prompt_that_is_not_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    code, _, err = run()
+    assert code == 2
+    assert "not UTF-8" in err
+
+
+def test_a_terminal_without_a_prompt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    code, _, err = run()
+    assert code == 2
+    assert "no prompt" in err
+
+
+def endless(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
+    """Ends when nobody listens any more, or after ten seconds."""
+    for _ in range(1000):
+        if not context.is_active():
+            return
+        yield pb.GenerateStreamResponse(text="more " * 200)
+        time.sleep(0.01)
+
+
+def started(host: Host, **pipes: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "service.cli", "generate", "--address", host.address, "x"]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **pipes)
+
+
+def test_ctrl_c_cancels(host: Host) -> None:
+    host.servicer.behaviour = endless
+    process = started(host)
+    assert process.stdout is not None
+    assert process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, b"")
+    assert host.servicer.ended.wait(5)
+
+
+def test_a_reader_that_goes_away_cancels(host: Host) -> None:
+    host.servicer.behaviour = endless
+    process = started(host)
+    assert process.stdout is not None
+    assert process.stdout.read(20)
+    process.stdout.close()
+    assert process.wait(20) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert host.servicer.ended.wait(5)
+
+
+def test_a_terminal_that_cannot_show_it(host: Host) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "service.cli", "generate", "--address", host.address, "x"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"Gr??e, Welt\n", b"")
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that is its own authority."""
+    openssl = shutil.which("openssl")
+    assert openssl, "openssl is needed"
+    folder = tmp_path_factory.mktemp("pems")
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", "/CN=whippet", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls(pems: Path, capfd: pytest.CaptureFixture[str], mutual: bool) -> None:
+    key, cert = ((pems / f"{name}.pem").read_bytes() for name in ("key", "cert"))
+    credentials = grpc.ssl_server_credentials([(key, cert)], cert if mutual else None, mutual)
+    host = Host(credentials)
+    try:
+        flags = ["generate", "--address", host.address, "x", "--tls-ca", str(pems / "cert.pem")]
+        pair = ["--tls-cert", str(pems / "cert.pem"), "--tls-key", str(pems / "key.pem")] if mutual else []
+        assert main([*flags, *pair]) == 0
+        assert capfd.readouterr().out == "Grüße, Welt\n"
+        assert main(["generate", "--address", host.address, "x"]) == 64 + 14  # plaintext to a TLS port
+        if mutual:
+            assert main(flags) == 64 + 14  # without a certificate of its own
+    finally:
+        host.server.stop(None).wait()

@@ -1,0 +1,186 @@
+"""Where settings come from, which one wins, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engine.settings import EngineSettings, FakeSettings, PrefixSettings
+from service.config.settings import BadSettings, Settings
+from service.config.sources import load
+
+FAKE = ["--engine=fake"]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return f"--config={path}"
+
+
+def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> None:
+    config = write(
+        tmp_path / "c.yaml",
+        "scheduler: {max_sequences: 3, max-batch-tokens: 300, threads: 1}\nlimits: {queued_requests: 7}\n",
+    )
+    env = {"WHIPPET_SCHEDULER__MAX_SEQUENCES": "4", "WHIPPET_SCHEDULER__MAX_BATCH_TOKENS": "400"}
+    settings = load([*FAKE, config, "--scheduler.max-sequences=5"], env)
+    assert settings.scheduler.max_sequences == 5
+    assert settings.scheduler.max_batch_tokens == 400
+    assert settings.scheduler.threads == 1
+    assert settings.limits.queued_requests == 7
+    assert settings.stream.stall_timeout == 30.0
+
+
+def test_the_file_may_be_named_in_the_environment(tmp_path: Path) -> None:
+    write(tmp_path / "c.yaml", "engine: fake\nmodel_name: from-file\n")
+    assert load([], {"WHIPPET_CONFIG": str(tmp_path / "c.yaml")}).served_name == "from-file"
+
+
+def test_defaults_listen_on_the_loopback_alone() -> None:
+    settings = load(FAKE, {})
+    assert settings.listen == "127.0.0.1:50051"
+    assert settings.admin_listen == "127.0.0.1:50052"
+    assert settings.health_listen == "127.0.0.1:50053"
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "yaml", "named"),
+    [
+        (["--nope=1"], {}, "", "--nope"),
+        (["--scheduler.nope=1"], {}, "", "--scheduler.nope"),
+        (["--sched"], {}, "", "--sched"),
+        ([], {"WHIPPET_NOPE": "1"}, "", "WHIPPET_NOPE"),
+        ([], {"WHIPPET_SCHEDULER__NOPE": "1"}, "", "WHIPPET_SCHEDULER__NOPE"),
+        ([], {"WHIPPET_SCHEDULER": "1"}, "", "WHIPPET_SCHEDULER"),
+        ([], {"WHIPPET_LISTEN__HOST": "1"}, "", "WHIPPET_LISTEN__HOST"),
+        ([], {}, "nope: 1", "nope"),
+        ([], {}, "scheduler: {nope: 1}", "scheduler.nope"),
+        ([], {}, "scheduler: 5", "scheduler"),
+        ([], {}, "[1, 2]", "mapping"),
+        ([], {}, "a: [", "YAML"),
+        ([], {}, "1: 2", "mapping"),
+        (["--scheduler.max-sequences=0"], {}, "", "scheduler.max-sequences"),
+        (["--scheduler.max-sequences=many"], {}, "", "scheduler.max-sequences"),
+        (["--stream.stall-timeout=nan"], {}, "", "stream.stall-timeout"),
+        (["--stream.stall-timeout=0"], {}, "", "stream.stall-timeout"),
+        (["--listen=nowhere"], {}, "", "listen"),
+        (["--listen=host:99999"], {}, "", "listen"),
+        (["--admin-listen=:50052"], {}, "", "admin-listen"),
+        (["--tls.key=k"], {}, "", "tls"),
+        (["--tls.client-ca=c"], {}, "", "tls"),
+        (["--optimizations.batching=perhaps"], {}, "", "optimizations.batching"),
+        (["--load-format=gguf"], {}, "", "load-format"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(
+    tmp_path: Path, argv: list[str], env: dict[str, str], yaml: str, named: str
+) -> None:
+    with pytest.raises(BadSettings, match=named) as caught:
+        load([*FAKE, write(tmp_path / "c.yaml", yaml), *argv], env)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(BadSettings) as caught:
+        load([*FAKE, "--listen=x", "--scheduler.max-sequences=0", "--limits.queued-requests=-1"], {})
+    assert all(name in str(caught.value) for name in ("listen", "scheduler.max-sequences", "limits.queued-requests"))
+
+
+def test_what_kubernetes_injects_is_none_of_ours() -> None:
+    env = {
+        "WHIPPET_SERVICE_HOST": "10.0.0.1",
+        "WHIPPET_SERVICE_PORT_GRPC": "50051",
+        "WHIPPET_PORT": "tcp://10.0.0.1:50051",
+        "WHIPPET_PORT_50051_TCP_ADDR": "10.0.0.1",
+    }
+    assert load(FAKE, env) == load(FAKE, {})
+
+
+def test_a_model_is_needed_unless_the_engine_is_fake() -> None:
+    with pytest.raises(BadSettings, match="--model"):
+        load([], {})
+    assert load(["--model=/some/where/tiny"], {}).served_name == "tiny"
+    assert load(FAKE, {}).served_name == "fake"
+
+
+@pytest.mark.parametrize(("text", "value"), [("on", True), ("off", False), ("true", True), ("no", False)])
+def test_switches_read_as_people_write_them(text: str, value: bool) -> None:
+    assert load([*FAKE, f"--optimizations.batching={text}"], {}).optimizations.batching is value
+    assert load(FAKE, {"WHIPPET_OPTIMIZATIONS__BATCHING": text}).optimizations.batching is value
+
+
+def test_settings_cannot_be_written_to() -> None:
+    settings = load(FAKE, {})
+    with pytest.raises(ValidationError):
+        settings.model = "other"  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        settings.scheduler.max_sequences = 2  # type: ignore[misc]
+
+
+def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
+    """No field of EngineSettings can be forgotten: each one changes with some flag."""
+    flags = {
+        "model": "--model=m",
+        "kind": "--engine=model",
+        "device": "--device=cpu",
+        "dtype": "--dtype=float32",
+        "decoder": "--decoder=eager",
+        "load_format": "--load-format=dummy",
+        "quantization": "--quantization=int8",
+        "max_sequences": "--scheduler.max-sequences=9",
+        "max_batch_tokens": "--scheduler.max-batch-tokens=99",
+        "max_context": "--scheduler.max-context=99",
+        "kv_bytes": "--scheduler.kv-bytes=99999999",
+        "threads": "--scheduler.threads=3",
+        "seed": "--seed=9",
+        "batching": "--optimizations.batching=off",
+        "graphs": "--optimizations.graphs=off",
+        "fused_kernels": "--optimizations.fused-kernels=off",
+        "prefix": "--optimizations.prefix-cache=off",
+        "fake": "--fake.step-time=0.5",
+    }
+    assert set(flags) == set(EngineSettings.__dataclass_fields__)
+    base = load(["--model=x", "--engine=fake"], {}).engine_settings()
+    for name, flag in flags.items():
+        changed = load(["--model=x", "--engine=fake", flag], {}).engine_settings()
+        assert getattr(changed, name) != getattr(base, name), name
+    for name in FakeSettings.__dataclass_fields__:
+        value = {"vocab_size": "300", "max_context": "99", "total_pages": "9", "tokens_per_step": "3"}.get(name, "1")
+        changed = load(["--engine=fake", f"--fake.{name.replace('_', '-')}={value}"], {}).engine_settings()
+        assert getattr(changed.fake, name) != getattr(base.fake, name), name
+
+
+def test_every_setting_of_shared_prefixes_comes_from_the_tree(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    redis = [*FAKE, "--cache.redis-url=redis://localhost", f"--cache.key-file={keys}"]
+    flags = {
+        "enabled": "--optimizations.prefix-cache=off",
+        "shared": "--optimizations.prefix-redis=off",
+        "redis_url": "--cache.redis-url=redis://other",
+        "redis_password_file": "--cache.redis-password-file=p",
+        "redis_ca_file": "--cache.redis-ca-file=c",
+        "key_file": f"--cache.key-file={tmp_path}/other",
+        "ttl": "--cache.prefix.ttl=9",
+        "chunk_bytes": "--cache.prefix.chunk-bytes=65536",
+        "min_tokens": "--cache.prefix.min-tokens=32",
+    }
+    assert set(flags) == set(PrefixSettings.__dataclass_fields__)
+    base = load(redis, {}).engine_settings().prefix
+    for name, flag in flags.items():
+        kept = [one for one in redis if one.partition("=")[0] != flag.partition("=")[0]]
+        assert getattr(load([*kept, flag], {}).engine_settings().prefix, name) != getattr(base, name), name
+    assert base.redis_url == "redis://localhost"
+    without_keys = load(redis[:-1], {}).engine_settings().prefix
+    assert without_keys.redis_url is None, "what no other engine could open is not worth writing"
+
+
+def test_the_fake_engine_speaks_the_tokenizers_ids() -> None:
+    assert load(FAKE, {}).engine_settings(8192).fake.vocab_size == 8192
+
+
+def test_the_tree_reads_no_environment_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHIPPET_MODEL", "from-outside")
+    monkeypatch.setenv("MODEL", "from-outside")
+    assert Settings(engine="fake").model is None

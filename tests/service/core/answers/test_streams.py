@@ -1,0 +1,179 @@
+"""Answers that are made for all who wait, and answers that others made: what is in their messages, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cache.answers.resume import BEGUN, Refused, Unfinished
+from cache.api import CachedCompletion, Chunk
+from cache.api import Ending as ChunkEnding
+from engine.api import Finish, FinishReason, Priority, Start, TokenEvents
+from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
+from engine.fake import plain_request
+from service.config.settings import LimitOptions
+from service.core.answers.streams import ChunkStream, Generated, Leader
+from service.core.request import Delivery
+from service.core.slots import Places
+from service.core.text import Detokenizer, Tokenizer
+from tests.service.scripted import Script, ScriptedEngine
+
+START = Start(cached_tokens=2, queue=0.5, prefill=0.25)
+FINISH = Finish(reason=FinishReason.LENGTH, stop_token_id=None, cached_tokens=2, queue=0.5, prefill=0.25, decode=1.0)
+END = ChunkEnding(reason="length", prompt_tokens=1, completion_tokens=3)
+
+
+class Made:
+    """A leader over a script, and what became of it."""
+
+    def __init__(self, script: Script, stops: tuple[str, ...] = (), batch: Delivery | None = None) -> None:
+        self.engine = ScriptedEngine(script)
+        self.places = Places(LimitOptions(), lambda: 2)
+        self.whole: list[CachedCompletion] = []
+        self.leader = Leader(
+            self.engine,
+            plain_request((120,), 9),
+            lambda: Detokenizer(Tokenizer.of_bytes(), stops),
+            batch or Delivery(16, 0.02),
+            lambda: self.places.take(Priority.NORMAL, 1, None),
+            self.whole.append,
+        )
+
+    async def chunks(self) -> list[Chunk]:
+        found = [chunk async for chunk in self.leader.chunks()]
+        assert found[0] is BEGUN
+        assert self.engine.stream.cancelled
+        assert self.places.taken == 0
+        return found[1:]
+
+
+def events(*tokens: bytes) -> Script:
+    """One event each; the last is the end."""
+    found = [TokenEvents(tuple(one), start=START if at == 0 else None) for at, one in enumerate(tokens)]
+    found[-1] = TokenEvents(tuple(tokens[-1]), finish=FINISH, start=START if len(tokens) == 1 else None)
+    return [(0.0, event) for event in found]
+
+
+async def test_an_answer_ends_with_its_stop_string_ids_and_all() -> None:
+    made = Made(events(b"ab", b"cdef", b"gh"), stops=("d",))
+    first, last = await made.chunks()
+    assert (first.token_ids, first.text, first.ending) == (tuple(b"ab"), "ab", None)
+    assert (last.token_ids, last.text) == (tuple(b"cd"), "c")
+    assert last.ending == ChunkEnding(reason="stop_string", prompt_tokens=1, completion_tokens=4, stop_string="d")
+    assert [whole.chunks for whole in made.whole] == [(first, last)]
+    assert made.leader.generated.finish is None  # the engine's account is of more than was said
+
+
+async def test_an_answer_that_ends_by_itself_is_the_engines() -> None:
+    made = Made(events(b"ab", b"c"))
+    await made.chunks()
+    (whole,) = made.whole
+    assert whole.ending == END
+    assert whole.max_tokens == 9
+    assert (made.leader.generated.start, made.leader.generated.finish) == (START, FINISH)
+
+
+async def test_what_breaks_off_is_whole_to_nobody() -> None:
+    made = Made([(0.0, TokenEvents(tuple(b"ab"), start=START)), (0.0, EngineUnavailable("gone", 1.0))])
+    with pytest.raises(EngineUnavailable):
+        await made.chunks()
+    assert made.whole == []
+    assert made.places.taken == made.places.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [((1000, 5.0), (16, 0.02)), ((16, 0.02), (16, 0.02)), ((1, 0.0), (1, 0.0)), ((4, 1.0), (4, 0.02))],
+)
+async def test_messages_that_others_read_are_never_coarser_than_all_can_take(
+    asked: tuple[int, float], given: tuple[int, float]
+) -> None:
+    made = Made(events(b"a"), batch=Delivery(*asked))
+    await made.chunks()
+    assert made.engine.stream.batched == [given]
+
+
+async def pieces(*chunks: Chunk | Exception, pause: float = 0.0) -> AsyncIterator[Chunk]:
+    for chunk in chunks:
+        await asyncio.sleep(pause)
+        if isinstance(chunk, Exception):
+            raise chunk
+        yield chunk
+        pause = 60.0 if pause else 0.0
+
+
+def stream_of(
+    *chunks: Chunk | Exception, pause: float = 0.0, generated: Generated | None = None, deadline: float | None = None
+) -> ChunkStream:
+    return ChunkStream(pieces(*chunks, pause=pause), generated or Generated(), 0.0, deadline)
+
+
+ABC = Chunk(tuple(b"abc"), "abc", END)
+
+
+async def test_the_one_it_was_generated_for_gets_the_engines_own_account() -> None:
+    own, others = stream_of(BEGUN, ABC, generated=Generated(START, FINISH)), stream_of(BEGUN, ABC)
+    for stream in (own, others):
+        await stream.opened()
+    mine, theirs = await anext(own), await anext(others)
+    assert (mine.start, mine.finish) == (START, FINISH)
+    assert theirs.start is not None
+    assert theirs.finish is not None
+    assert (theirs.start.cached_tokens, theirs.start.prefill) == (0, 0.0)
+    assert (theirs.finish.reason, theirs.finish.cached_tokens) == (FinishReason.LENGTH, 0)
+    assert mine.token_ids == theirs.token_ids == tuple(b"abc")
+
+
+async def test_a_source_that_says_nothing_beforehand_loses_nothing() -> None:
+    stream = stream_of(Chunk(tuple(b"a"), "a"), ABC)
+    await stream.opened()
+    assert [event.token_ids for event in (await anext(stream), await anext(stream))] == [tuple(b"a"), tuple(b"abc")]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(Refused(DeadlineExceeded("late")), DeadlineExceeded), (Unfinished("half"), EngineUnavailable)],
+)
+async def test_what_the_source_meets_reaches_the_caller_in_the_engines_words(
+    error: Exception, expected: type[Exception]
+) -> None:
+    with pytest.raises(expected):
+        await stream_of(error).opened()
+
+
+async def waiting(stream: ChunkStream) -> asyncio.Task[TokenEvents]:
+    task = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    return task  # type: ignore[return-value]
+
+
+async def test_an_abort_ends_one_reader_in_the_middle_and_at_once() -> None:
+    stream = stream_of(ABC, pause=60.0)
+    task = await waiting(stream)
+    stream.abort("enough")
+    with pytest.raises(Aborted, match="enough"):
+        await asyncio.wait_for(task, 20)
+    with pytest.raises(Aborted, match="enough"):
+        await anext(stream)
+
+
+async def test_a_caller_that_leaves_while_it_is_aborted_has_left() -> None:
+    stream = stream_of(ABC, pause=60.0)
+    task = await waiting(stream)
+    stream.abort("enough")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+
+
+async def test_a_deadline_passes_while_it_waits() -> None:
+    loop = asyncio.get_running_loop()
+    stream = stream_of(ABC, pause=60.0, deadline=loop.time() + 0.02)
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(anext(stream), 20)
+    early = stream_of(ABC, deadline=loop.time() + 0.02)
+    assert (await anext(early)).finish is not None
+    early.cancel()

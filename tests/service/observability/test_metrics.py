@@ -1,0 +1,359 @@
+"""The metrics page: it names everything that is counted, tells what happened, and nobody can hold it up."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.redis_server import RedisServer
+from cache.semantic.export import exported
+from engine.api import EngineLoad, EngineState, TierReport
+from service.config.cache_options import CacheOptions, SemanticCacheOptions
+from service.config.settings import LimitOptions, OptimizationOptions
+from service.core.admission import Admission
+from service.core.answers.caches import AnswerCaches
+from service.core.switches import Switches
+from service.observability import scrape
+from service.observability.metric_names import EVENTS, FAMILIES, TIMES
+from service.observability.metrics import Metrics
+from service.observability.scrape import MetricsPort
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.transport.ports import PortTaken
+from tests.service.asked import QUESTION, chat, greedy, kept, learnt, loaded, probe, said
+from tests.service.conftest import ROOT, Server, ask
+from tests.service.scripted import ScriptedEngine
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def fetch(url: str, accept: str = "") -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=10) as answer:
+        assert answer.status == 200
+        return str(answer.read().decode())
+
+
+def parsed(text: str) -> Page:
+    """Read by the library's own parser, and held to what Prometheus expects of names."""
+    page: Page = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation, family.name
+        assert family.type in ("counter", "gauge", "histogram"), family.name
+        assert family.name.startswith(("whippet_", "process_")), family.name
+        for sample in family.samples:
+            assert (family.type == "counter") == sample.name.endswith("_total"), sample.name
+            key = sample.name, tuple(sorted(sample.labels.items()))
+            assert key not in page, key
+            page[key] = sample.value
+    return page
+
+
+def page_of(server: Server) -> Page:
+    match = re.search(r"^metrics: (\S+)$", server.log.read_text(), re.MULTILINE)
+    assert match
+    return parsed(fetch(match[1]))
+
+
+def value(page: Page, name: str, **labels: str) -> float:
+    return page.get((f"whippet_{name}", tuple(sorted(labels.items()))), 0.0)
+
+
+def told(server: Server, name: str, least: float, within: float = 10.0, **labels: str) -> float:
+    """Waits until there is as much."""
+    end = time.monotonic() + within
+    while (found := value(page_of(server), name, **labels)) < least:
+        assert time.monotonic() < end, (name, labels, found)
+        time.sleep(0.05)
+    return found
+
+
+# Names
+
+
+def counted() -> tuple[set[str], set[str]]:
+    """Every event that the sources count, and every one that they time."""
+    events: dict[str, set[str]] = {"count": set(), "observe": set()}
+    for path in sorted([*(ROOT / "cache").rglob("*.py"), *(ROOT / "service").rglob("*.py")]):
+        tree = ast.parse(path.read_text())
+        calls = {node.func: node.args for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in events and "counter" in ast.unparse(node.value):
+                first = calls[node][0]  # KeyError: it is handed on, and who knows what is counted then
+                assert isinstance(first, ast.Constant), f"{path}: an event has no name of its own"
+                events[node.attr].add(str(first.value))
+    return events["count"], events["observe"]
+
+
+def test_every_event_has_a_name_and_every_name_an_event() -> None:
+    counts, times = counted()
+    assert len(counts) > 20
+    assert counts == set(EVENTS)
+    assert times == set(TIMES)
+    for shown in EVENTS.values():
+        labels = {name for name, _ in shown.fixed} | ({shown.label} if shown.label else set())
+        assert labels == set(FAMILIES[shown.family].labels), shown
+        assert all(re.fullmatch(r"[a-z_]+", name) for name in (shown.family, *labels))
+    for name, family in FAMILIES.items():
+        assert family.help.endswith("."), name
+
+
+async def test_the_manual_knows_every_name(metrics: tuple[Metrics, AnswerCaches, ScriptedEngine]) -> None:
+    manual = (ROOT / "docs" / "operations.md").read_text()
+    section = manual[manual.index("## Metrics") : manual.index("## Stopping")]
+    told = {f"{name}_total" for name in FAMILIES}
+    for family in metrics[0].families():
+        told.add(family.name.removeprefix("whippet_") + ("_total" if family.type == "counter" else ""))
+    assert len(told) > 40
+    assert told == set(re.findall(r"`([a-z_]+)`", "".join(re.findall(r"(?m)^\| (`[^|]*) \|", section))))
+
+
+@pytest.fixture
+async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine]]:
+    engine = ScriptedEngine([])
+    caches = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), engine, "")
+    caches.now()
+    switches = Switches(OptimizationOptions(), engine)
+    yield Metrics(engine, Admission(LimitOptions(), lambda: 8), caches, switches, 'a "name"\n'), caches, engine
+    await caches.aclose()
+
+
+async def told_by(metrics: Metrics) -> Page:
+    port = MetricsPort("127.0.0.1:0", metrics.families)
+    await port.start()
+    try:
+        return parsed(await asyncio.to_thread(fetch, f"http://{port.address}/metrics"))
+    finally:
+        await port.stop()
+
+
+async def test_an_event_without_a_name_is_not_lost(metrics: tuple[Metrics, AnswerCaches, ScriptedEngine]) -> None:
+    metrics[1].counters.count("newcomer", "odd", 3)
+    page = await told_by(metrics[0])
+    assert value(page, "unnamed_events_total", event="newcomer.odd") == 3
+    assert (
+        value(
+            page,
+            "model_info",
+            model='a "name"\n',
+            **dict.fromkeys(("architecture", "weight_format", "dtype", "device", "decoder"), "x"),
+        )
+        == 1
+    )
+
+
+async def test_what_the_engine_counted(metrics: tuple[Metrics, AnswerCaches, ScriptedEngine]) -> None:
+    page, caches, engine = metrics
+    engine.load = EngineLoad(
+        running=3, waiting=2, used_pages=10, kept_pages=5, total_pages=40, begun=7, begun_cached=2,
+        prompt_tokens=100, cached_tokens=30,
+        tier=TierReport(
+            counts=(("block_chunks", "hit", 4), ("block_gate", "slower", 6), ("block_bytes", "written", 1000),
+                    ("block_rejected", "seal", 1), ("block_write_dropped", "", 2)),
+            times=(("block_fetch", (0, 1, *([0] * 12)), 0.0002),),
+            breakers=(("block_reads", "open"),),
+        ),
+    )  # fmt: skip
+    told = await told_by(page)
+    assert [value(told, "engine_pages", state=s) for s in ("used", "kept", "free")] == [10, 5, 25]
+    assert [value(told, "engine_sequences", state=s) for s in ("running", "waiting", "paused")] == [3, 2, 0]
+    assert value(told, "cache_requests_total", cache="prefix", outcome="hit") == 2
+    assert value(told, "cache_requests_total", cache="prefix", outcome="miss") == 5
+    assert value(told, "prompt_cached_tokens_total") == 30
+    assert value(told, "prefix_chunks_total", outcome="hit") == 4
+    assert value(told, "prefix_gate_total", decision="slower") == 6
+    assert value(told, "prefix_chunk_bytes_total", direction="written") == 1000
+    assert value(told, "prefix_rejected_total", reason="seal") == 1
+    assert value(told, "prefix_writes_lost_total", reason="dropped") == 2
+    assert value(told, "cache_breaker_state", pool="block_reads") == 2
+    assert value(told, "cache_lookup_seconds_bucket", cache="prefix", le="0.0001") == 0
+    assert value(told, "cache_lookup_seconds_bucket", cache="prefix", le="+Inf") == 1
+    assert caches.named_counts()["block_chunks.hit"] == 4
+    assert caches.breakers() == {"block_reads": "open"}
+
+
+async def test_before_anything_is_loaded(metrics: tuple[Metrics, AnswerCaches, ScriptedEngine]) -> None:
+    page, _, engine = metrics
+    engine.info, engine.state, engine.load = None, EngineState.LOADING, EngineLoad()  # type: ignore[assignment]
+    told = await told_by(page)
+    assert value(told, "engine_state", state="loading") == 1
+    assert not any(name == "whippet_model_info" for name, _ in told)
+
+
+# The port
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[MetricsPort]:
+    one = MetricsPort("127.0.0.1:0", lambda: [])
+    await one.start()
+    yield one
+    await one.stop()
+
+
+async def exchange(port: MetricsPort, request: bytes) -> bytes:
+    host, _, number = port.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(number))
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET /metrics?name=a HTTP/1.0\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.1\r\nno colon\r\n: \r\n\r\n", 200),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"GET / HTTP/1.1\r\n\r\n", 404),
+        (b"\xff\xfe\r\n\r\n", 404),
+        (b"\r\n\r\n", 404),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 10_000 + b"\r\n\r\n", 431),
+    ],
+)
+async def test_what_is_asked_and_answered(port: MetricsPort, request_: bytes, code: int) -> None:
+    answer = await exchange(port, request_)
+    assert answer.startswith(b"HTTP/1.1 %d " % code)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert (b"process_" in body) == (code == 200)
+
+
+async def test_head_has_no_body(port: MetricsPort) -> None:
+    head, _, body = (await exchange(port, b"HEAD /metrics HTTP/1.1\r\n\r\n")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert body == b""
+
+
+async def test_openmetrics_where_it_is_asked_for(port: MetricsPort) -> None:
+    text = await asyncio.to_thread(
+        fetch, f"http://{port.address}/metrics", "application/openmetrics-text;version=1.0.0"
+    )
+    assert list(openmetrics.text_string_to_metric_families(text))
+
+
+async def test_who_is_silent_holds_nobody_up(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape, "_PATIENCE", 0.3)
+    host, _, number = port.address.rpartition(":")
+    silent = [await asyncio.open_connection(host, int(number)) for _ in range(scrape._MOST_CONNECTIONS)]
+    await asyncio.sleep(0.05)
+    assert b" 503 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    for reader, writer in silent:
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+    assert b" 200 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+
+async def test_what_breaks_while_reading_is_500(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> list[object]:
+        raise RuntimeError("no")
+
+    port = MetricsPort("127.0.0.1:0", broken)  # type: ignore[arg-type]
+    await port.start()
+    assert b" 500 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert "could not be told" in caplog.text
+    await port.stop()
+
+
+async def test_stopping_ends_what_is_under_way(port: MetricsPort) -> None:
+    host, _, number = port.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(number))
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(port.stop(), 2)
+    assert await asyncio.wait_for(reader.read(), 2) == b""
+    writer.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(host, int(number))
+
+
+def test_ports_that_cannot_be_had() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(PortTaken, match=address):
+            MetricsPort(address, lambda: [])
+    with pytest.raises(PortTaken):
+        MetricsPort("no-such-host.invalid:0", lambda: [])
+
+
+# A server
+
+
+def test_off(serve: Serve) -> None:
+    with serve("--metrics-listen=") as server:
+        assert "metrics:" not in server.log.read_text()
+        assert server.generation.Generate(ask("x", 1), timeout=10).text
+
+
+def test_misses_hits_and_vetoes(serve: Serve) -> None:
+    exported()
+    with serve("--optimizations.response-cache=true", "--cache.semantic.mode=on", "--cache.semantic.audit=0") as server:
+        loaded(server)
+        before = page_of(server)
+        request = greedy("mentioned nowhere")
+        assert said(server, request) == "miss"
+        kept(server, request)
+        learnt(server, chat(QUESTION))
+        said(server, probe("How do I reset my password with 2 keys?"))
+        after = page_of(server)
+
+        def more(name: str, **labels: str) -> float:
+            return value(after, name, **labels) - value(before, name, **labels)
+
+        for outcome in ("hit", "miss"):
+            assert more("cache_requests_total", cache="response", outcome=outcome) >= 1
+            assert more("cache_requests_total", cache="semantic", outcome=outcome) >= 1
+        assert more("semantic_vetoes_total", rule="numbers") == 1
+        assert more("semantic_lookups_total", verdict="vetoed") == 1
+        assert more("cache_lookup_seconds_count", cache="semantic") >= 2
+        assert value(after, "cache_bytes", store="memory") > value(before, "cache_bytes", store="memory")
+        assert value(after, "generated_tokens_total") > 8
+        assert value(after, "engine_state", state="ready") == 1
+        # The admin port tells the same.
+        counts = server.load().cache_counts
+        assert counts["response_lookup.hit"] == value(
+            page_of(server), "cache_requests_total", cache="response", outcome="hit"
+        )
+        text = repr(after)
+        assert not any(word in text for word in ("mentioned", "password", "default"))
+
+
+def test_a_redis_that_dies(serve: Serve, make_redis: Callable[..., RedisServer], key_file: Path) -> None:
+    redis = make_redis()
+    flags = (f"--cache.redis-url={redis.url}", f"--cache.key-file={key_file}", "--cache.prefix.chunk-bytes=4096")
+    with serve("--optimizations.response-cache=true", "--fake.step-time=0.05", *flags) as server:
+        ids = pb.TokenIds(ids=[1 + n * n % 251 for n in range(1100)])
+        for _ in range(2):
+            server.generation.Generate(
+                ask(token_ids=ids, tokens=4, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF)), timeout=20
+            )
+        said(server, greedy("while it lives"))
+        written = told(server, "prefix_chunks_written_total", 1)
+        assert told(server, "prefix_chunk_bytes_total", written * 4096 / 2, direction="written")
+        page = page_of(server)
+        assert value(page, "cache_requests_total", cache="prefix", outcome="hit") >= 1
+        assert value(page, "cache_requests_total", cache="response", outcome="fault") == 0
+        pools = {key[1][0][1] for key in page if key[0] == "whippet_cache_breaker_state"}
+        assert {"small_reads", "bulk_writes", "block_reads"} <= pools
+        assert value(page, "cache_breaker_state", pool="small_reads") == 0
+        redis.stop()
+        for number in range(6):
+            assert said(server, greedy(f"after it died {number}")) == "miss"
+        page = page_of(server)
+        assert value(page, "cache_requests_total", cache="response", outcome="fault") >= 3
+        assert value(page, "cache_breaker_state", pool="small_reads") == 2
+        assert sum(count for (name, _), count in page.items() if name == "whippet_cache_faults_total") >= 3
+        assert value(page, "cache_faults_total", kind="breaker") >= 1

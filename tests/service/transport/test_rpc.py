@@ -1,0 +1,128 @@
+"""What stands around every RPC, with a context that only records."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from service.core.errors import UnknownModel
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.protocols.whippet_v1.sink import Context
+from service.transport.auth import OpenHouse, Right
+from service.transport.rpc import MAX_MESSAGE_BYTES, Call, Endpoints
+
+
+class Ended(Exception):
+    """As grpc.aio.AbortError."""
+
+
+class Recorder:
+    """A context without a deadline."""
+
+    def __init__(self, remaining: float | None = None) -> None:
+        self.ended: tuple[grpc.StatusCode, str] | None = None
+        self._remaining = remaining
+
+    def time_remaining(self) -> float | None:
+        return self._remaining
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
+        self.ended = code, details
+        raise Ended
+
+
+async def call(body: Any, data: bytes = b"", context: Recorder | None = None) -> tuple[bytes | None, Recorder]:
+    context = context or Recorder()
+    handler = Endpoints(OpenHouse()).unary(pb.TokenizeRequest, Right.GENERATE, body)
+    try:
+        return await handler.unary_unary(data, cast(Context, context)), context  # type: ignore[misc]
+    except Ended:
+        return None, context
+
+
+async def test_a_response_too_large_to_send_is_a_status() -> None:
+    async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text="x" * MAX_MESSAGE_BYTES)
+
+    data, context = await call(body)
+    assert data is None
+    assert context.ended is not None
+    assert context.ended[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_what_a_foreign_exception_says_stays_out_of_status_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        raise KeyError(request.text)
+
+    with caplog.at_level(logging.DEBUG):
+        _, context = await call(body, pb.TokenizeRequest(text="a secret").SerializeToString())
+    assert context.ended is not None
+    assert context.ended[0] is grpc.StatusCode.INTERNAL
+    assert "secret" not in context.ended[1]
+    assert "secret" not in "".join(record.getMessage() for record in caplog.records)
+    assert "KeyError" in caplog.text
+    assert "test_rpc.py" in caplog.text
+
+
+async def test_a_caller_that_has_gone_is_as_good_as_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        raise grpc.aio.InternalError("the write failed")
+
+    with pytest.raises(asyncio.CancelledError):
+        await call(body)
+
+    class Gone(Recorder):
+        async def abort(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
+            raise grpc.aio.InternalError("the write failed")
+
+    async def failing(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        raise UnknownModel("x")
+
+    with pytest.raises(asyncio.CancelledError):
+        await call(failing, context=Gone())
+    assert caplog.text == ""
+
+
+async def test_what_else_grpc_raises_passes_through() -> None:
+    async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        raise grpc.aio.UsageError("wrong")
+
+    with pytest.raises(grpc.aio.UsageError):
+        await call(body)
+
+
+async def test_cancellation_passes_through() -> None:
+    async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        await asyncio.sleep(60)
+        return pb.DetokenizeResponse()
+
+    task = asyncio.create_task(call(body))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_deadlines_are_told_on_the_clock_of_the_engine() -> None:
+
+    seen: list[Call] = []
+
+    async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        seen.append(call)
+        return pb.DetokenizeResponse()
+
+    await call(body, context=Recorder(5.0))
+    await call(body)
+    deadline = seen[0].origin.deadline
+    assert deadline is not None
+    assert deadline - time.monotonic() == pytest.approx(5.0, abs=0.5)
+    assert seen[1].origin.deadline is None
+    assert seen[0].origin.tenant == "default"
