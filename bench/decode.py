@@ -62,7 +62,7 @@ class EngineArm:
         self.started = time.monotonic() - began  # seconds
         model = prepared.parts.model
         table = 0 if model.config.tied_head else model.weights.embedding.nbytes
-        width = 2 * model.config.layers * model.config.kv_heads * model.config.head_dim * model.place.dtype.itemsize
+        width = 2 * model.config.layers * model.config.kv_heads * model.config.head_dim * model.placement.dtype.itemsize
         self.reading = Reading(model.weights.nbytes - table, width)
         self._sampling = sampling
         self._asked = 0

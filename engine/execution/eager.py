@@ -82,7 +82,7 @@ class EagerDecoder:
         if not 0 <= min(token_ids) <= max(token_ids) < self._parts.model.config.vocab_size:
             # On a GPU the lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
-        device = self._parts.model.place.device
+        device = self._parts.model.placement.device
         packed = torch.tensor((token_ids, positions, slots), device=device)
         return StepInput(
             token_ids=packed[0],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.linear import Place
+from engine.linear import Placement
 from engine.settings import PAGE_SIZE
 
 
@@ -30,7 +30,7 @@ class KvShape:
 class KvPool:
     """Where keys and values lie. Who owns which page is the scheduler's business."""
 
-    def __init__(self, shape: KvShape, pages: int, place: Place, heads_outside: bool) -> None:
+    def __init__(self, shape: KvShape, pages: int, placement: Placement, heads_outside: bool) -> None:
         self.shape = shape
         self.pages = pages
         self.heads_outside = heads_outside
@@ -38,11 +38,11 @@ class KvPool:
         if heads_outside:
             # Read only where written, hence not cleared.
             size = (shape.layers, 2, heads, pages, PAGE_SIZE, dim)
-            self._storage = torch.empty(size, dtype=place.dtype, device=place.device)
+            self._storage = torch.empty(size, dtype=placement.dtype, device=placement.device)
             paged = self._storage.transpose(2, 3)
         else:
             size = (shape.layers, 2, pages, heads, PAGE_SIZE, dim)
-            self._storage = torch.zeros(size, dtype=place.dtype, device=place.device)
+            self._storage = torch.zeros(size, dtype=placement.dtype, device=placement.device)
             paged = self._storage
         self._paged = tuple(paged.unbind(0))
         self._by_token = tuple(layer.permute(1, 3, 0, 2, 4) for layer in self._paged)  # [pages, 16, 2, heads, dim]
@@ -92,9 +92,9 @@ class KvPool:
             self._storage.index_copy_(2, pages, content.permute(1, 2, 0, 3, 4, 5))
 
     @property
-    def place(self) -> Place:
+    def placement(self) -> Placement:
         """Where and in what it lies."""
-        return Place(self._storage.dtype, self._storage.device)
+        return Placement(self._storage.dtype, self._storage.device)
 
     @property
     def nbytes(self) -> int:

@@ -16,17 +16,17 @@ class PoolPages:
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
-        shape, place = pool.shape, pool.place
-        self._place = place
+        shape, placement = pool.shape, pool.placement
+        self._placement = placement
         self._page = (shape.layers, 2, shape.kv_heads, PAGE_SIZE, shape.head_dim)
         self._layout = BlockLayout(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            dtype=str(place.dtype).removeprefix("torch."),
-            item_bytes=place.dtype.itemsize,
+            dtype=str(placement.dtype).removeprefix("torch."),
+            item_bytes=placement.dtype.itemsize,
             page_size=PAGE_SIZE,
-            variant=f"page layer kind head token, of {place.device.type}",
+            variant=f"page layer kind head token, of {placement.device.type}",
         )
 
     @property
@@ -36,7 +36,7 @@ class PoolPages:
 
     def buffer(self, size: int) -> memoryview:
         """Host memory; for a GPU such as it can copy from by itself."""
-        if self._place.device.type == "cuda":
+        if self._placement.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
         return memoryview(bytearray(size))
 
@@ -48,12 +48,12 @@ class PoolPages:
     def write(self, pages: Items[int], source: memoryview) -> None:
         """Fills these pages from `source`, which may be used again once this returns."""
         with torch.inference_mode():
-            given = self._host(source, len(pages)).to(self._place.device)
+            given = self._host(source, len(pages)).to(self._placement.device)
             self._pool.write_pages(self._indices(pages), given)
 
     def _indices(self, pages: Items[int]) -> torch.Tensor:
-        return torch.tensor(pages, device=self._place.device)
+        return torch.tensor(pages, device=self._placement.device)
 
     def _host(self, data: memoryview, pages: int) -> torch.Tensor:
         """The bytes as pages."""
-        return torch.frombuffer(data, dtype=self._place.dtype).view(pages, *self._page)
+        return torch.frombuffer(data, dtype=self._placement.dtype).view(pages, *self._page)

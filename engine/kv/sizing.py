@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.errors import Unsupported
 from engine.kv.kv_cache import KvShape
-from engine.linear import Place
+from engine.linear import Placement
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.hardware import free_bytes
 
@@ -24,14 +24,14 @@ class Room:
     max_context: int  # tokens
 
 
-def make_room(settings: EngineSettings, model_context: int, shape: KvShape, place: Place) -> Room:
+def make_room(settings: EngineSettings, model_context: int, shape: KvShape, placement: Placement) -> Room:
     """Pages for max_sequences of the longest context, as far as memory goes. Raises Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:
         raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")
     context = wanted or model_context
-    page_bytes = shape.page_bytes(place.dtype)
-    budget = settings.kv_bytes if settings.kv_bytes is not None else _share(place)
+    page_bytes = shape.page_bytes(placement.dtype)
+    budget = settings.kv_bytes if settings.kv_bytes is not None else _share(placement)
     enough = settings.max_sequences * -(-context // PAGE_SIZE)
     pages = min(budget // page_bytes, enough)
     if pages < 1:
@@ -42,8 +42,8 @@ def make_room(settings: EngineSettings, model_context: int, shape: KvShape, plac
     return Room(pages, min(context, pages * PAGE_SIZE))
 
 
-def _share(place: Place) -> int:
-    free = free_bytes(place.device)
-    if place.device.type == "cuda":
+def _share(placement: Placement) -> int:
+    free = free_bytes(placement.device)
+    if placement.device.type == "cuda":
         return max(int(free * CUDA_SHARE) - CUDA_KEPT, 0)
     return min(CPU_MOST, int(free * CPU_SHARE))

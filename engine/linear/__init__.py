@@ -37,7 +37,7 @@ class Linear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Where weights end up."""
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Projection:
         return found
 
 
-LinearLoader = Callable[[TensorSource, Projection, Place], Linear]
+LinearLoader = Callable[[TensorSource, Projection, Placement], Linear]
 
 
 class DenseLinear:
@@ -92,11 +92,11 @@ class DenseLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def load_dense(source: TensorSource, projection: Projection, place: Place) -> DenseLinear:
+def load_dense(source: TensorSource, projection: Projection, placement: Placement) -> DenseLinear:
     """Reads plain weights into one matrix."""
     rows = sum(projection.out_features)
-    weight = place.matrix(rows, projection.in_features)
-    bias = torch.empty(rows, dtype=place.dtype, device=place.device) if projection.bias else None
+    weight = placement.matrix(rows, projection.in_features)
+    bias = torch.empty(rows, dtype=placement.dtype, device=placement.device) if projection.bias else None
     first = 0
     for prefix, count in zip(projection.prefixes, projection.out_features, strict=True):
         weight[first : first + count].copy_(source.tensor(f"{prefix}.weight"))

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 
 from engine.kernels.weights import to_matrix
-from engine.kernels.weights import why_not as why_not_card
-from engine.linear import DenseLinear, Linear, LinearLoader, Place, Projection, TensorSource, load_dense
+from engine.kernels.weights import why_not as why_not_cuda
+from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, TensorSource, load_dense
 from engine.linear.canonical import CanonicalLinear
-from engine.linear.card import CardKernels, CardLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
+from engine.linear.cuda import CudaKernels, CudaLinear
 from engine.linear.joined import JoinedLinear
 from quant import weights as canonical
 from quant.cpu import DensePlan, dense_plan, pack_int4, pack_int8, why_not_int4, why_not_int8
@@ -28,7 +28,7 @@ Reader = Callable[[TensorSource, str, int, int], canonical.Linear]  # source, pr
 
 def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, exact: bool = False) -> LinearLoader:
     """Reads weights as `spec` says; `quantize` makes eight bits of plain ones, but of the head. `exact`: activations
-    are never rounded below the place's own type, whatever that costs."""
+    are never rounded below the placement's own type, whatever that costs."""
     if spec is not None and quantize is not None:
         raise ValueError("weights that are quantized already are not quantized again")
     how = Int8Spec() if quantize == "int8" else spec
@@ -44,44 +44,44 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, exact: b
 def loader_of(read: Reader, plan: DensePlan | None) -> LinearLoader:
     """Any reader's parts, stacked and placed."""
 
-    kernels = CardKernels()
+    kernels = CudaKernels()
 
-    def load(source: TensorSource, projection: Projection, place: Place) -> Linear:
-        moved = source if place.device.type == "cpu" else _Moved(source, place.device)
+    def load(source: TensorSource, projection: Projection, placement: Placement) -> Linear:
+        moved = source if placement.device.type == "cpu" else _Moved(source, placement.device)
         shapes = zip(projection.prefixes, projection.out_features, strict=True)
         parts = [read(moved, prefix, projection.in_features, rows) for prefix, rows in shapes]
-        return _join(parts, place, plan, kernels)
+        return _join(parts, placement, plan, kernels)
 
     return load
 
 
-def _join(parts: list[canonical.Linear], place: Place, plan: DensePlan | None, kernels: CardKernels) -> Linear:
+def _join(parts: list[canonical.Linear], placement: Placement, plan: DensePlan | None, kernels: CudaKernels) -> Linear:
     biases = [part.bias for part in parts]
     bias = torch.cat([one.float() for one in biases if one is not None]) if None not in biases else None
     one = parts[0].weight if len(parts) == 1 else stack_rows([part.weight for part in parts])
     if one is not None:
         parts.clear()  # what was stacked is not needed beside the stack
-        return place_weight(one, bias, place, plan, kernels)
-    return JoinedLinear(tuple(place_weight(part.weight, part.bias, place, plan, kernels) for part in parts))
+        return place_weight(one, bias, placement, plan, kernels)
+    return JoinedLinear(tuple(place_weight(part.weight, part.bias, placement, plan, kernels) for part in parts))
 
 
 def place_weight(
     weight: Weight,
     bias: torch.Tensor | None,
-    place: Place,
+    placement: Placement,
     plan: DensePlan | None = None,
-    kernels: CardKernels | None = None,
+    kernels: CudaKernels | None = None,
 ) -> Linear:
-    """A linear with this weight in the layout of its device. `plan`: how a CPU multiplies, `kernels`: how a card does;
-    None: by plain tiles alone, without rounding activations below the place's own type."""
-    bias = None if bias is None else bias.to(place.device, torch.float32)
+    """A linear with this weight in the layout of its device. `plan`: how a CPU multiplies, `kernels`: how a GPU does;
+    None: by plain tiles alone, without rounding activations below the placement's own type."""
+    bias = None if bias is None else bias.to(placement.device, torch.float32)
     if isinstance(weight, Dense):
-        matrix = place.matrix(*weight.shape).copy_(weight.weight)
-        return DenseLinear(matrix, None if bias is None else bias.to(place.dtype))
-    if place.device.type == "cpu":
+        matrix = placement.matrix(*weight.shape).copy_(weight.weight)
+        return DenseLinear(matrix, None if bias is None else bias.to(placement.dtype))
+    if placement.device.type == "cpu":
         return CanonicalLinear(weight, bias) if plan is None else _on_cpu(weight, bias, plan)
-    weight = _to_device(weight, place.device)
-    return CanonicalLinear(weight, bias) if why_not_card(weight) else CardLinear(to_matrix(weight), bias, kernels)
+    weight = _to_device(weight, placement.device)
+    return CanonicalLinear(weight, bias) if why_not_cuda(weight) else CudaLinear(to_matrix(weight), bias, kernels)
 
 
 def _on_cpu(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, plan: DensePlan) -> Linear:

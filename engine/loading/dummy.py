@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from engine.linear import Place, TensorSource
+from engine.linear import Placement, TensorSource
 from quant.errors import BadConfig
 from quant.spec import WHOLE_ROW, AwqSpec, PackedSpec, QuantSpec
 from quant.weights import Dense, Int4Groups, Int8Rows, Linear, Weight
@@ -22,10 +22,10 @@ _INT8_STD: Final = math.sqrt((255**2 - 1) / 12)  # of -127…127
 class DummyWeights:
     """A `TensorSource` of seeded noise, scaled so that activations stay near 1 and logits spread by a few units."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, place: Place) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, placement: Placement) -> None:
         self._shapes = shapes
         self._seed = seed
-        self._place = place
+        self._placement = placement
 
     def names(self) -> Collection[str]:
         """Every tensor of the model."""
@@ -37,16 +37,16 @@ class DummyWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The type it is made in."""
-        return self._place.dtype
+        return self._placement.dtype
 
     def tensor(self, name: str) -> torch.Tensor:
         """The same numbers for the same name, seed, device and type."""
         shape = self._shapes[name]
         if len(shape) == 1 and not name.endswith(".bias"):
-            return torch.ones(shape, dtype=self._place.dtype, device=self._place.device)
-        generator = _generator(name, self._seed, self._place.device)
+            return torch.ones(shape, dtype=self._placement.dtype, device=self._placement.device)
+        generator = _generator(name, self._seed, self._placement.device)
         std = 0.02 if len(shape) == 1 else _SPREAD / math.sqrt(shape[1])
-        found = torch.empty(shape, dtype=self._place.dtype, device=self._place.device)
+        found = torch.empty(shape, dtype=self._placement.dtype, device=self._placement.device)
         return found.normal_(0.0, std, generator=generator)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import InvalidModel
-from engine.linear import Place
+from engine.linear import Placement
 from engine.linear.quantized import loader_of, quantized_loader
 from engine.loading import digest
 from engine.loading.checkpoint import Checkpoint, Progress, check_tensors
@@ -35,34 +35,34 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What is loaded, and to where. `exact`: products in the place's own type, however slow (dtype float32)."""
+    """What is loaded, and to where. `exact`: products in the placement's own type, however slow (dtype float32)."""
 
     config: ModelConfig
     form: Format
-    place: Place
+    placement: Placement
     exact: bool
 
 
 def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> Loaded:
     """Raises InvalidModel, one line that names the file."""
-    with returning(what.place.device):
+    with returning(what.placement.device):
         return (
             _dummy(settings.seed, folder, what) if settings.load_format == "dummy" else _folder(folder, what, progress)
         )
 
 
 def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
-    config, place, spec = what.config, what.place, what.form.in_memory
-    source = DummyWeights(dense_tensors(config), seed, place)
+    config, placement, spec = what.config, what.placement, what.form.in_memory
+    source = DummyWeights(dense_tensors(config), seed, placement)
     if spec is None:
         load_linear = quantized_loader(None, None)
     else:
-        load_linear = loader_of(DummyLinears(spec, seed, place.device), None if what.exact else dense_plan())
+        load_linear = loader_of(DummyLinears(spec, seed, placement.device), None if what.exact else dense_plan())
     try:
-        weights = load_weights(config, source, load_linear, place)
+        weights = load_weights(config, source, load_linear, placement)
     except BadConfig as error:
         raise InvalidModel(f"{folder}: {error}; mend the config") from error
-    seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(place.dtype))
+    seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(placement.dtype))
     return Loaded(weights, _identity(seen, what), what.form.name)
 
 
@@ -76,7 +76,7 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
             read_format(folder, "auto", checkpoint.names())  # packed tensors that no config explains
         check_folder(checkpoint, config, form)
         load_linear = quantized_loader(form.spec, "int8" if form.int8 else None, what.exact)
-        weights = _told_by_file(checkpoint, lambda: load_weights(config, checkpoint, load_linear, what.place))
+        weights = _told_by_file(checkpoint, lambda: load_weights(config, checkpoint, load_linear, what.placement))
         checkpoint.close()
         return Loaded(weights, _identity(fingerprint.result(), what), form.name)
     finally:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from engine.kv.kv_cache import KvPool
-from engine.linear import Place
+from engine.linear import Placement
 from engine.model.attention import StepAttention
 from engine.model.config import ModelConfig
 from engine.model.weights import Layer, Weights
@@ -32,11 +32,11 @@ class StepInput:
 class Transformer:
     """The model: weights, and the angles of its positions."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, rope: torch.Tensor, place: Place) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> None:
         self.config = config
         self.weights = weights
         self.rope = rope  # [positions, 2, head_dim]
-        self.place = place
+        self.placement = placement
 
     def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
         """Fills the pool; returns hidden states [sampled, hidden] before the last norm, float32."""
@@ -50,7 +50,7 @@ class Transformer:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, vocab], float32."""
         weights = self.weights
-        return weights.head(weights.norm(hidden).to(self.place.dtype)).float()
+        return weights.head(weights.norm(hidden).to(self.placement.dtype)).float()
 
     def _attend(
         self,
@@ -62,7 +62,7 @@ class Transformer:
         pool: KvPool,
     ) -> torch.Tensor:
         config = self.config
-        qkv = layer.qkv(layer.input_norm(x).to(self.place.dtype)).view(x.shape[0], -1, config.head_dim)
+        qkv = layer.qkv(layer.input_norm(x).to(self.placement.dtype)).view(x.shape[0], -1, config.head_dim)
         turned = qkv[:, : config.heads + config.kv_heads]
         _rotate(turned, layer, angles)
         pool.write(index, step.slots, qkv[:, config.heads :])
@@ -70,7 +70,7 @@ class Transformer:
         return layer.output(found.reshape(x.shape[0], -1))
 
     def _feed(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(layer.mlp_norm(x).to(self.place.dtype)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(layer.mlp_norm(x).to(self.placement.dtype)).chunk(2, dim=-1)
         return layer.down(functional.silu(gate).mul_(up))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.linear import DenseLinear, Linear, LinearLoader, Place, Projection, TensorSource
+from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, TensorSource
 from engine.model.config import ModelConfig
 from engine.model.norm import RmsNorm
 
@@ -114,36 +114,36 @@ def dense_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearLoader, place: Place) -> Weights:
+def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearLoader, placement: Placement) -> Weights:
     """Reads the checkpoint tensor by tensor, in order, each into its final place."""
-    embedding = place.matrix(config.vocab_size, config.hidden_size).copy_(source.tensor(EMBEDDING))
-    layers = tuple(_load_layer(config, index, source, load_linear, place) for index in range(config.layers))
-    norm = RmsNorm(_copy32(source, FINAL_NORM, place), config.norm_eps)
-    head = DenseLinear(embedding) if config.tied_head else load_linear(source, head_projection(config), place)
+    embedding = placement.matrix(config.vocab_size, config.hidden_size).copy_(source.tensor(EMBEDDING))
+    layers = tuple(_load_layer(config, index, source, load_linear, placement) for index in range(config.layers))
+    norm = RmsNorm(_copy32(source, FINAL_NORM, placement), config.norm_eps)
+    head = DenseLinear(embedding) if config.tied_head else load_linear(source, head_projection(config), placement)
     return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 
 def _load_layer(
-    config: ModelConfig, index: int, source: TensorSource, load_linear: LinearLoader, place: Place
+    config: ModelConfig, index: int, source: TensorSource, load_linear: LinearLoader, placement: Placement
 ) -> Layer:
     prefix, parts = layer_prefix(index), layer_projections(config, index)
     head_norm = None
     if config.qk_norm:
-        queries = _copy32(source, f"{prefix}.self_attn.q_norm.weight", place).expand(config.heads, -1)
-        keys = _copy32(source, f"{prefix}.self_attn.k_norm.weight", place).expand(config.kv_heads, -1)
+        queries = _copy32(source, f"{prefix}.self_attn.q_norm.weight", placement).expand(config.heads, -1)
+        keys = _copy32(source, f"{prefix}.self_attn.k_norm.weight", placement).expand(config.kv_heads, -1)
         head_norm = RmsNorm(torch.cat((queries, keys)), config.norm_eps)
     return Layer(
-        input_norm=RmsNorm(_copy32(source, f"{prefix}.input_layernorm.weight", place), config.norm_eps),
-        qkv=load_linear(source, parts.qkv, place),
+        input_norm=RmsNorm(_copy32(source, f"{prefix}.input_layernorm.weight", placement), config.norm_eps),
+        qkv=load_linear(source, parts.qkv, placement),
         head_norm=head_norm,
-        output=load_linear(source, parts.output, place),
-        mlp_norm=RmsNorm(_copy32(source, f"{prefix}.post_attention_layernorm.weight", place), config.norm_eps),
-        gate_up=load_linear(source, parts.gate_up, place),
-        down=load_linear(source, parts.down, place),
+        output=load_linear(source, parts.output, placement),
+        mlp_norm=RmsNorm(_copy32(source, f"{prefix}.post_attention_layernorm.weight", placement), config.norm_eps),
+        gate_up=load_linear(source, parts.gate_up, placement),
+        down=load_linear(source, parts.down, placement),
         window=config.windows[index],
     )
 
 
-def _copy32(source: TensorSource, name: str, place: Place) -> torch.Tensor:
-    found = torch.empty(source.shape(name), dtype=torch.float32, device=place.device)
+def _copy32(source: TensorSource, name: str, placement: Placement) -> torch.Tensor:
+    found = torch.empty(source.shape(name), dtype=torch.float32, device=placement.device)
     return found.copy_(source.tensor(name))

@@ -18,7 +18,7 @@ from engine.execution.step_state import Parts, Unfit
 from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvPool, KvShape
 from engine.kv.sizing import Room, make_room
-from engine.linear import Place
+from engine.linear import Placement
 from engine.loading.checkpoint import Progress
 from engine.loading.formats import read_format
 from engine.loading.load import Loaded, Loading, load
@@ -54,8 +54,8 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     config = load_config(folder)
     device = pick_device(settings.device)
     form = read_format(folder, settings.quantization)
-    place = Place(pick_dtype(settings.dtype, config.dtype, device, form.in_memory is not None), device)
-    what = Loading(config, form, place, exact=settings.dtype == "float32")
+    placement = Placement(pick_dtype(settings.dtype, config.dtype, device, form.in_memory is not None), device)
+    what = Loading(config, form, placement, exact=settings.dtype == "float32")
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:
@@ -63,7 +63,7 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
             if device.type == "cuda":
                 keep_little(device)
             loaded = load(settings, folder, what, progress)
-            return _assemble(settings, config, loaded, place)
+            return _assemble(settings, config, loaded, placement)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
     except RuntimeError as error:
@@ -72,12 +72,12 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
         raise Unsupported(_no_room(folder, device, error)) from error
 
 
-def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, place: Place) -> Prepared:
+def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, placement: Placement) -> Prepared:
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    room = make_room(settings, config.max_context, shape, place)
-    model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, place.device), place)
-    pool = KvPool(shape, room.pages, place, heads_outside=place.device.type == "cpu")
-    sampler = Sampler(config.vocab_size, settings.max_sequences, place.device)
+    room = make_room(settings, config.max_context, shape, placement)
+    model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, placement.device), placement)
+    pool = KvPool(shape, room.pages, placement, heads_outside=placement.device.type == "cpu")
+    sampler = Sampler(config.vocab_size, settings.max_sequences, placement.device)
     return Prepared(
         Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest, loaded.weight_format
     )
@@ -95,12 +95,12 @@ def make_runner(
     for objection in choice.objections:
         _log.info("decoder %s passed over: %s", objection.decoder, objection.reason)
     choice.decoder.warmup(progress)
-    config, place = parts.model.config, parts.model.place
+    config, placement = parts.model.config, parts.model.placement
     info = ModelInfo(
         architecture=config.architecture,
         weight_format=prepared.weight_format,
-        dtype=str(place.dtype).removeprefix("torch."),
-        device=_device_name(place.device),
+        dtype=str(placement.dtype).removeprefix("torch."),
+        device=_device_name(placement.device),
         decoder=choice.name,
         objections=choice.objections,
         vocab_size=config.vocab_size,

@@ -21,7 +21,7 @@ from engine.execution.registry import DECODERS
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvPool, KvShape
 from engine.kv.sizing import make_room
-from engine.linear import Place
+from engine.linear import Placement
 from engine.linear.quantized import loader_of, quantized_loader
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.dummy import DummyLinears
@@ -113,7 +113,7 @@ def examine(settings: EngineSettings) -> Report:
         dtype = hardware.pick_dtype(settings.dtype, stated, device, form.in_memory is not None)
         report.dtypes = _dtypes(device, dtype, settings)
         report.formats = _formats(None if config is None else form)
-        parts = None if config is None else _parts(config, form, Place(dtype, device))
+        parts = None if config is None else _parts(config, form, Placement(dtype, device))
         report.decoders = _decoders(settings, parts)
         if parts is not None:
             report.model = _model(settings, form, parts)
@@ -204,21 +204,21 @@ class _Shapes:
         return torch.empty(self._expected[name], dtype=self._dtype, device="meta")
 
 
-def _parts(config: ModelConfig, form: Format, place: Place) -> Parts:
+def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
     """What a decoder judges a model by: weights without memory, one page, one slot."""
-    nowhere = Place(place.dtype, torch.device("meta"))
+    nowhere = Placement(placement.dtype, torch.device("meta"))
     spec = form.in_memory
     read = quantized_loader(None, None) if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device), None)
-    weights = load_weights(config, _Shapes(dense_tensors(config), place.dtype), read, nowhere)
-    model = Transformer(config, weights, rope_table(config.rope, 1, place.device), place)
+    weights = load_weights(config, _Shapes(dense_tensors(config), placement.dtype), read, nowhere)
+    model = Transformer(config, weights, rope_table(config.rope, 1, placement.device), placement)
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    pool = KvPool(shape, 1, place, heads_outside=place.device.type == "cpu")
-    return Parts(model, pool, Sampler(config.vocab_size, 1, place.device), 1, config.max_context)
+    pool = KvPool(shape, 1, placement, heads_outside=placement.device.type == "cpu")
+    return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 
 def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
     """Raises InvalidModel or Unsupported for what would keep it from being served."""
-    folder, config, place = Path(settings.model), parts.model.config, parts.model.place
+    folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
     checkpoint = Checkpoint(folder)
     try:
         if form.spec is None:
@@ -228,11 +228,11 @@ def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
         checkpoint.close()
     parameters = sum(_count(shape) for shape in dense_tensors(config).values())
     size = parts.model.weights.nbytes
-    free = hardware.free_bytes(place.device)
+    free = hardware.free_bytes(placement.device)
     if size > free:
         raise Unsupported(f"{folder}: the weights take {size} bytes, {free} are free; use a smaller model or device")
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    room = make_room(settings, config.max_context, shape, place)
+    room = make_room(settings, config.max_context, shape, placement)
     return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages)
 
 

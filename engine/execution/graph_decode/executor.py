@@ -23,7 +23,7 @@ SWITCHES = ("graphs", "fused_kernels")
 
 def why_not(parts: Parts) -> str | None:
     """Why it cannot serve this model here, or None."""
-    device = parts.model.place.device
+    device = parts.model.placement.device
     if device.type != "cuda":
         return "needs a CUDA device"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
@@ -43,7 +43,7 @@ class GraphDecoder:
         rows = range(0, min(parts.max_sequences, MOST_FLIGHTS * BUCKETS[-1]), BUCKETS[-1])
         with torch.inference_mode():
             try:
-                library = open_library(torch.cuda.get_device_capability(parts.model.place.device))
+                library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
                 read = weights.step_weights(parts)
                 self._cards = [
                     GraphCard(library, read, parts.max_context, parts.max_sequences - first) for first in rows

@@ -9,7 +9,7 @@ from engine.kernels import weights as forms
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.step import LayerWeights, Product, StepWeights
 from engine.linear import DenseLinear, Linear
-from engine.linear.card import CardLinear
+from engine.linear.cuda import CudaLinear
 from engine.model.config import ModelConfig
 from engine.model.weights import Layer
 from quant.weights import Dense
@@ -20,8 +20,8 @@ MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
 def why_not(parts: Parts) -> str | None:
     """Why the kernels cannot read this model, or None. The device is not asked."""
     model, pool = parts.model, parts.pool
-    if model.place.dtype != torch.bfloat16:
-        return f"the model is {model.place.dtype}, the kernels compute in bfloat16".replace("torch.", "")
+    if model.placement.dtype != torch.bfloat16:
+        return f"the model is {model.placement.dtype}, the kernels compute in bfloat16".replace("torch.", "")
     if pool.heads_outside:
         return "the page pool is laid out for a CPU"
     if model.config.vocab_size > MOST_TOKENS:
@@ -38,7 +38,7 @@ def why_not(parts: Parts) -> str | None:
 
 
 def _objection(linear: Linear) -> str | None:
-    if isinstance(linear, CardLinear):
+    if isinstance(linear, CudaLinear):
         return None
     if isinstance(linear, DenseLinear):
         return forms.why_not(Dense(linear.weight))
@@ -83,7 +83,7 @@ def _layer(parts: Parts, index: int, layer: Layer) -> LayerWeights:
 
 
 def _product(linear: Linear) -> Product:
-    if isinstance(linear, CardLinear):
+    if isinstance(linear, CudaLinear):
         return Product(linear.matrix, _bias(linear.bias))
     if not isinstance(linear, DenseLinear):
         raise TypeError(f"no matrix in a {type(linear).__name__}")

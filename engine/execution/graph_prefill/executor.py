@@ -38,14 +38,14 @@ SIZES = (16, 32, 64, 128, 256, 512)  # tokens of a graph
 def why_not(parts: Parts) -> str | None:
     """Why this model's prompts are left to the eager decoder, or None."""
     model = parts.model
-    config, place = model.config, model.place
-    if place.device.type != "cuda":
+    config, placement = model.config, model.placement
+    if placement.device.type != "cuda":
         return "no CUDA device"
-    capability = torch.cuda.get_device_capability(place.device)
+    capability = torch.cuda.get_device_capability(placement.device)
     if capability < MINIMUM_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    if place.dtype != torch.bfloat16:
-        return f"activations are {place.dtype}, the kernels read bfloat16"
+    if placement.dtype != torch.bfloat16:
+        return f"activations are {placement.dtype}, the kernels read bfloat16"
     if config.hidden_size % 8 or config.intermediate_size % 2:
         return f"a hidden size of {config.hidden_size} is no multiple of 8"
     return _heads(parts).why_not() or next((found for found in map(products.why_not, _linears(parts)) if found), None)
@@ -92,7 +92,7 @@ class PrefillStage:
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
         self._parts = parts
         self._sizes = sizes
-        config, device = parts.model.config, parts.model.place.device
+        config, device = parts.model.config, parts.model.placement.device
         self._layout = _heads(parts)
         self._library: KernelLibrary = open_library(torch.cuda.get_device_capability(device))
         self._launcher = Launcher()
@@ -118,7 +118,7 @@ class PrefillStage:
         return FirstTokens(self._library, step_weights.step_weights(parts), fed, parts.max_sequences)
 
     def _allocate(self, tokens: int) -> Buffers:
-        config, device = self._parts.model.config, self._parts.model.place.device
+        config, device = self._parts.model.config, self._parts.model.placement.device
         linears = _linears(self._parts)
         room = max(self._products.bytes_of(one, size) for one in linears for size in self._sizes)
 

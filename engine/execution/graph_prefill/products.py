@@ -10,14 +10,14 @@ from engine.kernels.build import Kernels
 from engine.kernels.launch import Launcher
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear, Linear
-from engine.linear.card import CardLinear
+from engine.linear.cuda import CudaLinear
 
 
 def why_not(linear: Linear) -> str | None:
     """Why there is no product with it, or None."""
     if isinstance(linear, DenseLinear):
         return None
-    if isinstance(linear, CardLinear):
+    if isinstance(linear, CudaLinear):
         return many.why_not(linear.matrix)
     return f"linears of type {type(linear).__name__}"
 
@@ -33,20 +33,20 @@ class Products:
 
     def order(self, linear: Linear, tokens: int) -> Format:
         """How the columns of what it multiplies are to lie."""
-        if not isinstance(linear, CardLinear):
+        if not isinstance(linear, CudaLinear):
             return Format.BF16
         return many.order(linear.matrix, many.divide(linear.matrix, tokens, self._card))
 
     def bytes_of(self, linear: Linear, tokens: int) -> int:
         """What the product of so many tokens takes."""
-        if isinstance(linear, CardLinear):
+        if isinstance(linear, CudaLinear):
             slices = many.divide(linear.matrix, tokens, self._card).slices
             return tokens * linear.matrix.rows * (2 if slices == 1 else 4 * slices)
         return tokens * _dense(linear).weight.shape[0] * 2
 
     def __call__(self, linear: Linear, x: torch.Tensor, room: torch.Tensor) -> ops.Parts:
         """x bfloat16 [tokens, columns], in the linear's order, · Wᵀ."""
-        if isinstance(linear, CardLinear):
+        if isinstance(linear, CudaLinear):
             return self._quantized(linear.matrix, linear.bias, x, room)
         dense = _dense(linear)
         out = _view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)

@@ -111,8 +111,8 @@ def test_a_row_of_nan_fails_alone(tmp_path: Path, settings: EngineSettings, requ
 
 
 def _parts_with(parts: Parts, heads_outside: bool) -> Parts:
-    pool = KvPool(parts.pool.shape, parts.pool.pages, parts.model.place, heads_outside)
-    sampler = Sampler(parts.model.config.vocab_size, parts.max_sequences, parts.model.place.device)
+    pool = KvPool(parts.pool.shape, parts.pool.pages, parts.model.placement, heads_outside)
+    sampler = Sampler(parts.model.config.vocab_size, parts.max_sequences, parts.model.placement.device)
     return Parts(parts.model, pool, sampler, parts.max_sequences, parts.max_context)
 
 

@@ -16,7 +16,7 @@ from engine.kv.kv_cache import KvPool, KvShape
 from engine.kv.page_pool import PagePool
 from engine.kv.page_transfer import PoolPages
 from engine.kv.prefix_index import PrefixIndex
-from engine.linear import Place
+from engine.linear import Placement
 from engine.model.attention import Share, reach
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
@@ -27,7 +27,7 @@ SHAPE = KvShape(layers=3, kv_heads=2, head_dim=8)
 
 
 def pool(dtype: torch.dtype, heads_outside: bool, pages: int = 12) -> KvPool:
-    made = KvPool(SHAPE, pages, Place(dtype, torch.device("cpu")), heads_outside)
+    made = KvPool(SHAPE, pages, Placement(dtype, torch.device("cpu")), heads_outside)
     generator = torch.Generator().manual_seed(pages)
     for layer in range(SHAPE.layers):
         made.layer(layer).copy_(torch.randn(made.layer(layer).shape, generator=generator))

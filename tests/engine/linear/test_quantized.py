@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.weights import dequantize, to_matrix
-from engine.linear import DenseLinear, Linear, Place
+from engine.linear import DenseLinear, Linear, Placement
 from engine.linear.canonical import CanonicalLinear
-from engine.linear.card import CardLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
+from engine.linear.cuda import CudaLinear
 from engine.linear.joined import JoinedLinear
 from engine.linear.quantized import place_weight, quantized_loader
 from quant.cpu import DensePlan
 from quant.spec import Int8Spec
 from quant.weights import Dense, Int4Groups, Int8Rows, Weight
 
-CPU = Place(torch.float32, torch.device("cpu"))
+CPU = Placement(torch.float32, torch.device("cpu"))
 PLAN = DensePlan(torch.float32, int4_rows=4, int8_rows=4)
 
 
@@ -62,7 +62,7 @@ def check(linear: Linear, weight: Weight, bias: torch.Tensor | None, x: torch.Te
 @pytest.mark.parametrize("weight", [int4(80, 256, 32), int4(1040, 256, 256), int8(80, 96)], ids=["g32", "row", "int8"])
 def test_packed_products_on_a_cpu(rows: int, dtype: torch.dtype, biased: bool, weight: Weight) -> None:
     bias = noise(weight.shape[0]) if biased else None
-    linear = place_weight(weight, bias, Place(dtype, CPU.device), PLAN)
+    linear = place_weight(weight, bias, Placement(dtype, CPU.device), PLAN)
     assert isinstance(linear, Int4Cpu | Int8Cpu)
     check(linear, weight, bias, noise(rows, weight.shape[1]).to(dtype), 0.006)
 
@@ -108,7 +108,7 @@ def test_a_packed_matrix_unpacks_to_what_it_was(tiles: int, units: int, group: i
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_slow_way_of_a_card(weight: Weight, biased: bool) -> None:
     bias = noise(weight.shape[0]) if biased else None
-    linear = CardLinear(to_matrix(weight), bias)
+    linear = CudaLinear(to_matrix(weight), bias)
     assert linear.nbytes == linear.matrix.nbytes + (0 if bias is None else bias.nbytes)
     check(linear, weight, bias, noise(2, weight.shape[1]), 1e-6)
 
@@ -124,7 +124,7 @@ def test_parts_side_by_side() -> None:
 
 def test_plain_parts_are_plain_linears() -> None:
     weight, bias = Dense(noise(24, 64).half()), noise(24).half()
-    linear = place_weight(weight, bias, Place(torch.bfloat16, CPU.device), PLAN)
+    linear = place_weight(weight, bias, Placement(torch.bfloat16, CPU.device), PLAN)
     assert isinstance(linear, DenseLinear)
     assert linear.weight.dtype == torch.bfloat16
     assert linear.bias is not None

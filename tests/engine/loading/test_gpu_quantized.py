@@ -1,4 +1,4 @@
-"""Quantized checkpoints on a card: the same numbers as on a CPU, kept once."""
+"""Quantized checkpoints on a GPU: the same numbers as on a CPU, kept once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels.weights import dequantize
 from engine.linear.canonical import CanonicalLinear
-from engine.linear.card import CardLinear
+from engine.linear.cuda import CudaLinear
 from engine.model.weights import Layer
 from engine.settings import EngineSettings
 from engine.worker.build import prepare
@@ -39,7 +39,7 @@ def test_a_card_has_the_numbers_of_a_cpu(folder: Path, quantization: Any) -> Non
             linear, exact = getattr(one, name), getattr(other, name)
             assert isinstance(exact, CanonicalLinear)
             expected = exact.weight.dequantize(torch.float32)
-            if isinstance(linear, CardLinear):
+            if isinstance(linear, CudaLinear):
                 assert linear.matrix.data.is_cuda
                 found = dequantize(linear.matrix, 0, linear.matrix.rows, torch.float32)
             else:

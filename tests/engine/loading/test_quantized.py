@@ -232,7 +232,7 @@ def test_random_weights_come_packed(
     again, other = (prepare(settings(folder, seed=seed, **given), nothing) for seed in (0, 1))
     assert (prepared.weight_format, prepared.digest) == (form, again.digest)
     assert prepared.digest != other.digest
-    assert prepared.parts.model.place.dtype in (torch.float32, torch.bfloat16)
+    assert prepared.parts.model.placement.dtype in (torch.float32, torch.bfloat16)
     assert isinstance(prepared.parts.model.weights.layers[0].gate_up, kind)
     found = [logits_of(folder, ids_of(9, 512), seed=seed, **given) for seed in (0, 0, 1)]
     assert torch.equal(found[0], found[1])

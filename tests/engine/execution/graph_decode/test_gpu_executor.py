@@ -20,7 +20,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvPool, KvShape
 from engine.kv.page_pool import PagePool
-from engine.linear import DenseLinear, Place
+from engine.linear import DenseLinear, Placement
 from engine.model.attention import Share, StepAttention
 from engine.model.config import parse_config
 from engine.model.norm import RmsNorm
@@ -109,16 +109,16 @@ def exact(parts: Parts) -> Transformer:
 
     weights = Weights(held.embedding.float(), tuple(map(layer, held.layers)), held.norm, wide(held.head))
     assert isinstance(held.norm, RmsNorm)
-    return Transformer(model.config, weights, model.rope, Place(torch.float32, model.place.device))
+    return Transformer(model.config, weights, model.rope, Placement(torch.float32, model.placement.device))
 
 
 def forced(model: Transformer, tokens: Items[int]) -> torch.Tensor:
     """Logits [tokens, vocab] of a text, by the plain forward pass."""
-    count, device = len(tokens), model.place.device
+    count, device = len(tokens), model.placement.device
     pages = -(-count // PAGE_SIZE)
     config = model.config
 
-    pool = KvPool(KvShape(config.layers, config.kv_heads, config.head_dim), pages, model.place, heads_outside=False)
+    pool = KvPool(KvShape(config.layers, config.kv_heads, config.head_dim), pages, model.placement, heads_outside=False)
     places = torch.arange(count, device=device)
     share = [Share(0, count, 0, list(range(pages)))]
     attention = StepAttention(share, tuple(dict.fromkeys(config.windows)), pool, device)

@@ -14,7 +14,7 @@ from engine.execution.graph_prefill import products
 from engine.execution.step_state import Unfit
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear
-from engine.linear.card import CardLinear
+from engine.linear.cuda import CudaLinear
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
 
@@ -62,4 +62,4 @@ def test_linears_that_no_kernel_multiplies_by_are_named() -> None:
     assert products.why_not(Odd()) == "linears of type Odd"
     assert products.why_not(DenseLinear(torch.ones(2, 2))) is None
     matrix = Matrix(Format.INT8, 8, 64, torch.zeros(8, 64, dtype=torch.int8), row_scale=torch.ones(8))
-    assert products.why_not(CardLinear(matrix, None)) is None
+    assert products.why_not(CudaLinear(matrix, None)) is None

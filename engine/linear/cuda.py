@@ -1,4 +1,4 @@
-"""Four- and eight-bit weights on a card, kept once: as the decode kernels read them."""
+"""Four- and eight-bit weights on a GPU, kept once: as the decode kernels read them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _ROWS_AT_ONCE = 4096  # bounds the plain copy; a multiple of 8
 class _Ready:
     library: Kernels
     launcher: Launcher
-    card: CardShape
+    device: CardShape
 
 
-class CardKernels:
-    """The matrix kernel of the card that a model's linears are on, opened by the first product."""
+class CudaKernels:
+    """The matrix kernel of the GPU that a model's linears are on, opened by the first product."""
 
     def __init__(self) -> None:
         self._ready: _Ready | None = None
         self._tried = False
 
     def multiply(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x · Wᵀ + bias; None where the kernel does not serve: other devices, types and cards."""
+        """x · Wᵀ + bias; None where the kernel does not serve: other devices, types and GPUs."""
         if not x.is_cuda or x.dtype != torch.bfloat16:
             return None
         ready = self._open(x.device)
         if ready is None:
             return None
         try:
-            how = divide(matrix, x.shape[0], ready.card)
+            how = divide(matrix, x.shape[0], ready.device)
         except ValueError:  # too little shared memory
             return None
         shape = (x.shape[0], matrix.rows) if how.slices == 1 else (how.slices, x.shape[0], matrix.rows)
@@ -61,11 +61,11 @@ class CardKernels:
         return self._ready
 
 
-class CardLinear:
+class CudaLinear:
     """Products by the matrix kernel, and where it does not serve by tiles of dequantized rows: right on every device,
     and slow. Decoders read `matrix` themselves."""
 
-    def __init__(self, matrix: Matrix, bias: torch.Tensor | None, kernels: CardKernels | None = None) -> None:
+    def __init__(self, matrix: Matrix, bias: torch.Tensor | None, kernels: CudaKernels | None = None) -> None:
         self.matrix = matrix
         self.bias = bias  # float32 [rows]
         self._kernels = kernels

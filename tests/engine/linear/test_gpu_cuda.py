@@ -1,4 +1,4 @@
-"""Linears of quantized weights on a card: the kernel and the plain way agree, for any number of rows."""
+"""Linears of quantized weights on a GPU: the kernel and the plain way agree, for any number of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.kernels.weights import to_matrix
-from engine.linear.card import CardKernels, CardLinear
+from engine.linear.cuda import CudaKernels, CudaLinear
 from quant.weights import Int4Groups, Int8Rows
 
 pytestmark = pytest.mark.gpu
@@ -26,8 +26,8 @@ def test_kernel_and_plain_agree(form: str, bias: bool) -> None:
         zero = torch.randint(0, 16, (rows, columns // 64), device="cuda", dtype=torch.uint8)
         weight = Int4Groups(packed, scale, zero, 64)
     added = torch.randn(rows, device="cuda") if bias else None
-    kernels = CardKernels()
-    fast, plain = CardLinear(to_matrix(weight), added, kernels), CardLinear(to_matrix(weight), added)
+    kernels = CudaKernels()
+    fast, plain = CudaLinear(to_matrix(weight), added, kernels), CudaLinear(to_matrix(weight), added)
     exact = weight.dequantize(torch.float64)
     for tokens in (1, 9, 16, 40, 100, 300):
         x = torch.randn(tokens, columns, device="cuda").bfloat16()
@@ -45,6 +45,6 @@ def test_other_types_are_multiplied_the_plain_way() -> None:
     weight = Int8Rows(
         torch.randint(-128, 128, (64, 64), device="cuda", dtype=torch.int8), torch.ones(64, device="cuda")
     )
-    linear = CardLinear(to_matrix(weight), None, CardKernels())
+    linear = CudaLinear(to_matrix(weight), None, CudaKernels())
     x = torch.randn(5, 64, device="cuda")
     torch.testing.assert_close(linear(x), x @ weight.q.float().T, rtol=1e-4, atol=1e-2)
