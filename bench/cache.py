@@ -29,7 +29,7 @@ from bench.front import UNARY, server
 from bench.grpc_frames import FrameClient
 from bench.redis_server import redis_server
 from cache.answers.exact import ExactCache
-from cache.api import Allowance, CachedCompletion, Chunk, Ending, Mode, Question, Turn
+from cache.api import Allowance, AnswerEnding, AnswerPart, CachedCompletion, Mode, Question, Turn
 from cache.counters import Counters
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
@@ -93,10 +93,10 @@ def turn(text: str) -> Turn:
 
 def answer() -> CachedCompletion:
     """200 tokens, about 1 KB."""
-    chunks = [Chunk((n,), "word ") for n in range(199)]
-    ending = Ending(reason="stop", prompt_tokens=1, completion_tokens=200)
+    parts = [AnswerPart((n,), "word ") for n in range(199)]
+    ending = AnswerEnding(reason="stop", prompt_tokens=1, completion_tokens=200)
     return CachedCompletion(
-        chunks=(*chunks, Chunk((199,), "", ending)), max_tokens=512, provenance="bench", created_at=time.time()
+        parts=(*parts, AnswerPart((199,), "", ending)), max_tokens=512, provenance="bench", created_at=time.time()
     )
 
 

@@ -125,17 +125,17 @@ class Enrolment:
     total: int  # members altogether
 
 
-class Chunk(NamedTuple):
+class AnswerPart(NamedTuple):
     """One message of an answer as it was streamed: what it added, and in the last one how it ended. A named tuple,
     since hundreds of them are made of a stored answer that somebody waits for."""
 
     token_ids: tuple[int, ...]
     text: str
-    ending: Ending | None = None
+    ending: AnswerEnding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class AnswerEnding:
     """How an answer ended."""
 
     reason: str  # engine or service's word for it; STOPPED lists those that came from the answer itself
@@ -153,16 +153,16 @@ LENGTH = "length"
 class CachedCompletion:
     """A finished answer with the borders of its messages."""
 
-    chunks: tuple[Chunk, ...]  # the last one alone has an ending
+    parts: tuple[AnswerPart, ...]  # the last one alone has an ending
     max_tokens: int  # what it was generated under
     provenance: str  # which decoder, format and version wrote it
     created_at: float
     entry_id: str = ""  # the digest it is stored under; what FlushCache takes to delete it
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> AnswerEnding:
         """How it ended. Raises ValueError where it has none."""
-        last = self.chunks[-1].ending if self.chunks else None
+        last = self.parts[-1].ending if self.parts else None
         if last is None:
             raise ValueError("an unfinished answer")
         return last
@@ -170,16 +170,16 @@ class CachedCompletion:
     @property
     def text(self) -> str:
         """The whole of it."""
-        return "".join(chunk.text for chunk in self.chunks)
+        return "".join(part.text for part in self.parts)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All ids."""
-        return tuple(i for chunk in self.chunks for i in chunk.token_ids)
+        return tuple(i for part in self.parts for i in part.token_ids)
 
-    def replay(self) -> Iterator[Chunk]:
+    def replay(self) -> Iterator[AnswerPart]:
         """The messages as they were streamed; no pacing, the reader's back-pressure is the only brake."""
-        yield from self.chunks
+        yield from self.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

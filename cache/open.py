@@ -15,8 +15,8 @@ from cache.answers.shared_flight import SharedFlights
 from cache.answers.single_flight import Flights, Generate
 from cache.api import (
     Allowance,
+    AnswerPart,
     CacheKey,
-    Chunk,
     Counter,
     Kind,
     Mode,
@@ -109,7 +109,7 @@ class Caches:
 
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
-    ) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+    ) -> AbstractAsyncContextManager[AsyncIterator[AnswerPart]]:
         """The answer, generated once for all who ask the same at the same time. For deterministic questions alone:
         raises ValueError for others. Without allowance left, other replicas are not asked."""
         if not question.deterministic:

@@ -17,7 +17,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cache.api import Allowance, CachedCompletion, Chunk, Ending, Question, ResponseCache, SemanticCache, Turn
+from cache.api import (
+    Allowance,
+    AnswerEnding,
+    AnswerPart,
+    CachedCompletion,
+    Question,
+    ResponseCache,
+    SemanticCache,
+    Turn,
+)
 from cache.semantic.embedder import Embedder
 
 TENANT = "replay"
@@ -260,9 +269,9 @@ def _question(ids: tuple[int, ...]) -> Question:
 
 
 def _answer(text: str) -> CachedCompletion:
-    ending = Ending(reason="stop", prompt_tokens=1, completion_tokens=1)
+    ending = AnswerEnding(reason="stop", prompt_tokens=1, completion_tokens=1)
     return CachedCompletion(
-        chunks=(Chunk((1,), text, ending),), max_tokens=1 << 20, provenance="replay", created_at=time.time()
+        parts=(AnswerPart((1,), text, ending),), max_tokens=1 << 20, provenance="replay", created_at=time.time()
     )
 
 

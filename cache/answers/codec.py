@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cache.api import CachedCompletion, Chunk
+from cache.api import AnswerPart, CachedCompletion
 
 SCHEMA = 2  # 1 had ids as bytes
 _MOST = 1 << 32  # is no id, nor is anything above
@@ -14,7 +14,7 @@ _MOST = 1 << 32  # is no id, nor is anything above
 
 class _Completion(msgspec.Struct, array_like=True, frozen=True):
     schema: int
-    chunks: tuple[Chunk, ...]
+    parts: tuple[AnswerPart, ...]
     max_tokens: int
     provenance: str
     created_at: float
@@ -22,13 +22,13 @@ class _Completion(msgspec.Struct, array_like=True, frozen=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _COMPLETION = msgspec.msgpack.Decoder(_Completion)
-_CHUNK = msgspec.msgpack.Decoder(Chunk)
+_PART = msgspec.msgpack.Decoder(AnswerPart)
 
 
 def pack_completion(completion: CachedCompletion) -> bytes:
     """As it is stored."""
     return _ENCODER.encode(
-        _Completion(SCHEMA, completion.chunks, completion.max_tokens, completion.provenance, completion.created_at)
+        _Completion(SCHEMA, completion.parts, completion.max_tokens, completion.provenance, completion.created_at)
     )
 
 
@@ -38,12 +38,12 @@ def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
         raw = _COMPLETION.decode(data)
     except (msgspec.MsgspecError, ValueError):
         return None
-    chunks = raw.chunks
-    whole = bool(chunks) and chunks[-1].ending is not None and all(c.ending is None for c in chunks[:-1])
-    if raw.schema != SCHEMA or not whole or not _are_ids([i for chunk in chunks for i in chunk.token_ids]):
+    parts = raw.parts
+    whole = bool(parts) and parts[-1].ending is not None and all(c.ending is None for c in parts[:-1])
+    if raw.schema != SCHEMA or not whole or not _are_ids([i for part in parts for i in part.token_ids]):
         return None
     return CachedCompletion(
-        chunks=chunks,
+        parts=parts,
         max_tokens=raw.max_tokens,
         provenance=raw.provenance,
         created_at=raw.created_at,
@@ -51,18 +51,18 @@ def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
     )
 
 
-def pack_chunk(chunk: Chunk) -> bytes:
+def pack_part(part: AnswerPart) -> bytes:
     """One message of an answer on its way to another replica."""
-    return _ENCODER.encode(chunk)
+    return _ENCODER.encode(part)
 
 
-def unpack_chunk(data: bytes) -> Chunk | None:
+def unpack_part(data: bytes) -> AnswerPart | None:
     """None where it is not one."""
     try:
-        chunk = _CHUNK.decode(data)
+        part = _PART.decode(data)
     except (msgspec.MsgspecError, ValueError):
         return None
-    return chunk if _are_ids(chunk.token_ids) else None
+    return part if _are_ids(part.token_ids) else None
 
 
 def _are_ids(numbers: Sequence[int]) -> bool:

@@ -28,7 +28,7 @@ from cache.settings import ResponseSettings
 
 def keepable(question: Question, completion: CachedCompletion) -> bool:
     """Whether the answer is complete, and the same each time it is generated."""
-    if not question.deterministic or not completion.chunks or completion.chunks[-1].ending is None:
+    if not question.deterministic or not completion.parts or completion.parts[-1].ending is None:
         return False
     ending = completion.ending
     if ending.reason in STOPPED:

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from cache.answers.codec import pack_chunk, unpack_chunk
+from cache.answers.codec import pack_part, unpack_part
 from cache.answers.lease import Lease, Leases
 from cache.answers.resume import BEGUN, resume
 from cache.answers.single_flight import Generate
-from cache.api import CacheKey, Chunk, Counter, StoreFault
+from cache.api import AnswerPart, CacheKey, Counter, StoreFault
 from cache.seal.envelope import Envelope
 from cache.settings import FlightSettings
 
@@ -41,19 +41,19 @@ class SharedFlights:
 
     async def around(
         self, answer: CacheKey, generate: Generate, within: float | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[AnswerPart, None]:
         """The answer, from whichever replica generates it. Raises what `generate` raises. `within`: seconds that asking
         for the lease may take."""
-        delivered: list[Chunk] = []
+        delivered: list[AnswerPart] = []
         alone = False
         while True:
             source = generate() if alone else self._source(answer, generate, within)
             async with aclosing(source), aclosing(resume(delivered, source)) as rest:
                 try:
-                    async for chunk in rest:
-                        if chunk is not BEGUN:
-                            delivered.append(chunk)
-                        yield chunk
+                    async for part in rest:
+                        if part is not BEGUN:
+                            delivered.append(part)
+                        yield part
                     return
                 except _LeaderLostError:
                     self._counter.count("flight_shared", "leader_lost")
@@ -68,33 +68,35 @@ class SharedFlights:
         if self._publishing:
             await asyncio.wait(self._publishing)
 
-    async def _source(self, answer: CacheKey, generate: Generate, within: float | None) -> AsyncGenerator[Chunk, None]:
+    async def _source(
+        self, answer: CacheKey, generate: Generate, within: float | None
+    ) -> AsyncGenerator[AnswerPart, None]:
         lease, taken = await self._leases.take(answer, within)
         self._counter.count("flight_shared", "lead" if taken else "follow")
-        async with aclosing(self._lead(lease, generate) if taken else self._follow(lease)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        async with aclosing(self._lead(lease, generate) if taken else self._follow(lease)) as parts:
+            async for part in parts:
+                yield part
 
-    async def _lead(self, lease: Lease, generate: Generate) -> AsyncGenerator[Chunk, None]:
+    async def _lead(self, lease: Lease, generate: Generate) -> AsyncGenerator[AnswerPart, None]:
         publisher = Publisher(self._leases, lease, self._settings.heartbeat, self._counter)
         task = asyncio.get_running_loop().create_task(publisher.run(), name="flight publisher")
         self._publishing.add(task)
         task.add_done_callback(self._publishing.discard)
         place, whole = 0, False
         try:
-            async with aclosing(generate()) as chunks:
-                async for chunk in chunks:
-                    if chunk is BEGUN:
-                        yield chunk
+            async with aclosing(generate()) as parts:
+                async for part in parts:
+                    if part is BEGUN:
+                        yield part
                         continue
-                    whole = chunk.ending is not None
-                    publisher.put(self._envelope.seal(lease.stream, INDEX.pack(place) + pack_chunk(chunk)))
+                    whole = part.ending is not None
+                    publisher.put(self._envelope.seal(lease.stream, INDEX.pack(place) + pack_part(part)))
                     place += 1
-                    yield chunk
+                    yield part
         finally:
             publisher.finish(whole)
 
-    async def _follow(self, lease: Lease) -> AsyncGenerator[Chunk, None]:
+    async def _follow(self, lease: Lease) -> AsyncGenerator[AnswerPart, None]:
         """Raises _LeaderLostError, or StoreFault where it is better to generate."""
         yield BEGUN
         after, place, heard = "0", 0, time.monotonic()
@@ -106,21 +108,21 @@ class SharedFlights:
                 if not items:
                     raise _LeaderLostError
             for item in items:
-                yield (chunk := self._open(lease, place, item))
-                if chunk.ending is not None:
+                yield (part := self._open(lease, place, item))
+                if part.ending is not None:
                     return
                 place, heard = place + 1, time.monotonic()
             if time.monotonic() - heard > self._settings.patience:
                 raise StoreFault("a silent leader")
 
-    def _open(self, lease: Lease, place: int, item: bytes) -> Chunk:
+    def _open(self, lease: Lease, place: int, item: bytes) -> AnswerPart:
         data = self._envelope.open(lease.stream, item)
         if data is None or data[: INDEX.size] != INDEX.pack(place):
             raise StoreFault("a message that is not the next one")
-        chunk = unpack_chunk(data[INDEX.size :])
-        if chunk is None:
+        part = unpack_part(data[INDEX.size :])
+        if part is None:
             raise StoreFault("a message that is not one")
-        return chunk
+        return part
 
 
 class Publisher:

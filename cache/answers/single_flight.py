@@ -13,9 +13,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from cache.answers.resume import BEGUN, Refused, Unfinished, resume
-from cache.api import CacheKey, Chunk, Counter
+from cache.api import AnswerPart, CacheKey, Counter
 
-Generate = Callable[[], AsyncGenerator[Chunk, None]]
+Generate = Callable[[], AsyncGenerator[AnswerPart, None]]
 
 ATTEMPTS = 2  # a leader and one replacement
 AHEAD = 2048  # messages that a generation may be ahead of its furthest reader
@@ -35,7 +35,7 @@ class Flight:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._log: list[Chunk] = []
+        self._log: list[AnswerPart] = []
         self._waiting: list[_Seat] = []  # of readers who have not led
         self._readers = 0
         self._news = asyncio.Event()
@@ -63,16 +63,16 @@ class Flight:
             await asyncio.wait([self._task])
 
     @asynccontextmanager
-    async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+    async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
         """A seat: while any is taken, the flight goes on."""
         seat = _Seat(generate)
         self._readers += 1
         self._waiting.append(seat)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._fly(), name="flight")
-        chunks = self._read(seat)
+        parts = self._read(seat)
         try:
-            yield chunks
+            yield parts
         finally:
             self._readers -= 1
             if seat in self._waiting:
@@ -80,7 +80,7 @@ class Flight:
             if self._readers == 0:
                 self._task.cancel()
 
-    async def _read(self, seat: _Seat) -> AsyncIterator[Chunk]:
+    async def _read(self, seat: _Seat) -> AsyncIterator[AnswerPart]:
         at, told = 0, False
         while True:
             while at < len(self._log):
@@ -127,12 +127,12 @@ class Flight:
         """Appends to the log until the answer ends. The error, if it ends badly, for others to take over."""
         try:
             async with aclosing(generate()) as source, aclosing(resume(tuple(self._log), source)) as rest:
-                async for chunk in rest:
-                    if chunk is BEGUN:
+                async for part in rest:
+                    if part is BEGUN:
                         self._begun = True
                         self._wake()
                         continue
-                    self._log.append(chunk)
+                    self._log.append(part)
                     self._wake()
                     await self._keep_pace()
         except Exception as error:  # a replacement may succeed; if none does, every reader gets it
@@ -172,7 +172,7 @@ class Flights:
         return flight is not None and flight.joinable
 
     @asynccontextmanager
-    async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+    async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
         """The answer's messages from the first. `generate` is called if nobody else does it, or the one who did fails.
 
         It must not carry a deadline of its own request: readers leave when theirs is over.
@@ -184,8 +184,8 @@ class Flights:
         else:
             self._counter.count("flight", "follow")
         try:
-            async with flight.reader(generate) as chunks:
-                yield chunks
+            async with flight.reader(generate) as parts:
+                yield parts
         finally:
             self._leave(key, flight)
 

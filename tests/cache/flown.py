@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from cache.answers.single_flight import Flights, Generate
-from cache.api import CacheKey, Chunk, Ending, Kind
+from cache.api import AnswerEnding, AnswerPart, CacheKey, Kind
 
 KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
 TEXT = "the whole answer, word by word"
-END = Ending(reason="stop", prompt_tokens=3, completion_tokens=len(TEXT))
+END = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=len(TEXT))
 
 
 class Model:
@@ -20,30 +20,30 @@ class Model:
         self.step, self.pause, self.dies_after, self.text = step, pause, dies_after, text
         self.started = self.finished = self.closed = 0
 
-    async def generate(self) -> AsyncGenerator[Chunk, None]:
+    async def generate(self) -> AsyncGenerator[AnswerPart, None]:
         self.started += 1
         try:
             for at in range(0, len(self.text), self.step):
                 if self.dies_after is not None and at >= self.dies_after:
                     raise RuntimeError("the engine died")
                 await asyncio.sleep(self.pause)
-                part = self.text[at : at + self.step]
-                yield Chunk(tuple(map(ord, part)), part)
+                piece = self.text[at : at + self.step]
+                yield AnswerPart(tuple(map(ord, piece)), piece)
             self.finished += 1
-            yield Chunk((), "", END)
+            yield AnswerPart((), "", END)
         finally:
             self.closed += 1
 
 
-async def read(chunks: AsyncIterator[Chunk]) -> str:
-    found = [chunk async for chunk in chunks]
+async def read(parts: AsyncIterator[AnswerPart]) -> str:
+    found = [part async for part in parts]
     assert found[-1].ending == END
-    assert all(chunk.ending is None for chunk in found[:-1])
-    text = "".join(chunk.text for chunk in found)
-    assert [i for chunk in found for i in chunk.token_ids] == [ord(letter) for letter in text]
+    assert all(part.ending is None for part in found[:-1])
+    text = "".join(part.text for part in found)
+    assert [i for part in found for i in part.token_ids] == [ord(letter) for letter in text]
     return text
 
 
 async def ask(flights: Flights, generate: Generate, key: CacheKey = KEY) -> str:
-    async with flights.join(key, generate) as chunks:
-        return await read(chunks)
+    async with flights.join(key, generate) as parts:
+        return await read(parts)

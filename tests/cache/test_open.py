@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cache.api import CachedCompletion, Chunk, Ending, Kind, Mode, Question, Turn, Verdict
+from cache.api import AnswerEnding, AnswerPart, CachedCompletion, Kind, Mode, Question, Turn, Verdict
 from cache.counters import Counters
 from cache.open import Caches, open_caches
 from cache.seal.partition import ModelIdentity
 from cache.settings import CacheSettings, RedisSettings, SemanticSettings
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
-END = Ending(reason="stop", prompt_tokens=3, completion_tokens=3)
+END = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=3)
 QUESTION = Question(tenant="acme", token_ids=(1, 2), parameters=(), max_tokens=9, deterministic=True)
 TEXT = "How do I cook rice?"
 
@@ -46,28 +46,28 @@ async def make(redis_server: Any, tmp_path: Path, counters: Counters) -> AsyncIt
 
 
 def completion() -> CachedCompletion:
-    chunks = (Chunk((5,), "a"), Chunk((6, 7), "b", END))
-    return CachedCompletion(chunks=chunks, max_tokens=9, provenance="p", created_at=time.time())
+    parts = (AnswerPart((5,), "a"), AnswerPart((6, 7), "b", END))
+    return CachedCompletion(parts=parts, max_tokens=9, provenance="p", created_at=time.time())
 
 
 class Engine:
     def __init__(self) -> None:
         self.runs = 0
 
-    async def generate(self) -> AsyncGenerator[Chunk, None]:
+    async def generate(self) -> AsyncGenerator[AnswerPart, None]:
         self.runs += 1
-        for chunk in completion().chunks:
+        for part in completion().parts:
             await asyncio.sleep(0.02)
-            yield chunk
+            yield part
 
 
-async def ask(caches: Caches, engine: Engine) -> tuple[Chunk, ...]:
+async def ask(caches: Caches, engine: Engine) -> tuple[AnswerPart, ...]:
     found = await caches.responses.get(QUESTION, caches.allowance())
     if found is not None:
-        return found.chunks
-    async with caches.join(QUESTION, engine.generate) as chunks:
-        answer = tuple([chunk async for chunk in chunks])
-    await caches.responses.put(QUESTION, replace(completion(), chunks=answer))
+        return found.parts
+    async with caches.join(QUESTION, engine.generate) as parts:
+        answer = tuple([part async for part in parts])
+    await caches.responses.put(QUESTION, replace(completion(), parts=answer))
     return answer
 
 
@@ -76,7 +76,7 @@ async def test_a_hundred_identical_calls_are_one_generation(make: Make, fronts: 
     engine = Engine()
     caches = [make() for _ in range(fronts)]
     answers = await asyncio.gather(*(ask(caches[i % fronts], engine) for i in range(100)))
-    assert {"".join(chunk.text for chunk in answer) for answer in answers} == {"ab"}
+    assert {"".join(part.text for part in answer) for answer in answers} == {"ab"}
     assert engine.runs == 1
     await asyncio.sleep(0.05)
     assert (await ask(caches[-1], engine))[-1].ending == END

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from cache.answers.resume import Refused
 from cache.answers.single_flight import LINGER
-from cache.api import Allowance, CachedCompletion, Chunk, Mode, Question, SemanticLookup, Turn
+from cache.api import Allowance, AnswerPart, CachedCompletion, Mode, Question, SemanticLookup, Turn
 from cache.open import Caches
 from engine.api import Engine, GenerationRequest, Priority, TokenStream
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.question import cacheable, question_of, turn_of
-from service.core.answers.streams import ChunkStream, Generated, Leader, stored
+from service.core.answers.streams import AnswerStream, Generated, Leader, stored
 from service.core.errors import Overloaded
 from service.core.model import ServedModel
 from service.core.request import Access, Ask, CacheSource, Delivery, Origin, Served
@@ -154,8 +154,8 @@ class Sources:
             lambda: self._enter(request, origin.deadline),
             lambda whole: self._caches.beside(lambda: self._learn(plan, looked.similar, whole), "store"),
         )
-        making = plan.caches.join(plan.question, leader.chunks, plan.allowance) if shared else aclosing(leader.chunks())
-        async with making as chunks, _reading(chunks, leader.generated, origin) as source:
+        making = plan.caches.join(plan.question, leader.parts, plan.allowance) if shared else aclosing(leader.parts())
+        async with making as parts, _reading(parts, leader.generated, origin) as source:
             yield source
 
     def _enter(self, request: GenerationRequest, deadline: float | None) -> Place:
@@ -235,8 +235,8 @@ class Sources:
             found.append,
         )
         try:
-            async with aclosing(leader.chunks()) as chunks:
-                async for _ in chunks:
+            async with aclosing(leader.parts()) as parts:
+                async for _ in parts:
                     pass
         except (EngineError, Refused):
             counters.count("semantic_audit", "failed")
@@ -246,9 +246,9 @@ class Sources:
 
 
 @asynccontextmanager
-async def _reading(chunks: AsyncIterator[Chunk], generated: Generated, origin: Origin) -> AsyncIterator[Source]:
+async def _reading(parts: AsyncIterator[AnswerPart], generated: Generated, origin: Origin) -> AsyncIterator[Source]:
     """An answer that is under way: callers that are refused must not have been sent headers, or they do not retry."""
-    stream = ChunkStream(chunks, generated, origin.arrived_at, origin.deadline)
+    stream = AnswerStream(parts, generated, origin.arrived_at, origin.deadline)
     try:
         await stream.opened()
         yield Source(stream, generated=generated)

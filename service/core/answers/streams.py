@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from cache.answers.resume import BEGUN, Diverged, Refused, Unfinished
-from cache.api import CachedCompletion, Chunk
-from cache.api import Ending as ChunkEnding
+from cache.api import AnswerEnding, AnswerPart, CachedCompletion
 from engine.api import Engine, Finish, FinishReason, GenerationRequest, Start, TokenEvents, TokenStream
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from service.core.request import Delivery
@@ -53,23 +52,23 @@ class Leader:
         self._enter = enter  # raises Refused
         self._whole = whole  # is given the answer when it is complete
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Raises what the engine raises, and Refused."""
         with self._enter() as place:
             stream = self._engine.submit(self._request)
             stream.batch(self._batch.max_tokens, self._batch.max_delay)
-            chunks: list[Chunk] = []
+            parts: list[AnswerPart] = []
             try:
                 yield BEGUN
-                async for chunk in self._read(stream, place):
-                    chunks.append(chunk)
-                    if chunk.ending is not None:
-                        self._whole(self._completion(chunks))
-                    yield chunk
+                async for part in self._read(stream, place):
+                    parts.append(part)
+                    if part.ending is not None:
+                        self._whole(self._completion(parts))
+                    yield part
             finally:
                 stream.cancel()
 
-    async def _read(self, stream: TokenStream, place: Place) -> AsyncGenerator[Chunk, None]:
+    async def _read(self, stream: TokenStream, place: Place) -> AsyncGenerator[AnswerPart, None]:
         detokenizer, count = self._detokenizer(), 0
         async for events in stream:
             finish = events.finish
@@ -87,51 +86,51 @@ class Leader:
             else:
                 ids = ids[:kept]
             count += len(ids)
-            yield Chunk(ids, text, self._ending(finish, stop, count))
+            yield AnswerPart(ids, text, self._ending(finish, stop, count))
             if stop is not None or finish is not None:
                 return
 
-    def _ending(self, finish: Finish | None, stop: str | None, count: int) -> ChunkEnding | None:
+    def _ending(self, finish: Finish | None, stop: str | None, count: int) -> AnswerEnding | None:
         prompt_tokens = len(self._request.token_ids)
         if stop is not None:
-            return ChunkEnding(
+            return AnswerEnding(
                 reason=STOP_STRING, prompt_tokens=prompt_tokens, completion_tokens=count, stop_string=stop
             )
         if finish is None:
             return None
-        return ChunkEnding(
+        return AnswerEnding(
             reason=finish.reason.value,
             prompt_tokens=prompt_tokens,
             completion_tokens=count,
             stop_token_id=finish.stop_token_id,
         )
 
-    def _completion(self, chunks: list[Chunk]) -> CachedCompletion:
+    def _completion(self, parts: list[AnswerPart]) -> CachedCompletion:
         info = self._engine.info
         return CachedCompletion(
-            chunks=tuple(chunks),
+            parts=tuple(parts),
             max_tokens=self._request.stopping.max_tokens,
             provenance="" if info is None else f"{info.decoder} {info.weight_format} {info.dtype} {info.device}",
             created_at=time.time(),
         )
 
 
-async def stored(completion: CachedCompletion) -> AsyncGenerator[Chunk, None]:
+async def stored(completion: CachedCompletion) -> AsyncGenerator[AnswerPart, None]:
     """The messages of a stored answer, as fast as they are taken."""
-    for chunk in completion.replay():
-        yield chunk
+    for part in completion.replay():
+        yield part
 
 
-class ChunkStream:
-    """A `TokenStream` over chunks. It ends early when it is aborted or its deadline passes; nobody else notices."""
+class AnswerStream:
+    """A `TokenStream` over parts. It ends early when it is aborted or its deadline passes; nobody else notices."""
 
     def __init__(
-        self, chunks: AsyncIterator[Chunk], generated: Generated, arrived_at: float, deadline: float | None
+        self, parts: AsyncIterator[AnswerPart], generated: Generated, arrived_at: float, deadline: float | None
     ) -> None:
-        self._chunks = chunks
+        self._chunks = parts
         self._generated = generated
         self._arrived_at = arrived_at
-        self._held: Chunk | None = None  # that `opened` took
+        self._held: AnswerPart | None = None  # that `opened` took
         self._first_at: float | None = None
         self._error: Aborted | DeadlineExceeded | None = None
         self._waiter: asyncio.Task[object] | None = None
@@ -140,19 +139,19 @@ class ChunkStream:
             delay = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
 
-    def __aiter__(self) -> ChunkStream:
+    def __aiter__(self) -> AnswerStream:
         return self
 
     async def __anext__(self) -> TokenEvents:
-        chunk, self._held = self._held or await self._next(), None
+        part, self._held = self._held or await self._next(), None
         start = None
         if self._first_at is None:
             self._first_at = time.monotonic()
             start = self._generated.start or Start(
                 cached_tokens=0, queue=self._first_at - self._arrived_at, prefill=0.0
             )
-        finish = None if chunk.ending is None else self._finish(chunk.ending, self._first_at)
-        return TokenEvents(chunk.token_ids, (), finish, start)
+        finish = None if part.ending is None else self._finish(part.ending, self._first_at)
+        return TokenEvents(part.token_ids, (), finish, start)
 
     async def opened(self) -> None:
         """Returns once the answer is under way: from then on nobody refuses it. Raises what reading would."""
@@ -161,7 +160,7 @@ class ChunkStream:
             self._held = first
 
     def batch(self, tokens: int, delay: float) -> None:
-        """Chunks are what they are: the sink puts them together."""
+        """Parts are what they are: the sink puts them together."""
 
     def cancel(self) -> None:
         """As the protocol says."""
@@ -172,7 +171,7 @@ class ChunkStream:
         """As the protocol says."""
         self._fail(Aborted(reason))
 
-    async def _next(self) -> Chunk:
+    async def _next(self) -> AnswerPart:
         if self._error is not None:
             raise self._error
         task = self._waiter = asyncio.current_task()
@@ -189,7 +188,7 @@ class ChunkStream:
         finally:
             self._waiter = None
 
-    def _finish(self, ending: ChunkEnding, first_at: float) -> Finish:
+    def _finish(self, ending: AnswerEnding, first_at: float) -> Finish:
         if self._generated.finish is not None:
             return self._generated.finish
         # A stop string is found again by whoever makes the text.

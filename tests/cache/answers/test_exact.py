@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.answers.exact import ExactCache
-from cache.api import Allowance, CachedCompletion, CacheKey, Chunk, Ending, Enrolment, Kind, Question, Store, StoreFault
+from cache.api import (
+    Allowance,
+    AnswerEnding,
+    AnswerPart,
+    CachedCompletion,
+    CacheKey,
+    Enrolment,
+    Kind,
+    Question,
+    Store,
+    StoreFault,
+)
 from cache.counters import Counters
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
@@ -33,9 +44,9 @@ QUESTION = Question(
 
 
 def answer(reason: str = "stop", tokens: int = 10, max_tokens: int = 50) -> CachedCompletion:
-    ending = Ending(reason=reason, prompt_tokens=3, completion_tokens=tokens)
-    chunks = (Chunk((5, 6), "Hel"), Chunk((7,), "lo"), Chunk((), "", ending))
-    return CachedCompletion(chunks=chunks, max_tokens=max_tokens, provenance="p", created_at=time.time())
+    ending = AnswerEnding(reason=reason, prompt_tokens=3, completion_tokens=tokens)
+    parts = (AnswerPart((5, 6), "Hel"), AnswerPart((7,), "lo"), AnswerPart((), "", ending))
+    return CachedCompletion(parts=parts, max_tokens=max_tokens, provenance="p", created_at=time.time())
 
 
 class Replica:
@@ -69,7 +80,7 @@ async def test_a_hit_is_the_answer_with_its_borders(replica: Replica) -> None:
     assert await replica.put(QUESTION, stored)
     found = await replica.get(QUESTION)
     assert found is not None
-    assert tuple(found.replay()) == stored.chunks
+    assert tuple(found.replay()) == stored.parts
     assert (found.text, found.token_ids, found.created_at) == ("Hello", (5, 6, 7), stored.created_at)
     assert len(found.entry_id) == 64
 
@@ -147,8 +158,8 @@ async def test_what_was_cut_serves_that_very_limit(replica: Replica) -> None:
         (QUESTION, answer("length", tokens=50, max_tokens=60)),
         (QUESTION, answer("length", tokens=60, max_tokens=60)),  # of another question
         (replace(QUESTION, deterministic=False), answer()),
-        (QUESTION, replace(answer(), chunks=answer().chunks[:-1])),
-        (QUESTION, replace(answer(), chunks=())),
+        (QUESTION, replace(answer(), parts=answer().parts[:-1])),
+        (QUESTION, replace(answer(), parts=())),
     ],
 )
 async def test_what_is_not_whole_and_repeatable_is_not_kept(

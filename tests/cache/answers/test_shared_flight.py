@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cache.answers.codec import pack_chunk
+from cache.answers.codec import pack_part
 from cache.answers.lease import Lease, Leases
 from cache.answers.shared_flight import INDEX, SharedFlights
 from cache.answers.single_flight import Flights
-from cache.api import CacheKey, Chunk, Kind
+from cache.api import AnswerPart, CacheKey, Kind
 from cache.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
@@ -62,8 +62,8 @@ async def until(found: Callable[[], object]) -> None:
 
 
 async def fly(shared: SharedFlights, model: Model) -> str:
-    async with aclosing(shared.around(KEY, model.generate)) as chunks:
-        return await read(chunks)
+    async with aclosing(shared.around(KEY, model.generate)) as parts:
+        return await read(parts)
 
 
 async def test_two_replicas_are_one_generation(make_shared: Make, counters: Counters) -> None:
@@ -176,8 +176,8 @@ async def test_an_answer_with_a_message_too_large_for_the_stream_is_nobody_elses
     model = Model(step=1200, pause=0, text=TEXT * 40)
     shared = make_shared(settings=LONG, most=1000)
     for _ in range(2):
-        async with aclosing(shared.around(KEY, model.generate)) as chunks:
-            assert "".join([chunk.text async for chunk in chunks]) == TEXT * 40
+        async with aclosing(shared.around(KEY, model.generate)) as parts:
+            assert "".join([part.text async for part in parts]) == TEXT * 40
         lease = f"l:{KEY.partition}:{KEY.digest}"
         await until(lambda lease=lease: redis_server.command("GET", lease) == b"$-1\r\n")
     assert (model.started, counters.counts()["flight_shared", "lead"]) == (2, 2)
@@ -205,8 +205,8 @@ class Late(Leases):
 async def test_an_end_that_comes_with_the_end_of_its_lease_is_read(keyring: Keyring, counters: Counters) -> None:
     envelope, model = Envelope(keyring, 1 << 20, counters), Model()
     lease, _ = await Late([]).take(KEY)
-    whole = Chunk(tuple(map(ord, TEXT)), TEXT, END)
-    item = envelope.seal(lease.stream, INDEX.pack(0) + pack_chunk(whole))
+    whole = AnswerPart(tuple(map(ord, TEXT)), TEXT, END)
+    item = envelope.seal(lease.stream, INDEX.pack(0) + pack_part(whole))
     assert item is not None
     assert await fly(SharedFlights(Late([item]), envelope, QUICK, counters), model) == TEXT
     assert model.started == 0

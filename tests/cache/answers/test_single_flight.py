@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cache.answers.resume import Diverged, Skipper, Unfinished, resume
 from cache.answers.single_flight import AHEAD, Flights
-from cache.api import CacheKey, Chunk, Kind
+from cache.api import AnswerPart, CacheKey, Kind
 from cache.counters import Counters
 from tests.cache.flown import END, KEY, TEXT, Model, ask
 
@@ -28,20 +28,20 @@ async def flights(counters: Counters) -> AsyncIterator[Flights]:
 async def test_a_generation_waits_for_its_furthest_reader_and_for_no_other(flights: Flights) -> None:
     made = 0
 
-    async def endless() -> AsyncGenerator[Chunk, None]:
+    async def endless() -> AsyncGenerator[AnswerPart, None]:
         nonlocal made
         while made < 3 * AHEAD - 1:
             made += 1
-            yield Chunk((7,), "x")
-        yield Chunk((), "", END)
+            yield AnswerPart((7,), "x")
+        yield AnswerPart((), "", END)
 
     async with flights.join(KEY, endless) as slow, asyncio.timeout(20):
         assert (await anext(slow)).text == "x"
         await asyncio.sleep(0.1)
         assert AHEAD <= made <= AHEAD + 2  # nobody reads on, so nobody generates on
         async with flights.join(KEY, endless) as fast:
-            assert len([chunk async for chunk in fast]) == 3 * AHEAD
-        assert len([chunk async for chunk in slow]) == 3 * AHEAD - 1
+            assert len([part async for part in fast]) == 3 * AHEAD
+        assert len([part async for part in slow]) == 3 * AHEAD - 1
 
 
 async def test_a_hundred_at_once_are_one_generation(flights: Flights) -> None:
@@ -126,8 +126,8 @@ async def test_a_leader_alone_that_dies_says_why(flights: Flights) -> None:
 
 
 async def test_a_source_that_just_ends_is_no_answer(flights: Flights) -> None:
-    async def generate() -> AsyncGenerator[Chunk, None]:
-        yield Chunk((1,), "x")
+    async def generate() -> AsyncGenerator[AnswerPart, None]:
+        yield AnswerPart((1,), "x")
 
     with pytest.raises(Unfinished):
         await ask(flights, generate)
@@ -147,14 +147,14 @@ async def test_a_slow_reader_holds_nobody_up(flights: Flights) -> None:
     async with flights.join(KEY, model.generate) as slow:
         first = await anext(slow)
         assert await asyncio.wait_for(ask(flights, model.generate), 20) == TEXT
-        assert first.text + "".join([chunk.text async for chunk in slow]) == TEXT
+        assert first.text + "".join([part.text async for part in slow]) == TEXT
     assert model.started == 1
 
 
 async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_own(flights: Flights) -> None:
     left, fresh = Model(), Model()
-    async with flights.join(KEY, left.generate) as chunks:
-        assert (await anext(chunks)).text
+    async with flights.join(KEY, left.generate) as parts:
+        assert (await anext(parts)).text
     assert await ask(flights, fresh.generate) == TEXT  # the other is cancelled, and does not know it yet
     assert (left.started, left.finished, fresh.started) == (1, 0, 1)
 
@@ -163,8 +163,8 @@ async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: Flig
     done, under_way = Model(pause=0), Model(pause=0)
     other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
     await ask(flights, done.generate)
-    async with flights.join(other, under_way.generate) as chunks:
-        assert (await anext(chunks)).text
+    async with flights.join(other, under_way.generate) as parts:
+        assert (await anext(parts)).text
         flights.forget_finished()
         assert await ask(flights, under_way.generate, other) == TEXT
         assert under_way.started == 1
@@ -175,32 +175,32 @@ async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: Flig
 CUTS = st.lists(st.integers(0, len(TEXT)), max_size=6).map(lambda cuts: sorted({0, *cuts, len(TEXT)}))
 
 
-def pieces(cuts: list[int], text: str = TEXT) -> list[Chunk]:
+def pieces(cuts: list[int], text: str = TEXT) -> list[AnswerPart]:
     """With text a little behind the ids, as a detokenizer leaves it."""
     parts = [(text[a:b], text[max(0, a - 2) : max(0, b - 2)]) for a, b in itertools.pairwise(cuts)]
-    found = [Chunk(tuple(map(ord, ids)), late) for ids, late in parts]
-    return [*found, Chunk((), text[len(text) - 2 :], END)]
+    found = [AnswerPart(tuple(map(ord, ids)), late) for ids, late in parts]
+    return [*found, AnswerPart((), text[len(text) - 2 :], END)]
 
 
 @given(CUTS, CUTS, st.integers(0, 6))
 @settings(deadline=None)
 def test_resuming_anywhere_gives_the_same_answer(first: list[int], second: list[int], taken: int) -> None:
-    delivered = [chunk for chunk in pieces(first)[:taken] if chunk.ending is None]
+    delivered = [part for part in pieces(first)[:taken] if part.ending is None]
     skipper = Skipper(delivered)
-    rest = [part for chunk in pieces(second) if (part := skipper.rest(chunk)) is not None]
+    rest = [new for part in pieces(second) if (new := skipper.rest(part)) is not None]
     whole = delivered + rest
-    assert "".join(chunk.text for chunk in whole) == TEXT
-    assert [i for chunk in whole for i in chunk.token_ids] == [ord(letter) for letter in TEXT]
-    assert [chunk.ending for chunk in whole if chunk.ending] == [END]
+    assert "".join(part.text for part in whole) == TEXT
+    assert [i for part in whole for i in part.token_ids] == [ord(letter) for letter in TEXT]
+    assert [part.ending for part in whole if part.ending] == [END]
 
 
 @pytest.mark.parametrize("other", ["the hole answer, word by word", "the", TEXT[:20]])
 async def test_a_replacement_that_says_something_else_is_refused(other: str) -> None:
-    async def fresh() -> AsyncGenerator[Chunk, None]:
-        yield Chunk(tuple(map(ord, other)), other)
-        yield Chunk((), "", END)
+    async def fresh() -> AsyncGenerator[AnswerPart, None]:
+        yield AnswerPart(tuple(map(ord, other)), other)
+        yield AnswerPart((), "", END)
 
-    delivered = [Chunk(tuple(map(ord, TEXT[:25])), TEXT[:25])]
+    delivered = [AnswerPart(tuple(map(ord, TEXT[:25])), TEXT[:25])]
     with pytest.raises(Diverged):
         async with aclosing(resume(delivered, fresh())) as rest:
-            [chunk async for chunk in rest]
+            [part async for part in rest]

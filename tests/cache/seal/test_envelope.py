@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.answers.codec import pack_chunk, pack_completion, unpack_chunk, unpack_completion
-from cache.api import CachedCompletion, CacheKey, Chunk, Ending, Kind
+from cache.answers.codec import pack_completion, pack_part, unpack_completion, unpack_part
+from cache.api import AnswerEnding, AnswerPart, CachedCompletion, CacheKey, Kind
 from cache.counters import Counters
 from cache.seal.envelope import OVERHEAD, Envelope
 from cache.seal.keyring import InvalidKeyFile, Keyring, open_keyring
@@ -147,14 +147,14 @@ def test_a_generated_key_is_said_and_not_shown(caplog: pytest.LogCaptureFixture)
 
 
 def completion(text: str) -> CachedCompletion:
-    ending = Ending(reason="stop", prompt_tokens=3, completion_tokens=len(text), stop_token_id=2)
-    chunks = (Chunk(tuple(range(len(text))), text), Chunk((), "", ending))
-    return CachedCompletion(chunks=chunks, max_tokens=900, provenance="p", created_at=1.5)
+    ending = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=len(text), stop_token_id=2)
+    parts = (AnswerPart(tuple(range(len(text))), text), AnswerPart((), "", ending))
+    return CachedCompletion(parts=parts, max_tokens=900, provenance="p", created_at=1.5)
 
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=6).map(tuple)
 ENDINGS = st.builds(
-    Ending,
+    AnswerEnding,
     reason=st.text(max_size=9),
     prompt_tokens=st.integers(0, 2**31),
     completion_tokens=st.integers(0, 2**31),
@@ -164,18 +164,18 @@ ENDINGS = st.builds(
 
 
 @given(
-    chunks=st.lists(st.builds(Chunk, IDS, st.text(max_size=20), st.none()), max_size=6),
-    last=st.builds(Chunk, IDS, st.text(max_size=20), ENDINGS),
+    parts=st.lists(st.builds(AnswerPart, IDS, st.text(max_size=20), st.none()), max_size=6),
+    last=st.builds(AnswerPart, IDS, st.text(max_size=20), ENDINGS),
     max_tokens=st.integers(1, 2**31),
 )
 @settings(max_examples=150, deadline=None)
-def test_answers_come_back_with_their_borders(chunks: list[Chunk], last: Chunk, max_tokens: int) -> None:
+def test_answers_come_back_with_their_borders(parts: list[AnswerPart], last: AnswerPart, max_tokens: int) -> None:
     answer = CachedCompletion(
-        chunks=(*chunks, last), max_tokens=max_tokens, provenance="eager/bf16", created_at=12.25, entry_id="00" * 32
+        parts=(*parts, last), max_tokens=max_tokens, provenance="eager/bf16", created_at=12.25, entry_id="00" * 32
     )
     assert unpack_completion(pack_completion(answer), "00" * 32) == answer
-    for chunk in answer.chunks:
-        assert unpack_chunk(pack_chunk(chunk)) == chunk
+    for part in answer.parts:
+        assert unpack_part(pack_part(part)) == part
 
 
 @given(st.binary(max_size=200))
@@ -186,9 +186,9 @@ def test_bytes_of_any_kind_are_no_answer(data: bytes) -> None:
 
 def test_unfinished_or_of_another_schema_is_no_answer() -> None:
     whole = completion("yes")
-    open_ended = replace(whole, chunks=whole.chunks[:-1])
-    twice = replace(whole, chunks=(whole.chunks[-1], *whole.chunks))
-    for answer in (open_ended, twice, replace(whole, chunks=())):
+    open_ended = replace(whole, parts=whole.parts[:-1])
+    twice = replace(whole, parts=(whole.parts[-1], *whole.parts))
+    for answer in (open_ended, twice, replace(whole, parts=())):
         assert unpack_completion(pack_completion(answer), "00" * 32) is None
     packed = pack_completion(whole)
     assert packed[1] == 2
@@ -197,7 +197,7 @@ def test_unfinished_or_of_another_schema_is_no_answer() -> None:
 
 @pytest.mark.parametrize("number", [-1, 1 << 32])
 def test_what_is_no_id_is_no_answer(number: int) -> None:
-    chunk = Chunk((1, number), "x")
-    assert unpack_chunk(pack_chunk(chunk)) is None
+    part = AnswerPart((1, number), "x")
+    assert unpack_part(pack_part(part)) is None
     whole = completion("yes")
-    assert unpack_completion(pack_completion(replace(whole, chunks=(chunk, *whole.chunks))), "00" * 32) is None
+    assert unpack_completion(pack_completion(replace(whole, parts=(part, *whole.parts))), "00" * 32) is None

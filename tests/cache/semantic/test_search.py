@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.api import Allowance, CachedCompletion, CacheKey, Chunk, Ending, Kind, Mode, Question, Store, Turn, Verdict
+from cache.api import (
+    Allowance,
+    AnswerEnding,
+    AnswerPart,
+    CachedCompletion,
+    CacheKey,
+    Kind,
+    Mode,
+    Question,
+    Store,
+    Turn,
+    Verdict,
+)
 from cache.counters import Counters
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
@@ -63,9 +75,9 @@ def turn(text: str, **changes: Any) -> Turn:
 
 
 def answer(text: str = "42", reason: str = "stop") -> CachedCompletion:
-    ending = Ending(reason=reason, prompt_tokens=3, completion_tokens=2)
-    chunks = (Chunk((1, 2), text), Chunk((), "", ending))
-    return CachedCompletion(chunks=chunks, max_tokens=100, provenance="p", created_at=time.time())
+    ending = AnswerEnding(reason=reason, prompt_tokens=3, completion_tokens=2)
+    parts = (AnswerPart((1, 2), text), AnswerPart((), "", ending))
+    return CachedCompletion(parts=parts, max_tokens=100, provenance="p", created_at=time.time())
 
 
 class Replica:

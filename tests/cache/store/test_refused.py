@@ -37,8 +37,8 @@ def announcing(model: Model, gate: asyncio.Event | None = None) -> Generate:
         yield BEGUN
         if gate is not None:
             await gate.wait()
-        async for chunk in model.generate():
-            yield chunk
+        async for part in model.generate():
+            yield part
 
     return generate
 
@@ -104,10 +104,10 @@ async def test_who_was_let_in_is_known_before_anything_is_generated(flights: Fli
         flights.join(KEY, announcing(model, gate)) as leader,
         flights.join(KEY, refusing()) as follower,
     ):
-        for chunks in (leader, follower):
-            assert await asyncio.wait_for(anext(chunks), 1) is BEGUN
+        for parts in (leader, follower):
+            assert await asyncio.wait_for(anext(parts), 1) is BEGUN
         gate.set()
-        assert [await read(chunks) for chunks in (leader, follower)] == [TEXT] * 2
+        assert [await read(parts) for parts in (leader, follower)] == [TEXT] * 2
         async with flights.join(KEY, refusing()) as late:
             first = await anext(late)
             assert first is not BEGUN
@@ -118,10 +118,10 @@ async def test_a_replacement_begins_without_a_word(flights: Flights) -> None:
     dying, healthy = Model(dies_after=9), Model(step=5)
     async with flights.join(KEY, announcing(dying)) as one, flights.join(KEY, announcing(healthy)) as other:
         assert await anext(one) is BEGUN
-        for chunks in (one, other):  # the other one comes when there is more to be told
-            found = [chunk async for chunk in chunks]
-            assert "".join(chunk.text for chunk in found) == TEXT
-            assert not any(chunk is BEGUN for chunk in found)
+        for parts in (one, other):  # the other one comes when there is more to be told
+            found = [part async for part in parts]
+            assert "".join(part.text for part in found) == TEXT
+            assert not any(part is BEGUN for part in found)
 
 
 async def test_a_refused_leader_lets_another_replica_lead(
@@ -145,10 +145,10 @@ async def test_who_reads_along_with_another_replica_needs_no_place(
     full, free = (make_flights(), make_shared()), (make_flights(), make_shared())
     leader = asyncio.ensure_future(ask(free[0], lambda: free[1].around(KEY, announcing(model, gate))))
     await asyncio.sleep(0.05)
-    async with full[0].join(KEY, lambda: full[1].around(KEY, refusing())) as chunks:
-        assert await asyncio.wait_for(anext(chunks), 1) is BEGUN
+    async with full[0].join(KEY, lambda: full[1].around(KEY, refusing())) as parts:
+        assert await asyncio.wait_for(anext(parts), 1) is BEGUN
         gate.set()
-        assert await read(chunks) == TEXT
+        assert await read(parts) == TEXT
     assert await leader == TEXT
     assert model.started == 1
 

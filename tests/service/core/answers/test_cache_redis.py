@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.redis_server import RedisServer, write_keys
-from cache.api import Allowance, CachedCompletion, Chunk, Ending, Question
+from cache.api import Allowance, AnswerEnding, AnswerPart, CachedCompletion, Question
 from engine.api import ModelInfo
 from service.config.cache_options import CacheOptions, SemanticCacheOptions
 from service.core.answers.caches import AnswerCaches
@@ -164,8 +164,10 @@ def question() -> Question:
 
 def answer() -> CachedCompletion:
 
-    ending = Ending(reason="stop", prompt_tokens=2, completion_tokens=1)
-    return CachedCompletion(chunks=(Chunk((7,), "a", ending),), max_tokens=5, provenance="test", created_at=time.time())
+    ending = AnswerEnding(reason="stop", prompt_tokens=2, completion_tokens=1)
+    return CachedCompletion(
+        parts=(AnswerPart((7,), "a", ending),), max_tokens=5, provenance="test", created_at=time.time()
+    )
 
 
 async def test_answers_are_dropped_when_too_much_runs_beside() -> None:

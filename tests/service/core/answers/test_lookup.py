@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from cache.api import Allowance, CachedCompletion, Chunk, Ending, Mode, Question, SemanticLookup, Turn, Verdict
+from cache.api import (
+    Allowance,
+    AnswerEnding,
+    AnswerPart,
+    CachedCompletion,
+    Mode,
+    Question,
+    SemanticLookup,
+    Turn,
+    Verdict,
+)
 from service.core.answers.lookup import Plan, Sources
 from service.core.request import Access
 
@@ -18,8 +28,10 @@ BOTH, NONE = Access(True, True), Access(False, False)
 
 
 def stored() -> CachedCompletion:
-    ending = Ending(reason="stop", prompt_tokens=1, completion_tokens=1)
-    return CachedCompletion(chunks=(Chunk((1,), "a", ending),), max_tokens=9, provenance="p", created_at=time.time())
+    ending = AnswerEnding(reason="stop", prompt_tokens=1, completion_tokens=1)
+    return CachedCompletion(
+        parts=(AnswerPart((1,), "a", ending),), max_tokens=9, provenance="p", created_at=time.time()
+    )
 
 
 class Asked:

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cache.answers.resume import BEGUN, Refused, Unfinished
-from cache.api import CachedCompletion, Chunk
-from cache.api import Ending as ChunkEnding
+from cache.api import AnswerEnding, AnswerPart, CachedCompletion
 from engine.api import Finish, FinishReason, Priority, Start, TokenEvents
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from engine.fake import plain_request
 from service.config.settings import LimitOptions
-from service.core.answers.streams import ChunkStream, Generated, Leader
+from service.core.answers.streams import AnswerStream, Generated, Leader
 from service.core.request import Delivery
 from service.core.slots import Places
 from service.core.text import Detokenizer, Tokenizer
@@ -22,7 +21,7 @@ from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=2, queue=0.5, prefill=0.25)
 FINISH = Finish(reason=FinishReason.LENGTH, stop_token_id=None, cached_tokens=2, queue=0.5, prefill=0.25, decode=1.0)
-END = ChunkEnding(reason="length", prompt_tokens=1, completion_tokens=3)
+END = AnswerEnding(reason="length", prompt_tokens=1, completion_tokens=3)
 
 
 class Made:
@@ -41,8 +40,8 @@ class Made:
             self.whole.append,
         )
 
-    async def chunks(self) -> list[Chunk]:
-        found = [chunk async for chunk in self.leader.chunks()]
+    async def parts(self) -> list[AnswerPart]:
+        found = [part async for part in self.leader.parts()]
         assert found[0] is BEGUN
         assert self.engine.stream.cancelled
         assert self.places.taken == 0
@@ -58,17 +57,17 @@ def events(*tokens: bytes) -> Script:
 
 async def test_an_answer_ends_with_its_stop_string_ids_and_all() -> None:
     made = Made(events(b"ab", b"cdef", b"gh"), stops=("d",))
-    first, last = await made.chunks()
+    first, last = await made.parts()
     assert (first.token_ids, first.text, first.ending) == (tuple(b"ab"), "ab", None)
     assert (last.token_ids, last.text) == (tuple(b"cd"), "c")
-    assert last.ending == ChunkEnding(reason="stop_string", prompt_tokens=1, completion_tokens=4, stop_string="d")
-    assert [whole.chunks for whole in made.whole] == [(first, last)]
+    assert last.ending == AnswerEnding(reason="stop_string", prompt_tokens=1, completion_tokens=4, stop_string="d")
+    assert [whole.parts for whole in made.whole] == [(first, last)]
     assert made.leader.generated.finish is None  # the engine's account is of more than was said
 
 
 async def test_an_answer_that_ends_by_itself_is_the_engines() -> None:
     made = Made(events(b"ab", b"c"))
-    await made.chunks()
+    await made.parts()
     (whole,) = made.whole
     assert whole.ending == END
     assert whole.max_tokens == 9
@@ -78,7 +77,7 @@ async def test_an_answer_that_ends_by_itself_is_the_engines() -> None:
 async def test_what_breaks_off_is_whole_to_nobody() -> None:
     made = Made([(0.0, TokenEvents(tuple(b"ab"), start=START)), (0.0, EngineUnavailable("gone", 1.0))])
     with pytest.raises(EngineUnavailable):
-        await made.chunks()
+        await made.parts()
     assert made.whole == []
     assert made.places.taken == made.places.waiting == 0
 
@@ -91,26 +90,29 @@ async def test_messages_that_others_read_are_never_coarser_than_all_can_take(
     asked: tuple[int, float], given: tuple[int, float]
 ) -> None:
     made = Made(events(b"a"), batch=Delivery(*asked))
-    await made.chunks()
+    await made.parts()
     assert made.engine.stream.batched == [given]
 
 
-async def pieces(*chunks: Chunk | Exception, pause: float = 0.0) -> AsyncIterator[Chunk]:
-    for chunk in chunks:
+async def pieces(*parts: AnswerPart | Exception, pause: float = 0.0) -> AsyncIterator[AnswerPart]:
+    for part in parts:
         await asyncio.sleep(pause)
-        if isinstance(chunk, Exception):
-            raise chunk
-        yield chunk
+        if isinstance(part, Exception):
+            raise part
+        yield part
         pause = 60.0 if pause else 0.0
 
 
 def stream_of(
-    *chunks: Chunk | Exception, pause: float = 0.0, generated: Generated | None = None, deadline: float | None = None
-) -> ChunkStream:
-    return ChunkStream(pieces(*chunks, pause=pause), generated or Generated(), 0.0, deadline)
+    *parts: AnswerPart | Exception,
+    pause: float = 0.0,
+    generated: Generated | None = None,
+    deadline: float | None = None,
+) -> AnswerStream:
+    return AnswerStream(pieces(*parts, pause=pause), generated or Generated(), 0.0, deadline)
 
 
-ABC = Chunk(tuple(b"abc"), "abc", END)
+ABC = AnswerPart(tuple(b"abc"), "abc", END)
 
 
 async def test_the_one_it_was_generated_for_gets_the_engines_own_account() -> None:
@@ -127,7 +129,7 @@ async def test_the_one_it_was_generated_for_gets_the_engines_own_account() -> No
 
 
 async def test_a_source_that_says_nothing_beforehand_loses_nothing() -> None:
-    stream = stream_of(Chunk(tuple(b"a"), "a"), ABC)
+    stream = stream_of(AnswerPart(tuple(b"a"), "a"), ABC)
     await stream.opened()
     assert [event.token_ids for event in (await anext(stream), await anext(stream))] == [tuple(b"a"), tuple(b"abc")]
 
@@ -143,7 +145,7 @@ async def test_what_the_source_meets_reaches_the_caller_in_the_engines_words(
         await stream_of(error).opened()
 
 
-async def waiting(stream: ChunkStream) -> asyncio.Task[TokenEvents]:
+async def waiting(stream: AnswerStream) -> asyncio.Task[TokenEvents]:
     task = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     return task  # type: ignore[return-value]
