@@ -20,7 +20,7 @@ def why_not(parts: Parts) -> str | None:
     return None
 
 
-class EagerDecoder:
+class Eager:
     """Stages a plan, runs the model over it, samples."""
 
     tokens_per_step = 1

@@ -21,7 +21,7 @@ from engine.loading.checkpoint import Progress
 from engine.scheduling.plan import Row, StepPlan, StepResult
 
 
-class Decoder(Protocol):
+class Executor(Protocol):
     """Does steps on one model."""
 
     def warmup(self, progress: Progress) -> None:
@@ -47,17 +47,17 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderEntry:
+class ExecutorEntry:
     """One line of the registry."""
 
     name: str
     why_not: Callable[[Parts], str | None]  # None: it can serve this model on this machine
-    make: Callable[[Parts], Decoder]  # Unfit: it cannot after all
+    make: Callable[[Parts], Executor]  # Unfit: it cannot after all
 
 
-DECODERS: tuple[DecoderEntry, ...] = (
-    DecoderEntry("graph", graph.why_not, graph.GraphDecoder),
-    DecoderEntry("eager", eager.why_not, eager.EagerDecoder),
+EXECUTORS: tuple[ExecutorEntry, ...] = (
+    ExecutorEntry("graph", graph.why_not, graph.GraphDecode),
+    ExecutorEntry("eager", eager.why_not, eager.Eager),
 )
 
 
@@ -66,11 +66,11 @@ class Choice:
     """The decoder in use, and why better ones are not."""
 
     name: str
-    decoder: Decoder
+    decoder: Executor
     objections: tuple[Objection, ...]
 
 
-def choose(wanted: str, parts: Parts, registry: tuple[DecoderEntry, ...] = DECODERS) -> Choice:
+def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> Choice:
     """The first without objection, or the one asked for by name. Raises Unsupported where that one cannot hold."""
     objections: list[Objection] = []
     for entry in registry:

@@ -6,7 +6,7 @@ import torch
 
 from engine.api import ModelInfo
 from engine.errors import Unsupported
-from engine.execution.registry import Decoder
+from engine.execution.registry import Executor
 from engine.execution.step_state import Parts
 from engine.kv.page_transfer import PoolPages
 from engine.scheduling.plan import RowResult, StepPlan, StepResult
@@ -15,7 +15,7 @@ from engine.scheduling.plan import RowResult, StepPlan, StepResult
 class ModelRunner:
     """One model on one device."""
 
-    def __init__(self, info: ModelInfo, parts: Parts, decoders: tuple[Decoder, ...]) -> None:
+    def __init__(self, info: ModelInfo, parts: Parts, decoders: tuple[Executor, ...]) -> None:
         self._info = info
         self._parts = parts
         self._decoders = decoders  # each does what those before it left; the last does every row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.kv.kv_cache import KvPool
+from engine.kv.kv_cache import KvCache
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 
@@ -18,7 +18,7 @@ class Parts:
     """One loaded model and the state that its decoders share."""
 
     model: Transformer
-    pool: KvPool
+    pool: KvCache
     sampler: Sampler
     max_sequences: int
     max_context: int  # tokens

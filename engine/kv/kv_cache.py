@@ -27,7 +27,7 @@ class KvShape:
         return 2 * self.layers * self.kv_heads * PAGE_SIZE * self.head_dim * dtype.itemsize
 
 
-class KvPool:
+class KvCache:
     """Where keys and values lie. Who owns which page is the scheduler's business."""
 
     def __init__(self, shape: KvShape, pages: int, placement: Placement, heads_outside: bool) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Sequence as Items
 import torch
 
 from cache.api import BlockLayout
-from engine.kv.kv_cache import KvPool
+from engine.kv.kv_cache import KvCache
 from engine.settings import PAGE_SIZE
 
 
 class PoolPages:
     """A `PageAccess`. A page's bytes: [layers, 2, kv_heads, 16, head_dim], in the pool's dtype."""
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvCache) -> None:
         self._pool = pool
         shape, placement = pool.shape, pool.placement
         self._placement = placement

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
-from engine.kv.kv_cache import KvPool
+from engine.kv.kv_cache import KvCache
 from engine.settings import PAGE_SIZE
 
 Window = int | None
@@ -45,14 +45,14 @@ class Reach:
     offset: int  # of the first, in the gathered
     stretches: tuple[tuple[int, int], ...] = ()  # first slot and count of each, instead of pages
 
-    def read(self, pool: KvPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, pool: KvCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, kv_heads, length, head_dim]."""
         if self.pages is None:
             return pool.run(layer, self.slot, self.length)
         keys, values = pool.gather(layer, self.pages)
         return keys.narrow(2, self.offset, self.length), values.narrow(2, self.offset, self.length)
 
-    def attend(self, pool: KvPool, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def attend(self, pool: KvCache, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [1, kv_heads, rows, head_dim] over all of these keys → the same shape."""
         if not self.stretches:
             keys, values = self.read(pool, layer)
@@ -75,7 +75,7 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tu
     return found
 
 
-def reach(share: Share, window: Window, pool: KvPool, device: torch.device, whole: bool = True) -> Reach:
+def reach(share: Share, window: Window, pool: KvCache, device: torch.device, whole: bool = True) -> Reach:
     """The keys of a row, from the oldest that its first token sees. Not `whole`: they may be seen piece by piece."""
     low = 0 if window is None else max(0, share.start - window + 1)
     first, last = low // PAGE_SIZE, (share.end - 1) // PAGE_SIZE
@@ -104,7 +104,7 @@ def _stretches(pages: list[int], offset: int, length: int) -> tuple[tuple[int, i
 class Chunk:
     """A row of several tokens."""
 
-    def __init__(self, share: Share, windows: Sequence[Window], pool: KvPool, device: torch.device) -> None:
+    def __init__(self, share: Share, windows: Sequence[Window], pool: KvCache, device: torch.device) -> None:
         self.share = share
         self._pool = pool
         self._reach = {window: reach(share, window, pool, device) for window in windows}
@@ -133,7 +133,7 @@ class Chunk:
 class ReadInPlace:
     """Rows of one token, each over its own keys."""
 
-    def __init__(self, shares: Sequence[Share], windows: Sequence[Window], pool: KvPool, device: torch.device) -> None:
+    def __init__(self, shares: Sequence[Share], windows: Sequence[Window], pool: KvCache, device: torch.device) -> None:
         self._pool = pool
         self._reach = {window: [reach(share, window, pool, device, False) for share in shares] for window in windows}
 
@@ -152,7 +152,7 @@ class ReadInPlace:
 class ReadGathered:
     """Rows of one token as one padded batch."""
 
-    def __init__(self, shares: Sequence[Share], windows: Sequence[Window], pool: KvPool, device: torch.device) -> None:
+    def __init__(self, shares: Sequence[Share], windows: Sequence[Window], pool: KvCache, device: torch.device) -> None:
         self._pool = pool
         widest = max((share.end - 1) // PAGE_SIZE for share in shares) + 1
         table = [(share.pages[:widest] + [0] * widest)[:widest] for share in shares]
@@ -183,7 +183,7 @@ class ReadGathered:
 class StepAttention:
     """What is known of a step's rows before its first layer. Rows of one token come first in the flat batch."""
 
-    def __init__(self, shares: Sequence[Share], windows: Sequence[Window], pool: KvPool, device: torch.device) -> None:
+    def __init__(self, shares: Sequence[Share], windows: Sequence[Window], pool: KvCache, device: torch.device) -> None:
         singles = [share for share in shares if share.count == 1]
         if [share.count for share in shares[: len(singles)]] != [1] * len(singles):
             raise ValueError("rows of one token must come first")

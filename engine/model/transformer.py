@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from engine.kv.kv_cache import KvPool
+from engine.kv.kv_cache import KvCache
 from engine.linear import Placement
 from engine.model.attention import StepAttention
 from engine.model.config import ModelConfig
@@ -38,7 +38,7 @@ class Transformer:
         self.rope = rope  # [positions, 2, head_dim]
         self.placement = placement
 
-    def forward(self, step: StepInput, pool: KvPool) -> torch.Tensor:
+    def forward(self, step: StepInput, pool: KvCache) -> torch.Tensor:
         """Fills the pool; returns hidden states [sampled, hidden] before the last norm, float32."""
         x = functional.embedding(step.token_ids, self.weights.embedding).float()
         cos, sin = self.rope.index_select(0, step.positions).unsqueeze(1).unbind(2)  # [tokens, 1, head_dim]
@@ -59,7 +59,7 @@ class Transformer:
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         step: StepInput,
-        pool: KvPool,
+        pool: KvCache,
     ) -> torch.Tensor:
         config = self.config
         qkv = layer.qkv(layer.input_norm(x).to(self.placement.dtype)).view(x.shape[0], -1, config.head_dim)

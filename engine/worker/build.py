@@ -12,11 +12,11 @@ import torch
 from engine.api import ModelInfo
 from engine.errors import Unsupported
 from engine.execution.graph_prefill import executor as prefill
-from engine.execution.registry import DECODERS, Choice, Decoder, DecoderEntry, choose
+from engine.execution.registry import EXECUTORS, Choice, Executor, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.context import keep_little
-from engine.kv.kv_cache import KvPool, KvShape
+from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
 from engine.linear import Placement
 from engine.loading.checkpoint import Progress
@@ -76,7 +76,7 @@ def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, pla
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     room = make_room(settings, config.max_context, shape, placement)
     model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, placement.device), placement)
-    pool = KvPool(shape, room.pages, placement, heads_outside=placement.device.type == "cpu")
+    pool = KvCache(shape, room.pages, placement, heads_outside=placement.device.type == "cpu")
     sampler = Sampler(config.vocab_size, settings.max_sequences, placement.device)
     return Prepared(
         Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest, loaded.weight_format
@@ -87,7 +87,7 @@ def make_runner(
     settings: EngineSettings,
     prepared: Prepared,
     progress: Progress,
-    registry: tuple[DecoderEntry, ...] = DECODERS,
+    registry: tuple[ExecutorEntry, ...] = EXECUTORS,
 ) -> ModelRunner:
     """Chooses the decoder and warms it. Raises Unsupported where the one asked for cannot hold."""
     parts, room = prepared.parts, prepared.room
@@ -120,7 +120,7 @@ def make_runner(
     return runner
 
 
-def _others(choice: Choice, parts: Parts, last: DecoderEntry, progress: Progress) -> tuple[Decoder, ...]:
+def _others(choice: Choice, parts: Parts, last: ExecutorEntry, progress: Progress) -> tuple[Executor, ...]:
     """What does the rows that the chosen decoder leaves: prompts in graphs where that can be, the last of the registry
     everything."""
     if choice.name == last.name:

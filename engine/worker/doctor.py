@@ -17,9 +17,9 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
-from engine.execution.registry import DECODERS
+from engine.execution.registry import EXECUTORS
 from engine.execution.step_state import Parts
-from engine.kv.kv_cache import KvPool, KvShape
+from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.quantized import loader_of, quantized_loader
@@ -172,7 +172,7 @@ def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
     """In the order of the registry; without a model, what would be tried."""
     found: list[Option] = []
     taken = False
-    for entry in DECODERS:
+    for entry in EXECUTORS:
         reason = None if parts is None else entry.why_not(parts)
         if settings.decoder not in ("auto", entry.name):
             reason = f"{settings.decoder} was asked for"
@@ -212,7 +212,7 @@ def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
     weights = load_weights(config, _Shapes(dense_tensors(config), placement.dtype), read, nowhere)
     model = Transformer(config, weights, rope_table(config.rope, 1, placement.device), placement)
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    pool = KvPool(shape, 1, placement, heads_outside=placement.device.type == "cpu")
+    pool = KvCache(shape, 1, placement, heads_outside=placement.device.type == "cpu")
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, Stopping
-from engine.execution.eager import EagerDecoder
+from engine.execution.eager import Eager
 from engine.model.config import parse_config
 from engine.model.weights import Layer, dense_tensors, projections
 from engine.scheduling.plan import Row
@@ -62,7 +62,7 @@ def sequence_of(ids: list[int]) -> Sequence:
 
 def logits_of(folder: Path, ids: list[int], *, at_once: bool = False, **given: Any) -> torch.Tensor:
     """[tokens, vocab]: each token in a step of its own, or the last alone of a prompt at once."""
-    decoder = EagerDecoder(prepare(settings(folder, **given), nothing).parts)
+    decoder = Eager(prepare(settings(folder, **given), nothing).parts)
     sequence = sequence_of(ids)
     steps = [(0, len(ids))] if at_once else [(at, 1) for at in range(len(ids))]
     with torch.inference_mode():

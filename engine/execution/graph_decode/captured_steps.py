@@ -1,4 +1,4 @@
-"""The captured steps of each number of seats, and the device memory that they live in. Implements `flight.Card`."""
+"""The captured steps of each batch bucket, and the device memory that they live in. A `pipeline.StepDevice`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
-from engine.execution.graph_decode.flight import BUCKETS, MOST_STOPS, SIZES, Seat, bucket
+from engine.execution.graph_decode.pipeline import BUCKETS, MOST_STOPS, SIZES, RowState, bucket
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Launcher
@@ -58,7 +58,7 @@ def state_of(block: torch.Tensor) -> State:
     )
 
 
-def fill(seats: Rows[Seat], width: int, number: int) -> State:
+def fill(seats: Rows[RowState], width: int, number: int) -> State:
     """The block of these seats in the host's memory; those beyond are idle."""
     state = state_of(torch.zeros(_WORDS, width, dtype=torch.int32))
     state.position.fill_(-1)
@@ -105,7 +105,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class BatchBucket:
     """Some seats side by side."""
 
     buffers: StepBuffers
@@ -117,7 +117,7 @@ class Bench:
     ring: memoryview  # of 64-bit words [seats · RING]
 
 
-class GraphCard:
+class CapturedSteps:
     """All benches. Calls go to torch's current stream."""
 
     def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
@@ -127,8 +127,8 @@ class GraphCard:
         self._sizes = [seats for seats in BUCKETS if seats <= bucket(min(max_rows, BUCKETS[-1]))]
         self._launcher = Launcher()
         self._recorder = Recorder(weights.table.device)
-        self._benches: dict[int, Bench] = {}
-        self._here: Bench | None = None
+        self._benches: dict[int, BatchBucket] = {}
+        self._here: BatchBucket | None = None
         vocabulary, device = weights.head.rows, weights.table.device
         self._sampling = sampling.allocate(self._sizes[-1], vocabulary, device)  # all benches', one at a time
         self._draws = False  # whether the sampling stages are needed here
@@ -157,7 +157,7 @@ class GraphCard:
 
         start = prepare_start(self._library, self._weights, buffers)
         ring = _words(buffers.progress.ring)
-        self._benches[seats] = Bench(buffers, state, start, reaches(None), draws, reaches(draws), ring)
+        self._benches[seats] = BatchBucket(buffers, state, start, reaches(None), draws, reaches(draws), ring)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
@@ -197,7 +197,7 @@ class GraphCard:
             found = steps.graphs[size] = self._recorder.record(enqueue)
         return found
 
-    def place(self, seats: Rows[Seat], number: int) -> None:
+    def place(self, seats: Rows[RowState], number: int) -> None:
         """These rows and no others."""
         bench = self._here = self._benches[bucket(len(seats))]
         vocabulary = self._weights.table.shape[0]
@@ -257,7 +257,7 @@ class GraphCard:
         self._here = None
 
     @property
-    def _bench(self) -> Bench:
+    def _bench(self) -> BatchBucket:
         if self._here is None:
             raise EngineFailed("no rows were placed")
         return self._here

@@ -10,9 +10,9 @@ import torch
 
 from engine.errors import Unsupported
 from engine.execution.graph_decode import weights
-from engine.execution.graph_decode.captured_steps import GraphCard
-from engine.execution.graph_decode.fleet import MOST_FLIGHTS, Fleet
-from engine.execution.graph_decode.flight import AHEAD, BUCKETS, Flight, can_sample
+from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
+from engine.execution.graph_decode.captured_steps import CapturedSteps
+from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, can_sample
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
 from engine.loading.checkpoint import Progress
@@ -34,24 +34,24 @@ def why_not(parts: Parts) -> str | None:
     return weights.why_not(parts)
 
 
-class GraphDecoder:
+class GraphDecode:
     """Decodes rows of one token."""
 
     tokens_per_step = 2 * AHEAD
 
     def __init__(self, parts: Parts) -> None:
-        rows = range(0, min(parts.max_sequences, MOST_FLIGHTS * BUCKETS[-1]), BUCKETS[-1])
+        rows = range(0, min(parts.max_sequences, MOST_PIPELINES * BUCKETS[-1]), BUCKETS[-1])
         with torch.inference_mode():
             try:
                 library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
                 read = weights.step_weights(parts)
                 self._cards = [
-                    GraphCard(library, read, parts.max_context, parts.max_sequences - first) for first in rows
+                    CapturedSteps(library, read, parts.max_context, parts.max_sequences - first) for first in rows
                 ]
                 self._cards[0].build(BUCKETS[0])
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
-        self._fleet = Fleet([Flight(card, parts.max_context) for card in self._cards])
+        self._pipelines = AlternatingPipelines([DecodePipeline(card, parts.max_context) for card in self._cards])
         self._fused = True
 
     def warmup(self, progress: Progress) -> None:
@@ -65,15 +65,15 @@ class GraphDecoder:
         if not self._fused:
             return ()
         rows = tuple(row for row in plan.rows if row.count == 1 and row.sample and can_sample(row))
-        return rows if len(rows) <= self._fleet.seats else ()
+        return rows if len(rows) <= self._pipelines.seats else ()
 
     def run(self, plan: StepPlan) -> StepResult:
         """One token or several a row."""
-        return StepResult(tuple(self._fleet.step(plan.rows)))
+        return StepResult(tuple(self._pipelines.step(plan.rows)))
 
     def forget(self, slots: Rows[int]) -> None:
         """These slots have new owners."""
-        self._fleet.forget(slots)
+        self._pipelines.forget(slots)
 
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""

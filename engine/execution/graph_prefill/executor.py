@@ -84,8 +84,8 @@ class Buffers:
         )
 
 
-class PrefillStage:
-    """Feeds chunks of several tokens, and draws the token that follows where a row samples. A `Decoder`."""
+class GraphPrefill:
+    """Feeds chunks of several tokens, and draws the token that follows where a row samples. A `Executor`."""
 
     tokens_per_step = 1
 
@@ -269,14 +269,14 @@ class PrefillStage:
         self._go(ops.gate(library, wide, buffers.inner, products.order(layer.down, tokens)))
 
 
-def make(parts: Parts) -> PrefillStage:
+def make(parts: Parts) -> GraphPrefill:
     """The stage. Raises Unfit with the reason where there can be none."""
     reason = why_not(parts)
     if reason is not None:
         raise Unfit(reason)
     try:
         with torch.inference_mode():
-            return PrefillStage(parts)
+            return GraphPrefill(parts)
     except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
         raise Unfit(_one_line(failure)) from failure
 

@@ -12,7 +12,7 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import fill, placed, state_of
-from engine.execution.graph_decode.flight import NO_TOKEN, Seat
+from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launcher
@@ -61,7 +61,7 @@ class FirstTokens:
         """Behind the row's last chunk; the number that its token will have."""
         sequence = row.sequence
         one = sequence.request.sampling
-        seat = Seat(
+        seat = RowState(
             token=0,
             position=row.start + row.count - 1,
             last_position=_NEVER,

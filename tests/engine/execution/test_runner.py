@@ -12,9 +12,9 @@ import torch
 
 from engine.api import GenerationRequest
 from engine.errors import EngineFailed, Unsupported
-from engine.execution.eager import EagerDecoder
+from engine.execution.eager import Eager
 from engine.execution.step_state import Parts
-from engine.kv.kv_cache import KvPool
+from engine.kv.kv_cache import KvCache
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Row, StepPlan
 from engine.scheduling.sequence import Sequence
@@ -111,7 +111,7 @@ def test_a_row_of_nan_fails_alone(tmp_path: Path, settings: EngineSettings, requ
 
 
 def _parts_with(parts: Parts, heads_outside: bool) -> Parts:
-    pool = KvPool(parts.pool.shape, parts.pool.pages, parts.model.placement, heads_outside)
+    pool = KvCache(parts.pool.shape, parts.pool.pages, parts.model.placement, heads_outside)
     sampler = Sampler(parts.model.config.vocab_size, parts.max_sequences, parts.model.placement.device)
     return Parts(parts.model, pool, sampler, parts.max_sequences, parts.max_context)
 
@@ -123,7 +123,7 @@ def test_pages_in_any_order_and_layout(
 ) -> None:
     prepared = prepare(settings, progress)
     text = ids(100, 5)
-    whole = EagerDecoder(_parts_with(prepared.parts, True))
+    whole = Eager(_parts_with(prepared.parts, True))
     truth = [
         whole.logits([Row(live(request_of(text[:end]), list(range(40, 48))), 0, end, True)])
         for end in (30, 31, 64, 100)
@@ -132,7 +132,7 @@ def test_pages_in_any_order_and_layout(
     # What an earlier owner left must not be seen, not even a NaN.
     for layer in range(3):
         parts.pool.layer(layer).fill_(float("nan"))
-    decoder = EagerDecoder(parts)
+    decoder = Eager(parts)
     sequence = live(request_of(text), pages)
     other = live(request_of(ids(17, 6)), [30, 29], 1)
     decoder.logits([Row(other, 0, 16, False)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv.kv_cache import KvPool, KvShape
+from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.page_pool import PagePool
 from engine.kv.page_transfer import PoolPages
 from engine.kv.prefix_index import PrefixIndex
@@ -39,7 +39,7 @@ CONFIG = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pages_leave_a_card_and_come_back(dtype: torch.dtype) -> None:
     shape = KvShape(layers=3, kv_heads=2, head_dim=64)
-    source, target = (KvPool(shape, 12, Placement(dtype, torch.device("cuda")), heads_outside=False) for _ in range(2))
+    source, target = (KvCache(shape, 12, Placement(dtype, torch.device("cuda")), heads_outside=False) for _ in range(2))
     for layer in range(shape.layers):
         source.layer(layer).normal_()
     out, back = PoolPages(source), PoolPages(target)

@@ -12,7 +12,7 @@ import torch
 
 from engine.api import GenerationRequest
 from engine.execution.runner import ModelRunner
-from engine.kv.kv_cache import KvPool, KvShape
+from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.page_pool import PagePool
 from engine.kv.page_transfer import PoolPages
 from engine.kv.prefix_index import PrefixIndex
@@ -26,8 +26,8 @@ from engine.worker.build import build
 SHAPE = KvShape(layers=3, kv_heads=2, head_dim=8)
 
 
-def pool(dtype: torch.dtype, heads_outside: bool, pages: int = 12) -> KvPool:
-    made = KvPool(SHAPE, pages, Placement(dtype, torch.device("cpu")), heads_outside)
+def pool(dtype: torch.dtype, heads_outside: bool, pages: int = 12) -> KvCache:
+    made = KvCache(SHAPE, pages, Placement(dtype, torch.device("cpu")), heads_outside)
     generator = torch.Generator().manual_seed(pages)
     for layer in range(SHAPE.layers):
         made.layer(layer).copy_(torch.randn(made.layer(layer).shape, generator=generator))

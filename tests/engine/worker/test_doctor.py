@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution.registry import DECODERS, DecoderEntry
+from engine.execution.registry import EXECUTORS, DecoderEntry
 from engine.settings import EngineSettings
 from engine.worker import doctor, hardware
 from engine.worker.build import build
@@ -61,7 +61,7 @@ def test_it_tells_what_building_comes_to(dtype: Any) -> None:
 def test_without_a_model() -> None:
     report = doctor.examine(settings(""))
     assert (report.model, report.problems) == (None, [])
-    assert [one.name for one in report.decoders] == [entry.name for entry in DECODERS]
+    assert [one.name for one in report.decoders] == [entry.name for entry in EXECUTORS]
     assert report.torch == torch.__version__
 
 
@@ -73,13 +73,13 @@ def refuser(reason: str | None) -> DecoderEntry:
 
 
 def test_why_a_decoder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "DECODERS", (refuser("no graph here"), DECODERS[-1]))
+    monkeypatch.setattr(doctor, "EXECUTORS", (refuser("no graph here"), EXECUTORS[-1]))
     report = doctor.examine(settings())
     assert [(one.name, one.chosen, one.reason) for one in report.decoders][:2] == [
         ("fast", False, "no graph here"),
         ("eager", True, None),
     ]
-    monkeypatch.setattr(doctor, "DECODERS", (refuser(None), DECODERS[-1]))
+    monkeypatch.setattr(doctor, "EXECUTORS", (refuser(None), EXECUTORS[-1]))
     report = doctor.examine(settings())
     assert [(one.name, one.chosen) for one in report.decoders] == [("fast", True), ("eager", False)]
     assert report.decoders[1].reason == "a better one can serve"
@@ -88,7 +88,7 @@ def test_why_a_decoder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_decoder_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "DECODERS", (refuser("no graph here"),))
+    monkeypatch.setattr(doctor, "EXECUTORS", (refuser("no graph here"),))
     assert doctor.examine(settings()).problems == ["no decoder can serve this model here (fast: no graph here)"]
 
 

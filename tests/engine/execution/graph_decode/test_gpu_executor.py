@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.api import GenerationRequest
-from engine.execution.eager import EagerDecoder
+from engine.execution.eager import Eager
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
-from engine.kv.kv_cache import KvPool, KvShape
+from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.page_pool import PagePool
 from engine.linear import DenseLinear, Placement
 from engine.model.attention import Share, StepAttention
@@ -118,7 +118,8 @@ def forced(model: Transformer, tokens: Items[int]) -> torch.Tensor:
     pages = -(-count // PAGE_SIZE)
     config = model.config
 
-    pool = KvPool(KvShape(config.layers, config.kv_heads, config.head_dim), pages, model.placement, heads_outside=False)
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    pool = KvCache(shape, pages, model.placement, heads_outside=False)
     places = torch.arange(count, device=device)
     share = [Share(0, count, 0, list(range(pages)))]
     attention = StepAttention(share, tuple(dict.fromkeys(config.windows)), pool, device)
@@ -181,12 +182,12 @@ def test_sixteen_rows_are_two_flights(tmp_path: Path, request_of: Any, drive: An
     ]
     eager = 0
 
-    def counted(self: EagerDecoder, plan: StepPlan, inner: Any = EagerDecoder.run) -> StepResult:
+    def counted(self: Eager, plan: StepPlan, inner: Any = Eager.run) -> StepResult:
         nonlocal eager
         eager += len(plan.rows)
         return inner(self, plan)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(EagerDecoder, "run", counted)
+    monkeypatch.setattr(Eager, "run", counted)
     truth = exact(prepared.parts)
     for request, answer in zip(asked, drive(runner, asked).answers, strict=True):
         assert len(answer.token_ids) == request.stopping.max_tokens
@@ -300,4 +301,4 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     runner = make_runner(settings_of(folder, dtype="float16"), prepared, nobody)
     assert runner.info.decoder == EAGER
     assert "float16" in runner.info.objections[0].reason
-    assert isinstance(runner._decoders[-1], EagerDecoder)
+    assert isinstance(runner._decoders[-1], Eager)

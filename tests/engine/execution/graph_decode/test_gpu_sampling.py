@@ -14,7 +14,7 @@ from bench.driven import GREEDY
 from engine.api import GenerationRequest, Stopping
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
-from engine.execution.eager import EagerDecoder
+from engine.execution.eager import Eager
 from engine.execution.runner import ModelRunner
 from engine.kernels import reference
 from engine.kernels.sampling import SampledRow, allocate
@@ -107,7 +107,7 @@ def moved(row: SampledRow, by: int) -> SampledRow:
 
 def judge(prepared: Prepared, request: GenerationRequest, ids: list[int]) -> None:
     """Each token among what eager's logits leave, and the best of it, but for what bf16 rounds away."""
-    eager, device = EagerDecoder(prepared.parts), torch.device("cuda")
+    eager, device = Eager(prepared.parts), torch.device("cuda")
     state = allocate(1, VOCABULARY, device)
     for at, token in enumerate(ids):
         told = [*request.token_ids, *ids[:at]]
@@ -154,7 +154,7 @@ def test_no_such_row_is_left_to_eager(folder: Path, monkeypatch: pytest.MonkeyPa
     runner = make_runner(settings_of(folder), prepared, nobody)
     eager_rows = sampled_rows = 0
 
-    def counted(self: EagerDecoder, plan: StepPlan, inner: Any = EagerDecoder.run) -> StepResult:
+    def counted(self: Eager, plan: StepPlan, inner: Any = Eager.run) -> StepResult:
         nonlocal eager_rows
         eager_rows += sum(row.count == 1 and row.start >= len(row.sequence.request.token_ids) for row in plan.rows)
         return inner(self, plan)  # type: ignore[no-any-return]
@@ -164,7 +164,7 @@ def test_no_such_row_is_left_to_eager(folder: Path, monkeypatch: pytest.MonkeyPa
         sampled_rows += len(rows)
         return inner(self, rows, logits)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(EagerDecoder, "run", counted)
+    monkeypatch.setattr(Eager, "run", counted)
     monkeypatch.setattr(Sampler, "sample", drawn)
     asked = requests()
     generate(runner, asked, 200)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.errors import Unsupported
-from engine.execution.eager import EagerDecoder
-from engine.execution.graph_prefill.executor import PrefillStage, why_not
+from engine.execution.eager import Eager
+from engine.execution.graph_prefill.executor import GraphPrefill, why_not
 from engine.model.config import parse_config
 from engine.model.weights import dense_tensors
 from engine.scheduling.plan import Row, StepPlan
@@ -115,7 +115,7 @@ def test_chunks_in_graphs_are_as_right_as_eager(family: str, tmp_path: Path) -> 
     exact_parts = prepared(tmp_path, family, "float32").parts
     parts = prepared(tmp_path, family).parts
     assert why_not(parts) is None
-    stage, eager, exact = PrefillStage(parts, SIZES), EagerDecoder(parts), EagerDecoder(exact_parts)
+    stage, eager, exact = GraphPrefill(parts, SIZES), Eager(parts), Eager(exact_parts)
     stage.warmup(watch)
     generator = torch.Generator().manual_seed(3)
     pages = torch.randperm(60, generator=generator).tolist()
@@ -152,7 +152,7 @@ def test_chunks_in_graphs_are_as_right_as_eager(family: str, tmp_path: Path) -> 
 
 def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen3").parts
-    stage = PrefillStage(parts, SIZES)
+    stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     generator = torch.Generator().manual_seed(5)
     texts = [torch.randint(0, 320, (size,), generator=generator).tolist() for size in (30, 200, 9)]
@@ -176,7 +176,7 @@ def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
 def test_tokens_after_prompts_of_one_plan(tmp_path: Path) -> None:
     """Drawn by the kernels or, with log-probabilities, by the sampler: each as it is alone, in its own place."""
     parts = prepared(tmp_path, "qwen3").parts
-    stage = PrefillStage(parts, SIZES)
+    stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     generator = torch.Generator().manual_seed(7)
     kinds = [
@@ -224,7 +224,7 @@ def test_a_prompt_without_numbers_has_no_token(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen3").parts
     with torch.inference_mode():
         parts.model.weights.embedding[7] = float("nan")
-    stage = PrefillStage(parts, SIZES)
+    stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     rows = [
         Row(of_request(ids, pages, slot, kind), 0, 3, True)
@@ -242,7 +242,7 @@ def test_a_prompt_without_numbers_has_no_token(tmp_path: Path) -> None:
 
 def test_switches(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen3").parts
-    stage = PrefillStage(parts, SIZES)
+    stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     one = sequence(torch.randint(0, 320, (90,), generator=torch.Generator().manual_seed(6)).tolist(), list(range(6)))
     captured = told(stage, one, [40])
@@ -261,7 +261,7 @@ def test_switches(tmp_path: Path) -> None:
 
 def test_a_token_outside_the_vocabulary_is_no_step(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen2").parts
-    stage = PrefillStage(parts, SIZES)
+    stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     with torch.inference_mode(), pytest.raises(Exception, match="vocabulary"):
         stage.run(StepPlan((Row(sequence([1, 320], [0]), 0, 2, True),), ()))

@@ -33,7 +33,7 @@ _LAST_NUMBER = 1 << 30  # numbers begin anew above it
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RowState:
     """A row as the device is told of it."""
 
     token: int  # to be fed
@@ -47,10 +47,10 @@ class Seat:
     fresh: tuple[int, ...]  # tokens that the sequence has not been given yet
 
 
-class Card(Protocol):
+class StepDevice(Protocol):
     """The device: every call but `poll` and `wait` is queued behind those before it."""
 
-    def place(self, seats: Rows[Seat], number: int) -> None:
+    def place(self, seats: Rows[RowState], number: int) -> None:
         """These rows and no others. Entries are numbered from `number` + 1 on; 0: all numbers may come again."""
 
     def add_pages(self, seat: int, first: int, pages: Rows[int]) -> None:
@@ -67,7 +67,7 @@ class Card(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class PipelineRow:
     """A row under way."""
 
     sequence: Sequence
@@ -97,14 +97,14 @@ def can_sample(row: Row) -> bool:
     return request.logprobs is None and len(request.stopping.stop_token_ids) <= MOST_STOPS
 
 
-class Flight:
+class DecodePipeline:
     """The rows on the device and the steps under way."""
 
-    def __init__(self, card: Card, max_context: int, sizes: tuple[int, ...] = SIZES) -> None:
+    def __init__(self, card: StepDevice, max_context: int, sizes: tuple[int, ...] = SIZES) -> None:
         self._card = card
         self._max_context = max_context
         self._sizes = sizes
-        self._lanes: list[Lane] = []
+        self._lanes: list[PipelineRow] = []
         self._seats = 0  # seats that the device moves, taken or not
         self._number = 0  # of the last entry before this seating
         self._launched = 0  # steps of this seating
@@ -140,7 +140,7 @@ class Flight:
 
     # Seats
 
-    def _current(self, rows: Rows[Row]) -> list[Lane] | None:
+    def _current(self, rows: Rows[Row]) -> list[PipelineRow] | None:
         """The lanes of these rows where the device holds just them, else None."""
         if not self._seats or bucket(len(rows)) < self._seats:
             return None
@@ -153,7 +153,7 @@ class Flight:
             lanes.append(lane)
         return None if by_sequence else lanes
 
-    def _continues(self, lane: Lane, row: Row) -> bool:
+    def _continues(self, lane: PipelineRow, row: Row) -> bool:
         """Whether the device left the row where the plan takes it up."""
         sequence = row.sequence
         return (
@@ -162,7 +162,7 @@ class Flight:
             and sequence.pages[: len(lane.pages)] == lane.pages
         )
 
-    def _settle(self, rows: Rows[Row]) -> dict[int, Lane]:
+    def _settle(self, rows: Rows[Row]) -> dict[int, PipelineRow]:
         """Reads all that is under way for rows that go on; their lanes by the identity of their sequences."""
         by_sequence = {id(row.sequence): row for row in rows}
         kept = {}
@@ -175,15 +175,15 @@ class Flight:
                 self._card.wait()
         return kept
 
-    def _seat(self, rows: Rows[Row], kept: dict[int, Lane]) -> list[Lane]:
+    def _seat(self, rows: Rows[Row], kept: dict[int, PipelineRow]) -> list[PipelineRow]:
         """Writes the seats of these rows, those of `kept` as far on as they are."""
         self._number += self._launched
         if self._number > _LAST_NUMBER:
             self._number = 0
         self._launched = self._told = 0
         self._ahead = FIRST_AHEAD
-        lanes: list[Lane] = []
-        seats: list[Seat] = []
+        lanes: list[PipelineRow] = []
+        seats: list[RowState] = []
         for row in rows:
             lane = self._lane(row, kept.get(id(row.sequence)))
             lane.seat = len(seats)
@@ -196,10 +196,10 @@ class Flight:
         self._lanes = lanes
         return lanes
 
-    def _lane(self, row: Row, old: Lane | None) -> Lane:
+    def _lane(self, row: Row, old: PipelineRow | None) -> PipelineRow:
         sequence = row.sequence
         last = min(sequence.prompt_length + sequence.request.stopping.max_tokens, self._max_context) - 1
-        lane = Lane(sequence, sequence.slot, 0, row.start, last, list(sequence.pages))
+        lane = PipelineRow(sequence, sequence.slot, 0, row.start, last, list(sequence.pages))
         if old is not None:
             lane.fresh, lane.ended = old.fresh, old.ended
             if not lane.ended:
@@ -208,9 +208,9 @@ class Flight:
             lane.first += len(lane.fresh)
         return lane
 
-    def _told_of(self, lane: Lane) -> Seat:
+    def _told_of(self, lane: PipelineRow) -> RowState:
         sequence, sampling = lane.sequence, lane.sequence.request.sampling
-        return Seat(
+        return RowState(
             token=lane.fresh[-1] if lane.fresh else sequence.token_ids[lane.first],
             position=lane.first,
             last_position=lane.last,
@@ -222,7 +222,7 @@ class Flight:
             fresh=tuple(lane.fresh),
         )
 
-    def _extend(self, lanes: Rows[Lane]) -> None:
+    def _extend(self, lanes: Rows[PipelineRow]) -> None:
         """Tells of pages that came since."""
         for lane in lanes:
             known, pages = len(lane.pages), lane.sequence.pages
@@ -232,7 +232,7 @@ class Flight:
 
     # Steps
 
-    def _send(self, lanes: Rows[Lane]) -> None:
+    def _send(self, lanes: Rows[PipelineRow]) -> None:
         """Launches as far ahead as is wanted, allowed and of use."""
         live = [lane for lane in lanes if not lane.ended]
         if not live:
@@ -251,7 +251,7 @@ class Flight:
             self._launched += steps
             wanted -= steps
 
-    def _receive(self, lanes: Rows[Lane]) -> None:
+    def _receive(self, lanes: Rows[PipelineRow]) -> None:
         """Reads what has come; waits where a row would be left without."""
         while any(not lane.ended for lane in lanes):
             if self._read(lanes):
@@ -262,7 +262,7 @@ class Flight:
                 raise EngineFailed("a row has nothing under way")
             self._card.wait()
 
-    def _read(self, lanes: Rows[Lane]) -> bool:
+    def _read(self, lanes: Rows[PipelineRow]) -> bool:
         """Takes in the next step where it has come for all rows."""
         if self._told == self._launched:
             return False
@@ -283,6 +283,6 @@ class Flight:
         return True
 
 
-def _given(lane: Lane) -> RowResult:
+def _given(lane: PipelineRow) -> RowResult:
     ids, lane.fresh = tuple(lane.fresh), []
     return RowResult(ids)

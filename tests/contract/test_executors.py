@@ -14,7 +14,7 @@ from bench.driven import GREEDY
 from engine.api import GenerationRequest, Objection, Stopping
 from engine.errors import Unsupported
 from engine.execution import eager
-from engine.execution.registry import DECODERS, DecoderEntry, choose
+from engine.execution.registry import EXECUTORS, ExecutorEntry, choose
 from engine.execution.step_state import Parts, Unfit
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Row, Runner, StepPlan, StepResult
@@ -36,7 +36,7 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-EAGER = DECODERS[-1]
+EAGER = EXECUTORS[-1]
 
 
 def progress(stage: str, done: int, total: int) -> None:
@@ -94,8 +94,8 @@ def generate(runner: Runner, asked: list[GenerationRequest], pages: int, budget:
     return {asked[key].request_id: ids for key, ids in found.items()}
 
 
-@pytest.mark.parametrize("entry", DECODERS, ids=lambda entry: entry.name)
-def test_each_decoder_agrees_with_eager(entry: DecoderEntry, settings: EngineSettings, prepared: Prepared) -> None:
+@pytest.mark.parametrize("entry", EXECUTORS, ids=lambda entry: entry.name)
+def test_each_decoder_agrees_with_eager(entry: ExecutorEntry, settings: EngineSettings, prepared: Prepared) -> None:
     reason = entry.why_not(prepared.parts)
     if reason is not None:
         assert len(reason.splitlines()) == 1
@@ -117,7 +117,7 @@ def test_each_decoder_agrees_with_eager(entry: DecoderEntry, settings: EngineSet
 def test_the_last_decoder_has_no_objection(prepared: Prepared) -> None:
     assert EAGER.name == "eager"
     assert EAGER.why_not(prepared.parts) is None
-    assert len({entry.name for entry in DECODERS}) == len(DECODERS)
+    assert len({entry.name for entry in EXECUTORS}) == len(EXECUTORS)
 
 
 class Even:
@@ -126,7 +126,7 @@ class Even:
     tokens_per_step = 3
 
     def __init__(self, parts: Parts) -> None:
-        self._inner = eager.EagerDecoder(parts)
+        self._inner = eager.Eager(parts)
         self.steps = 0
         self.warm = self.closed = False
         self.forgot: set[int] = set()
@@ -171,7 +171,7 @@ def test_eager_does_what_the_chosen_decoder_declines(settings: EngineSettings, p
         made.append(Even(parts))
         return made[-1]
 
-    registry = (DecoderEntry("even", lambda parts: None, make), EAGER)
+    registry = (ExecutorEntry("even", lambda parts: None, make), EAGER)
     runner = make_runner(settings, prepared, progress, registry)
     expected = generate(make_runner(settings, prepared, progress), requests()[:3], 128, 512)
     assert generate(runner, requests()[:3], 128, 512) == expected
@@ -190,25 +190,25 @@ def test_a_step_is_shared_between_the_chosen_decoder_and_eager(settings: EngineS
         made.append(Narrow(parts))
         return made[-1]
 
-    runner = make_runner(settings, prepared, progress, (DecoderEntry("narrow", lambda parts: None, make), EAGER))
+    runner = make_runner(settings, prepared, progress, (ExecutorEntry("narrow", lambda parts: None, make), EAGER))
     expected = generate(make_runner(settings, prepared, progress), requests(), 128, 512)
     assert generate(runner, requests(), 128, 7) == expected
     assert made[0].steps > 40
 
 
 def test_auto_passes_over_objections_and_tells_them(settings: EngineSettings, prepared: Prepared) -> None:
-    def never(parts: Parts) -> eager.EagerDecoder:
+    def never(parts: Parts) -> eager.Eager:
         raise AssertionError("made in spite of its objection")
 
-    def unfit(parts: Parts) -> eager.EagerDecoder:
+    def unfit(parts: Parts) -> eager.Eager:
         raise Unfit("no compiler")
 
     for reason, make, told in (("no CUDA device", never, "no CUDA device"), (None, unfit, "no compiler")):
-        registry = (DecoderEntry("graph", lambda parts, reason=reason: reason, make), EAGER)  # type: ignore[misc]
+        registry = (ExecutorEntry("graph", lambda parts, reason=reason: reason, make), EAGER)  # type: ignore[misc]
         info = make_runner(settings, prepared, progress, registry).info
         assert info.decoder == "eager"
         assert info.objections == (Objection(decoder="graph", reason=told),)
-    registry = (DecoderEntry("graph", lambda parts: "no CUDA device", never), EAGER)
+    registry = (ExecutorEntry("graph", lambda parts: "no CUDA device", never), EAGER)
     with pytest.raises(Unsupported, match="no CUDA device"):
         choose("graph", prepared.parts, registry)
     assert choose("eager", prepared.parts, registry).objections == ()

@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 from bench.driven import GREEDY
 from engine.api import FinishReason, GenerationRequest, Stopping
 from engine.errors import EngineFailed
-from engine.execution.graph_decode.fleet import AHEAD_IN_TURN, Fleet
-from engine.execution.graph_decode.flight import AHEAD, NO_TOKEN, Flight, Seat, bucket, can_sample
+from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
+from engine.execution.graph_decode.pipeline import AHEAD, NO_TOKEN, DecodePipeline, RowState, bucket, can_sample
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
@@ -50,10 +50,10 @@ class Chair:
     pages: dict[int, int] = field(default_factory=dict)
 
 
-class SlowCard:
+class SlowDevice:
     """Does what it was told when it feels like it, in order. Traps as the kernels do."""
 
-    def __init__(self, seed: int, pages: int, sick: int = -1, beside: SlowCard | None = None) -> None:
+    def __init__(self, seed: int, pages: int, sick: int = -1, beside: SlowDevice | None = None) -> None:
         self.random = random.Random(seed)
         # Seats of the same device share its memory and its stream.
         self.slots = [[-1] * PAGE_SIZE for _ in range(pages)] if beside is None else beside.slots
@@ -65,9 +65,9 @@ class SlowCard:
         self.placed = self.launched = 0
         self.sizes: list[int] = []
 
-    # What the flight asks for
+    # What the pipeline asks for
 
-    def place(self, seats: Rows[Seat], number: int) -> None:
+    def place(self, seats: Rows[RowState], number: int) -> None:
         self.here = bucket(len(seats))
         self.placed += 1
         chairs = self.benches[self.here]
@@ -148,21 +148,21 @@ class SlowCard:
 
 
 class SlowRunner:
-    """Shares rows between flights and prefill as the runner does."""
+    """Shares rows between pipelines and prefill as the runner does."""
 
-    def __init__(self, cards: Rows[SlowCard], max_context: int) -> None:
+    def __init__(self, cards: Rows[SlowDevice], max_context: int) -> None:
         self.card, self.cards = cards[0], cards
-        self.flights = [Flight(card, max_context) for card in cards]
-        self.fleet, self.flight = Fleet(self.flights), self.flights[0]
+        self.pipelines = [DecodePipeline(card, max_context) for card in cards]
+        self.alternating, self.pipeline = AlternatingPipelines(self.pipelines), self.pipelines[0]
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.fleet.forget(plan.fresh_slots)
+        self.alternating.forget(plan.fresh_slots)
         mine = [row for row in plan.rows if row.count == 1 and row.sample and can_sample(row)]
-        if len(mine) > self.fleet.seats:
+        if len(mine) > self.alternating.seats:
             mine = []
         results: dict[int, RowResult | None] = {}
         if mine:
-            found = self.fleet.step(mine)
+            found = self.alternating.step(mine)
             results |= {id(row): result for row, result in zip(mine, found, strict=True)}
         results |= {id(row): self.card.prefill(row) for row in plan.rows if id(row) not in results}
         return StepResult(tuple(results[id(row)] for row in plan.rows))
@@ -191,15 +191,15 @@ def answer(asked: GenerationRequest, max_context: int, sick: int) -> tuple[list[
 class Life:
     """Some sequences through a real scheduler, with everything that can happen to them."""
 
-    def __init__(self, seed: int, pages: int, tokens_per_step: int, sick: int, flights: int = 1) -> None:
+    def __init__(self, seed: int, pages: int, tokens_per_step: int, sick: int, pipelines: int = 1) -> None:
         self.random = random.Random(seed)
         self.sick = sick
         self.max_context = min(150, pages * PAGE_SIZE)
-        self.card = SlowCard(seed, pages, sick)
-        others = [SlowCard(seed + at, pages, sick, self.card) for at in range(1, flights)]
+        self.card = SlowDevice(seed, pages, sick)
+        others = [SlowDevice(seed + at, pages, sick, self.card) for at in range(1, pipelines)]
         self.runner = SlowRunner([self.card, *others], self.max_context)
         limits = Limits(
-            max_sequences=self.random.choice((1, 3, 8, 10) if flights == 1 else (9, 12, 16, 20)),
+            max_sequences=self.random.choice((1, 3, 8, 10) if pipelines == 1 else (9, 12, 16, 20)),
             max_batch_tokens=self.random.choice((5, 64)),
             max_context=self.max_context,
             tokens_per_step=tokens_per_step,
@@ -265,12 +265,12 @@ class Life:
     pages=some.integers(6, 60),
     ahead=some.sampled_from((1, 4, 16)),
     sick=some.sampled_from((-1, SICK)),
-    flights=some.sampled_from((1, 2)),
+    pipelines=some.sampled_from((1, 2)),
 )
 @examples(max_examples=160)
-def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, flights: int) -> None:
-    life = Life(seed, pages * flights, ahead, sick, flights)
-    for _ in range(life.random.randrange(1, 12 * flights)):
+def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, pipelines: int) -> None:
+    life = Life(seed, pages * pipelines, ahead, sick, pipelines)
+    for _ in range(life.random.randrange(1, 12 * pipelines)):
         life.admit()
     for _ in range(60):
         if life.random.random() < 0.2:
@@ -300,9 +300,9 @@ def test_a_lone_row_is_placed_once_and_the_card_kept_busy() -> None:
     idle = 0
     while len(life.got[0]) < 100:
         life.step()
-        flight = life.runner.flight
-        idle += flight._launched == flight._told
-        assert flight._launched - flight._told <= AHEAD
+        pipeline = life.runner.pipeline
+        idle += pipeline._launched == pipeline._told
+        assert pipeline._launched - pipeline._told <= AHEAD
     while life.step():
         pass
     life.check()
@@ -324,8 +324,8 @@ def test_a_stop_ends_the_row_on_the_card() -> None:
 
 def test_pages_that_others_took_meanwhile_are_not_believed() -> None:
     """Preempted under way, its pages used by another, then given back the same: nothing old may be delivered."""
-    card = SlowCard(3, 12)
-    flight = Flight(card, 150)
+    card = SlowDevice(3, 12)
+    pipeline = DecodePipeline(card, 150)
     asked = request(range(20), max_tokens=100)
     sequence = Sequence(asked, list(asked.token_ids), slot=0, pages=list(range(4)))
     wanted, _ = answer(asked, 150, -1)
@@ -334,16 +334,16 @@ def test_pages_that_others_took_meanwhile_are_not_believed() -> None:
     sequence.token_ids += first.token_ids
     start = 20
     for _ in range(3):
-        (found,) = flight.step([Row(sequence, start, 1, True)])
+        (found,) = pipeline.step([Row(sequence, start, 1, True)])
         sequence.token_ids += found.token_ids
         start += len(found.token_ids)
     card.flush()
     for page in range(4):
         card.slots[page] = [777] * PAGE_SIZE
     card.prefill(Row(sequence, 0, start, False))
-    flight.forget([0])
+    pipeline.forget([0])
     while start < 60:
-        (found,) = flight.step([Row(sequence, start, 1, True)])
+        (found,) = pipeline.step([Row(sequence, start, 1, True)])
         sequence.token_ids += found.token_ids
         start += len(found.token_ids)
     assert sequence.token_ids[20:] == wanted[: len(sequence.token_ids) - 20]
@@ -351,16 +351,16 @@ def test_pages_that_others_took_meanwhile_are_not_believed() -> None:
 
 def test_numbers_begin_anew_before_they_overflow() -> None:
     life = alone([1, 2], max_tokens=100)
-    flight = life.runner.flight
+    pipeline = life.runner.pipeline
     life.step()
     life.step()
-    flight._number = (1 << 30) - 2
-    flight.forget([0])
+    pipeline._number = (1 << 30) - 2
+    pipeline.forget([0])
     while life.step():
         if life.card.placed < 6:
-            flight.forget([0])
+            pipeline.forget([0])
     life.check()
-    assert flight._number < 200
+    assert pipeline._number < 200
 
 
 def test_a_card_that_ends_without_a_token_is_a_failure() -> None:
@@ -386,40 +386,40 @@ def test_stops_and_logprobs_that_the_kernels_do_not_know() -> None:
     assert able(replace(request([1]), sampling=replace(GREEDY, temperature=0.7, top_p=0.5, logit_bias=((1, 2.0),))))
 
 
-def stepped(flight: Flight, sequence: Sequence, at_least: int) -> None:
-    """Steps a row that the flight has alone."""
+def stepped(pipeline: DecodePipeline, sequence: Sequence, at_least: int) -> None:
+    """Steps a row that the pipeline has alone."""
     goal = len(sequence.token_ids) + at_least
     while len(sequence.token_ids) < goal:
-        (found,) = flight.step([Row(sequence, len(sequence.token_ids) - 1, 1, True)])
+        (found,) = pipeline.step([Row(sequence, len(sequence.token_ids) - 1, 1, True)])
         sequence.token_ids += found.token_ids
 
 
 def test_a_row_that_another_decoder_moved_on_is_seated_anew() -> None:
-    card = SlowCard(5, 12)
-    flight = Flight(card, 150)
+    card = SlowDevice(5, 12)
+    pipeline = DecodePipeline(card, 150)
     asked = request([4], max_tokens=100)
     sequence = Sequence(asked, [4], slot=0, pages=list(range(8)))
     for between in (1, 3, AHEAD, AHEAD + 5):
-        stepped(flight, sequence, 9)
+        stepped(pipeline, sequence, 9)
         for _ in range(between):
             found = card.prefill(Row(sequence, len(sequence.token_ids) - 1, 1, True))
             assert found is not None
             sequence.token_ids += found.token_ids
-    stepped(flight, sequence, 9)
+    stepped(pipeline, sequence, 9)
     assert sequence.token_ids[1:] == answer(asked, 150, -1)[0][: len(sequence.token_ids) - 1]
     assert card.placed == 5
 
 
 def test_pages_exchanged_in_place_are_noticed() -> None:
-    card = SlowCard(6, 24)
-    flight = Flight(card, 150)
+    card = SlowDevice(6, 24)
+    pipeline = DecodePipeline(card, 150)
     asked = request([4], max_tokens=100)
     sequence = Sequence(asked, [4], slot=0, pages=list(range(8)))
-    stepped(flight, sequence, 20)
+    stepped(pipeline, sequence, 20)
     card.flush()
     card.slots[20], card.slots[0] = card.slots[0], [777] * PAGE_SIZE
     sequence.pages[0] = 20
-    stepped(flight, sequence, 20)
+    stepped(pipeline, sequence, 20)
     assert sequence.token_ids[1:] == answer(asked, 150, -1)[0][: len(sequence.token_ids) - 1]
 
 
@@ -437,31 +437,31 @@ def moved_on(step: Callable[[list[Row]], list[RowResult]], sequences: Rows[Seque
 
 
 def test_two_flights_share_what_one_cannot_seat() -> None:
-    card = SlowCard(8, 160)
-    runner = SlowRunner([card, SlowCard(9, 160, beside=card)], 150)
+    card = SlowDevice(8, 160)
+    runner = SlowRunner([card, SlowDevice(9, 160, beside=card)], 150)
     sequences = many(16)
     for rows, seats in ((8, (8, None)), (9, (8, 1)), (16, (8, 8)), (16, (8, 8)), (12, None), (9, None), (3, (4, None))):
         for _ in range(3):
-            moved_on(runner.fleet.step, sequences[:rows])
-        for at, (flight, own) in enumerate(zip(runner.flights, runner.cards, strict=True)):
-            assert flight._launched - flight._told <= (AHEAD if rows <= 8 else AHEAD_IN_TURN)
+            moved_on(runner.alternating.step, sequences[:rows])
+        for at, (pipeline, own) in enumerate(zip(runner.pipelines, runner.cards, strict=True)):
+            assert pipeline._launched - pipeline._told <= (AHEAD if rows <= 8 else AHEAD_IN_TURN)
             if seats is not None:
-                assert (own.here if flight._lanes else None) == seats[at]
+                assert (own.here if pipeline._lanes else None) == seats[at]
         placed = [own.placed for own in runner.cards]
-        moved_on(runner.fleet.step, sequences[:rows])
+        moved_on(runner.alternating.step, sequences[:rows])
         assert [own.placed for own in runner.cards] == placed  # rows that go on stay where they are
     for sequence in sequences:
         assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]
 
 
 def test_one_flight_that_fails_leaves_the_other_sound() -> None:
-    card = SlowCard(10, 160)
-    runner = SlowRunner([card, SlowCard(11, 160, beside=card)], 150)
+    card = SlowDevice(10, 160)
+    runner = SlowRunner([card, SlowDevice(11, 160, beside=card)], 150)
     sequences = many(10)
 
     def several(times: int) -> None:
         for _ in range(times):
-            moved_on(runner.fleet.step, sequences)
+            moved_on(runner.alternating.step, sequences)
 
     several(3)
     with pytest.MonkeyPatch.context() as patch:
@@ -474,12 +474,12 @@ def test_one_flight_that_fails_leaves_the_other_sound() -> None:
 
 
 def test_fewer_rows_take_fewer_seats() -> None:
-    card = SlowCard(7, 80)
-    flight = Flight(card, 150)
+    card = SlowDevice(7, 80)
+    pipeline = DecodePipeline(card, 150)
     sequences = many(8)
     for rows in (8, 5, 4, 3, 2, 1, 6):
         for _ in range(2):
-            moved_on(flight.step, sequences[:rows])
+            moved_on(pipeline.step, sequences[:rows])
         assert card.here == bucket(rows)
     for sequence in sequences:
         assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]

@@ -1,44 +1,44 @@
-"""More rows than one flight has seats: two flights share them, and their steps take turns on the card. Torch-free."""
+"""More rows than one pipeline holds: two pipelines share them, and their steps take turns on the device. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from engine.execution.graph_decode.flight import AHEAD, BUCKETS, Flight
+from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline
 from engine.scheduling.plan import Row, RowResult
 
-MOST_FLIGHTS = 2
-AHEAD_IN_TURN = 2  # steps that a flight launches before it lets the other, which waits for as many
+MOST_PIPELINES = 2
+AHEAD_IN_TURN = 2  # steps that a pipeline launches before it lets the other, which waits for as many
 
 
-class Fleet:
-    """Up to eight rows are the first flight's. Of more, each stays with the flight that has it."""
+class AlternatingPipelines:
+    """Up to eight rows are the first pipeline's. Of more, each stays with the pipeline that has it."""
 
-    def __init__(self, flights: Rows[Flight]) -> None:
-        self._flights = tuple(flights)
-        self._homes: dict[int, int] = {}  # flights, by the identity of a sequence
+    def __init__(self, pipelines: Rows[DecodePipeline]) -> None:
+        self._pipelines = tuple(pipelines)
+        self._homes: dict[int, int] = {}  # pipelines, by the identity of a sequence
 
     @property
     def seats(self) -> int:
         """Rows that it can step at once."""
-        return len(self._flights) * BUCKETS[-1]
+        return len(self._pipelines) * BUCKETS[-1]
 
     def forget(self, slots: Rows[int]) -> None:
         """These slots have new owners, or the old one begins anew."""
-        for flight in self._flights:
-            flight.forget(slots)
+        for pipeline in self._pipelines:
+            pipeline.forget(slots)
 
     def step(self, rows: Rows[Row]) -> list[RowResult]:
         """At least one id for each row, and whatever else has come."""
         self._homes = self._assign(rows)
         ahead = AHEAD if len(rows) <= BUCKETS[-1] else AHEAD_IN_TURN
         found: dict[int, RowResult] = {}
-        for number, flight in enumerate(self._flights):
+        for number, pipeline in enumerate(self._pipelines):
             share = [row for row in rows if self._homes[id(row.sequence)] == number]
             if share:
-                found |= {id(row): result for row, result in zip(share, flight.step(share, ahead), strict=True)}
+                found |= {id(row): result for row, result in zip(share, pipeline.step(share, ahead), strict=True)}
             else:
-                flight.leave()
+                pipeline.leave()
         return [found[id(row)] for row in rows]
 
     def _assign(self, rows: Rows[Row]) -> dict[int, int]:
@@ -46,7 +46,7 @@ class Fleet:
         if len(rows) <= BUCKETS[-1]:
             return dict.fromkeys(keys, 0)
         homes = {key: self._homes[key] for key in keys if key in self._homes}
-        counts = [list(homes.values()).count(number) for number in range(len(self._flights))]
+        counts = [list(homes.values()).count(number) for number in range(len(self._pipelines))]
         for key in keys:
             if key not in homes:
                 emptiest = min(range(len(counts)), key=counts.__getitem__)
