@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution.registry import EXECUTORS, DecoderEntry
+from engine.execution.registry import EXECUTORS, ExecutorEntry
 from engine.settings import EngineSettings
 from engine.worker import doctor, hardware
 from engine.worker.build import build
@@ -65,11 +65,11 @@ def test_without_a_model() -> None:
     assert report.torch == torch.__version__
 
 
-def refuser(reason: str | None) -> DecoderEntry:
+def refuser(reason: str | None) -> ExecutorEntry:
     def make(parts: object) -> Any:
         raise AssertionError("the doctor makes no decoder")
 
-    return DecoderEntry("fast", lambda parts: reason, make)
+    return ExecutorEntry("fast", lambda parts: reason, make)
 
 
 def test_why_a_decoder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
