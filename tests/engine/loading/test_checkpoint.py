@@ -336,7 +336,8 @@ def peak():
 
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
-build(EngineSettings(model=sys.argv[1], device="cpu", threads=1, kv_bytes=1 << 20), lambda *told: None)
+settings = EngineSettings(model=sys.argv[1], device="cpu", dtype="float32", threads=1, kv_bytes=1 << 20)
+build(settings, lambda *told: None)
 sys.stdout.write(str(peak() - before))
 """
 
