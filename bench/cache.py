@@ -29,16 +29,27 @@ from bench.front import UNARY, server
 from bench.grpc_frames import FrameClient
 from bench.redis_server import redis_server
 from cache.answers.exact import ExactCache
-from cache.api import Allowance, AnswerEnding, AnswerPart, CachedCompletion, Mode, Question, Turn
-from cache.counters import Counters
+from cache.api import (
+    Allowance,
+    AnswerEnding,
+    AnswerPart,
+    CachedCompletion,
+    Mode,
+    ModelIdentity,
+    Question,
+    RedisSettings,
+    ResponseSettings,
+    SemanticSettings,
+    Turn,
+)
+from cache.open.counters import Counters
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
-from cache.seal.partition import Epochs, ModelIdentity, Partitions
+from cache.seal.partition import Epochs, Partitions
 from cache.semantic.embedder import ModelEmbedder, Vector, open_embedder
 from cache.semantic.export import exported
 from cache.semantic.search import SimilarCache
-from cache.settings import RedisSettings, ResponseSettings, SemanticSettings
 from cache.store.redis_store import RedisStore
 from service.pb.whippet.v1 import generation_pb2 as pb
 

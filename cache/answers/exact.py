@@ -19,11 +19,11 @@ from cache.api import (
     CacheKey,
     Kind,
     Question,
+    ResponseSettings,
     StoreFault,
 )
 from cache.seal.context import Ground
 from cache.seal.partition import Partitions, encode, encode_ids
-from cache.settings import ResponseSettings
 
 
 def keepable(question: Question, completion: CachedCompletion) -> bool:

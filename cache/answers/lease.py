@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from cache.api import CacheKey, Kind, StoreFault
-from cache.settings import FlightSettings
+from cache.api import CacheKey, FlightSettings, Kind, StoreFault
 from cache.store.redis_link import Link
 
 TOKEN_BYTES = 16

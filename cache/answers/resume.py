@@ -7,27 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from cache.api import AnswerPart
-
-
-class Diverged(Exception):
-    """The new source says something else than what was already delivered."""
-
-
-class Unfinished(Exception):
-    """A source ended without an ending."""
-
-
-class Refused(Exception):
-    """Whoever was to generate may not do so now. Its own reader gets this; the next reader's way is tried."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-# Known by its identity: a source may begin with it, to say that it was let in before it has anything to deliver.
-BEGUN = AnswerPart((), "")
+from cache.api import BEGUN, AnswerPart, Diverged, Unfinished
 
 
 class Skipper:

@@ -15,11 +15,9 @@ from contextlib import aclosing
 
 from cache.answers.codec import pack_part, unpack_part
 from cache.answers.lease import Lease, Leases
-from cache.answers.resume import BEGUN, resume
-from cache.answers.single_flight import Generate
-from cache.api import AnswerPart, CacheKey, Counter, StoreFault
+from cache.answers.resume import resume
+from cache.api import BEGUN, AnswerPart, CacheKey, Counter, FlightSettings, Generate, StoreFault
 from cache.seal.envelope import Envelope
-from cache.settings import FlightSettings
 
 BLOCK = 0.05  # seconds a read waits for news; bounds how late a dead Redis is noticed
 INDEX = struct.Struct("<I")  # place of a message in its stream, so that none can be left out or moved

@@ -8,18 +8,15 @@ reader's own way of generating takes over where the log ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
-from cache.answers.resume import BEGUN, Refused, Unfinished, resume
-from cache.api import AnswerPart, CacheKey, Counter
-
-Generate = Callable[[], AsyncGenerator[AnswerPart, None]]
+from cache.answers.resume import resume
+from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Refused, Unfinished
 
 ATTEMPTS = 2  # a leader and one replacement
 AHEAD = 2048  # messages that a generation may be ahead of its furthest reader
-LINGER = 1.0  # seconds that a finished flight can be joined: by then its answer is in the store
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cache.api import RedisSettings
 from cache.kv_blocks.resp import RespConnection, RespError
-from cache.settings import RedisSettings
 from cache.store.breaker import Breaker
 
 

@@ -1,4 +1,4 @@
-"""Which chunks are worth writing: those used a second time. Bounded memory of what was seen and what was kept."""
+"""Which runs are worth writing: those used a second time. Bounded memory of what was seen and what was kept."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import ssl
 import time
 from urllib.parse import unquote, urlsplit
 
-from cache.settings import RedisSettings
+from cache.api import RedisSettings
 
 LINE_LIMIT = 65_536
 HEAD = 4096  # bytes read while looking for a line's end; what of it belongs to a value is copied once

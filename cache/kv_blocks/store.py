@@ -8,26 +8,18 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cache.api import BlockChunk, BlockLayout, CacheKey, Counter, Fetched
-from cache.kv_blocks.chunk import OVERHEAD, ChunkCodec
+from cache.api import BlockLayout, BlockRun, BlockSettings, BreakerState, CacheKey, Counter, Fetched
+from cache.kv_blocks.codec import OVERHEAD, RunCodec
 from cache.kv_blocks.connection import Lane
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.policy import SecondUse
 from cache.kv_blocks.resp import RespConnection, RespError
-from cache.seal.keyring import InvalidKeyFile, Keyring
-from cache.settings import BlockSettings
-from cache.store.breaker import Breaker, BreakerState
+from cache.seal.keyring import Keyring
+from cache.store.breaker import Breaker
 
 PROBE_BYTES = 1 << 18
 PROBE_EVERY = 30.0  # seconds without a fetch, after which the link is measured again
 CLOSE_WITHIN = 1.0
-
-
-def open_blocks(settings: BlockSettings, layout: BlockLayout, counter: Counter) -> RedisBlocks:
-    """Raises InvalidKeyFile: blocks that no other process can open are not worth writing."""
-    if settings.key_file is None:
-        raise InvalidKeyFile("the shared tier of keys and values needs a key file")
-    return RedisBlocks(settings, layout, Keyring.read(settings.key_file), counter)
 
 
 class RedisBlocks:
@@ -35,15 +27,15 @@ class RedisBlocks:
 
     def __init__(self, settings: BlockSettings, layout: BlockLayout, keyring: Keyring, counter: Counter) -> None:
         self._settings = settings
-        self._codec = ChunkCodec(keyring, layout, counter)
+        self._codec = RunCodec(keyring, layout, counter)
         self._counter = counter
         self._gate = FetchGate(layout.token_bytes, settings.min_tokens)
         self._policy = SecondUse(settings.seen)
-        self._chunk_tokens = max(1, settings.chunk_bytes // (layout.token_bytes * layout.page_size)) * layout.page_size
+        self._run_tokens = max(1, settings.chunk_bytes // (layout.token_bytes * layout.page_size)) * layout.page_size
         self._reader = Lane(settings.redis, Breaker(settings.redis.breaker))
         self._writer = Lane(settings.redis, Breaker(settings.redis.breaker))
         self._fetching = ThreadPoolExecutor(1, "block-fetch")
-        self._queue: deque[tuple[CacheKey, BlockChunk, bytes]] = deque()
+        self._queue: deque[tuple[CacheKey, BlockRun, bytes]] = deque()
         self._queued = 0  # bytes
         self._change = threading.Condition()
         self._closed = False
@@ -53,9 +45,9 @@ class RedisBlocks:
         self._thread.start()
 
     @property
-    def chunk_tokens(self) -> int:
+    def run_tokens(self) -> int:
         """As the protocol says."""
-        return self._chunk_tokens
+        return self._run_tokens
 
     @property
     def gate(self) -> FetchGate:
@@ -80,30 +72,30 @@ class RedisBlocks:
         return longest if prediction.computing is None else min(prediction.computing, longest)
 
     def fetch(
-        self, partition: str, chunks: Sequence[BlockChunk], into: Sequence[memoryview], within: float
+        self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], within: float
     ) -> Future[Fetched]:
         """As the protocol says."""
         deadline = time.monotonic() + within
-        fit = len(chunks) == len(into) and all(map(self._fits, chunks, into))
+        fit = len(runs) == len(into) and all(map(self._fits, runs, into))
         if self._closed or not fit:
             self._counter.count("block_fault", "buffers" if not fit else "closed")
             nothing: Future[Fetched] = Future()
             nothing.set_result(Fetched(0, 0.0))
             return nothing
-        return self._fetching.submit(self._fetch, partition, tuple(chunks), tuple(into), deadline)
+        return self._fetching.submit(self._fetch, partition, tuple(runs), tuple(into), deadline)
 
-    def used(self, partition: str, chunk: BlockChunk) -> bool:
+    def used(self, partition: str, run: BlockRun) -> bool:
         """As the protocol says."""
-        return self._policy.used(self._codec.key(partition, chunk).name)
+        return self._policy.used(self._codec.key(partition, run).name)
 
-    def keep(self, partition: str, chunk: BlockChunk, payload: memoryview) -> bool:
+    def keep(self, partition: str, run: BlockRun, payload: memoryview) -> bool:
         """As the protocol says."""
-        key = self._codec.key(partition, chunk)
+        key = self._codec.key(partition, run)
         with self._change:
             if self._closed or self._queued + len(payload) > self._settings.queue_bytes:
                 self._counter.count("block_write_dropped")
                 return False
-            self._queue.append((key, chunk, bytes(payload)))
+            self._queue.append((key, run, bytes(payload)))
             self._queued += len(payload)
             self._change.notify_all()
         self._policy.kept(key.name)
@@ -129,27 +121,25 @@ class RedisBlocks:
         self._reader.close()
         self._writer.close()
 
-    def _fits(self, chunk: BlockChunk, buffer: memoryview) -> bool:
+    def _fits(self, run: BlockRun, buffer: memoryview) -> bool:
         plain = buffer.c_contiguous and buffer.itemsize == 1 and not buffer.readonly
-        return plain and buffer.nbytes == self._codec.payload_bytes(chunk)
+        return plain and buffer.nbytes == self._codec.payload_bytes(run)
 
-    def _fetch(
-        self, partition: str, chunks: Sequence[BlockChunk], into: Sequence[memoryview], deadline: float
-    ) -> Fetched:
+    def _fetch(self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], deadline: float) -> Fetched:
         begun = time.monotonic()
-        keys = [self._codec.key(partition, chunk) for chunk in chunks]
+        keys = [self._codec.key(partition, run) for run in runs]
         arrived = 0
         # A Redis that does not even begin to answer costs no more than any other lookup would.
         begin = min(deadline, begun + self._settings.redis.budget)
         try:
             with self._reader.connection(begin) as link:
-                for place in range(len(chunks)):
+                for place in range(len(runs)):
                     # The next value is asked for before this one is read: one round trip for all.
                     for ahead in keys[place + bool(place) : place + 2]:
                         link.send(b"GET", ahead.name.encode(), deadline=deadline)
                     begins = deadline if place else begin
-                    if not self._take(link, keys[place], chunks[place], into[place], (begins, deadline)):
-                        if place + 1 < len(chunks):
+                    if not self._take(link, keys[place], runs[place], into[place], (begins, deadline)):
+                        if place + 1 < len(runs):
                             link.bulk(memoryview(self._scratch), deadline)
                         break
                     arrived += 1
@@ -157,29 +147,29 @@ class RedisBlocks:
             self._counter.count("block_fault", type(error).__name__)
             if isinstance(error, TimeoutError) and not arrived:
                 self._gate.fetched(1, time.monotonic() - begun)  # slower than predicted, by how much nobody knows
-        return self._told(chunks, arrived, time.monotonic() - begun)
+        return self._told(runs, arrived, time.monotonic() - begun)
 
-    def _told(self, chunks: Sequence[BlockChunk], arrived: int, seconds: float) -> Fetched:
+    def _told(self, runs: Sequence[BlockRun], arrived: int, seconds: float) -> Fetched:
         self._counter.count("block_chunks", "hit", arrived)
-        self._counter.count("block_chunks", "miss", len(chunks) - arrived)
+        self._counter.count("block_chunks", "miss", len(runs) - arrived)
         if arrived:
             self._measured = time.monotonic()
-            size = sum(self._codec.payload_bytes(chunk) for chunk in chunks[:arrived])
+            size = sum(self._codec.payload_bytes(run) for run in runs[:arrived])
             self._counter.count("block_bytes", "fetched", size)
             self._gate.fetched(size, seconds)
         self._counter.observe("block_fetch", seconds)
         return Fetched(arrived, seconds)
 
     def _take(
-        self, link: RespConnection, key: CacheKey, chunk: BlockChunk, into: memoryview, times: tuple[float, float]
+        self, link: RespConnection, key: CacheKey, run: BlockRun, into: memoryview, times: tuple[float, float]
     ) -> bool:
         """Reads one value, of which the first bytes are there by the first time, and all by the second."""
-        size = self._codec.payload_bytes(chunk) + OVERHEAD
+        size = self._codec.payload_bytes(run) + OVERHEAD
         if len(self._scratch) < size:
             self._scratch = bytearray(size)
         begin, deadline = times
         length = link.bulk(memoryview(self._scratch), deadline, begin)
-        if length is None or not self._codec.open(key, chunk, memoryview(self._scratch)[:length], into):
+        if length is None or not self._codec.open(key, run, memoryview(self._scratch)[:length], into):
             self._policy.lost(key.name)
             return False
         self._policy.kept(key.name)
@@ -203,11 +193,11 @@ class RedisBlocks:
                 self._queued -= len(job[2])
                 self._change.notify_all()
 
-    def _store(self, key: CacheKey, chunk: BlockChunk, payload: bytes) -> None:
+    def _store(self, key: CacheKey, run: BlockRun, payload: bytes) -> None:
         deadline = time.monotonic() + self._settings.timeout
         ttl = str(round(1000 * self._settings.ttl)).encode()
         try:
-            sealed = memoryview(self._codec.seal(key, chunk, payload))
+            sealed = memoryview(self._codec.seal(key, run, payload))
             with self._writer.connection(deadline) as link:
                 link.command(b"SET", key.name.encode(), sealed, b"PX", ttl, deadline=deadline)
             self._counter.count("block_written")

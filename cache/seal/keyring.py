@@ -14,15 +14,13 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache.api import InvalidKeyFile
+
 log = logging.getLogger(__name__)
 
 NAMES = "names"
 KEY_BYTES = 32
 ID_BYTES = 4
-
-
-class InvalidKeyFile(ValueError):
-    """The key file cannot be used. Says where, never what stands there."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

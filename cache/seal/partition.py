@@ -13,10 +13,9 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 
-from cache.api import CacheKey, Kind, Parameter, Store, StoreFault
+from cache.api import CacheKey, Kind, ModelIdentity, Parameter, Store, StoreFault
 from cache.seal.keyring import Keyring
 
 SCHEMA = 1
@@ -25,15 +24,6 @@ EPOCH_TTL = 90 * 86_400.0  # renewed by no one: a tenant starts anew every quart
 KNOWN_EPOCHS = 4096
 RECENT = 1.0  # seconds that an epoch is believed where no lookup corrects it
 ALL, PREFIXES = b"epoch", b"prefix epoch"  # what an epoch is of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelIdentity:
-    """Everything about the model that shapes an answer and that no request says."""
-
-    weights: str  # digest, in the format and dtype they are computed in
-    tokenizer: str  # digest of tokenizer and chat template
-    adapter: str = ""
 
 
 def encode(value: Parameter | Sequence[tuple[str, Parameter]]) -> bytes:

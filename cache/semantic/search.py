@@ -19,6 +19,7 @@ from cache.api import (
     Kind,
     Mode,
     SemanticLookup,
+    SemanticSettings,
     StoreFault,
     Turn,
     Verdict,
@@ -30,7 +31,6 @@ from cache.semantic.entry import Entry, Stored, pack_entry
 from cache.semantic.evidence import STRICT, bucket, label, proven, refuted, wrongs
 from cache.semantic.guard import fleeting, strictly_equal, veto
 from cache.semantic.shelf import Shelf, Shelves
-from cache.settings import SemanticSettings
 
 CONTEXT_DIGITS = 32
 _PERSONAL = re.compile(r"[\w.+-]+@[\w-]+\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
@@ -258,7 +258,7 @@ class SimilarCache:
     def _directory(self, turn: Turn, epoch: bytes) -> CacheKey:
         """All that must match exactly: tenant, model, epoch, context, parameters, embedder."""
         partitions, question = self._ground.partitions, turn.question
-        parts = (turn.context, encode(question.parameters), self._digest.encode())
+        parts = (encode(turn.context), encode(question.parameters), self._digest.encode())
         context = partitions.digest(question.tenant, b"semantic", *parts)[:CONTEXT_DIGITS]
         return CacheKey(Kind.DIRECTORY, partitions.of(question.tenant, epoch), context)
 

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from cache.settings import BreakerSettings
-
-
-class BreakerState(enum.StrEnum):
-    """What a caller may do."""
-
-    CLOSED = "closed"  # ask
-    OPEN = "open"  # do not ask
-    PROBING = "probing"  # one caller asks, the others do not
+from cache.api import BreakerSettings, BreakerState
 
 
 class Breaker:

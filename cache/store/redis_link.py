@@ -20,9 +20,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from cache.api import Counter, StoreFault
-from cache.settings import RedisSettings
-from cache.store.breaker import Breaker, BreakerState
+from cache.api import BreakerState, Counter, RedisSettings, StoreFault
+from cache.store.breaker import Breaker
 
 T = TypeVar("T")
 

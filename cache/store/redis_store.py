@@ -8,9 +8,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from cache.api import CacheKey, Counter, Enrolment, Kind
-from cache.settings import RedisSettings
-from cache.store.breaker import BreakerState
+from cache.api import BreakerState, CacheKey, Counter, Enrolment, Kind, RedisSettings
 from cache.store.memory import DIRECTORY_MEMBERS
 from cache.store.redis_link import Link
 from cache.store.writer import Write, WriteQueue

@@ -1,4 +1,4 @@
-"""The one place where the engine meets the cache package beyond its protocols: opens the shared tier's store."""
+"""Opens the shared tier's store: the one place where the engine needs more of the cache package than its protocols."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def open_store(settings: PrefixSettings, layout: BlockLayout) -> BlockStore:
 def open_told(settings: PrefixSettings, layout: BlockLayout) -> tuple[BlockStore, Callable[[], TierReport]]:
     """The store, and what says what it has done so far. Raises Unsupported, one line."""
     try:
-        from cache.counters import Counters
-        from cache.kv_blocks.store import open_blocks
-        from cache.settings import BlockSettings, RedisSettings
+        from cache.api import BlockSettings, RedisSettings
+        from cache.open.blocks import open_blocks
+        from cache.open.counters import Counters
     except ModuleNotFoundError as error:
         raise Unsupported(
             f"a shared tier of keys and values needs {error.name}: install whippet-serve[redis]"

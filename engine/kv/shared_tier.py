@@ -1,7 +1,7 @@
 """The engine's side of the shared tier: which keys and values are asked for, who waits for them and how long, and what
 is handed over to be kept. Owns the fetches under way and what is still to be written. Torch-free.
 
-A chunk is a run of full pages that begins on a multiple of its length, so that all engines cut a prompt alike. What
+A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. What
 arrives goes into the prefix index, where the sequence that waited finds it as it would find anyone's work.
 """
 
@@ -14,43 +14,43 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cache.api import BlockChunk, BlockStore, Fetched
+from cache.api import BlockRun, BlockStore, Fetched
 from engine.kv.prefix_index import PrefixIndex
 from engine.scheduling.plan import PageAccess
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE
 
 MOST_BYTES = 256 << 20  # of one fetch
-MOST_CHUNKS = 64  # of a prompt that are kept: the head is what others share
-MOST_PENDING = 256  # chunks that wait to be read for writing
+MOST_RUNS = 64  # of a prompt that are kept: the head is what others share
+MOST_PENDING = 256  # runs that wait to be read for writing
 TAKE_IN = 0.003  # seconds
 MEASURED = 128  # tokens; a shorter prefill says little about the rate of long ones
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Chunks on their way, and who waits for them."""
+    """Runs on their way, and the sequences that wait for them."""
 
     partition: str
-    chain: list[bytes]  # page hashes from the first page on to the end of the last chunk
-    chunks: list[BlockChunk]
+    chain: list[bytes]  # page hashes from the first page on to the end of the last run
+    runs: list[BlockRun]
     waiting: dict[int, float]  # key → when it waits no longer
     buffers: list[memoryview] = field(default_factory=list)
     coming: Future[Fetched] | None = None
-    taken: int = 0  # chunks that are in the index
+    taken: int = 0  # runs that are in the index
 
     @property
     def pages_before(self) -> int:
-        """Pages of the chain in front of the first chunk."""
-        return len(self.chain) - sum(chunk.tokens for chunk in self.chunks) // PAGE_SIZE
+        """Pages of the chain in front of the first run."""
+        return len(self.chain) - sum(run.tokens for run in self.runs) // PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class _Keep:
-    """A chunk that is worth writing."""
+    """A run that is worth writing."""
 
     partition: str
-    chunk: BlockChunk
+    run: BlockRun
     hashes: list[bytes]  # of its pages
 
 
@@ -70,7 +70,7 @@ class BlockTier:
         self._index = index
         self._clock = clock
         self._enabled = enabled
-        self._per_chunk = store.chunk_tokens // PAGE_SIZE  # pages
+        self._per_run = store.run_tokens // PAGE_SIZE  # pages
         self._page_bytes = pages.layout.token_bytes * PAGE_SIZE
         self._fetches: deque[_Fetch] = deque()  # the first one is under way, the others are queued
         self._pending: deque[_Keep] = deque()
@@ -85,24 +85,24 @@ class BlockTier:
 
     def ask(self, sequence: Sequence) -> bool:
         """Whether it should wait for a fetch, which then is under way: `arrived` will name it."""
-        if not self._enabled or sequence.prompt_length <= self._store.chunk_tokens:
+        if not self._enabled or sequence.prompt_length <= self._store.run_tokens:
             return False
         chain = self._index.chain(sequence)
-        whole = len(chain) // self._per_chunk
+        whole = len(chain) // self._per_run
         known = next((at for at, digest in enumerate(chain) if self._index.known(digest) is None), len(chain))
-        first = known // self._per_chunk
-        last = min(whole, first + max(1, MOST_BYTES // (self._per_chunk * self._page_bytes)))
+        first = known // self._per_run
+        last = min(whole, first + max(1, MOST_BYTES // (self._per_run * self._page_bytes)))
         if first >= last:
             return False
-        within = self._store.worth((last * self._per_chunk - known) * PAGE_SIZE)
+        within = self._store.worth((last * self._per_run - known) * PAGE_SIZE)
         if within is None:
             return False
-        chunks = self._chunks(sequence, chain, first, last)
-        self._join(sequence, chain[: last * self._per_chunk], chunks, self._clock() + within)
+        runs = self._runs(sequence, chain, first, last)
+        self._join(sequence, chain[: last * self._per_run], runs, self._clock() + within)
         return True
 
     def arrived(self) -> list[int]:
-        """Who need not wait any longer. Takes chunks in for some milliseconds a call, so that a step is not held up."""
+        """Who need not wait any longer. Takes runs in for some milliseconds a call, so that a step is not held up."""
         done: list[int] = []
         now = self._clock()
         while self._fetches and self._clock() < now + TAKE_IN:
@@ -130,35 +130,35 @@ class BlockTier:
         for fetch in self._fetches:
             fetch.waiting.pop(key, None)
 
-    def _join(self, sequence: Sequence, chain: list[bytes], chunks: list[BlockChunk], until: float) -> None:
+    def _join(self, sequence: Sequence, chain: list[bytes], runs: list[BlockRun], until: float) -> None:
         """Waits with others for the same head, or queues a fetch of its own."""
         for fetch in self._fetches:
-            if fetch.chunks[0].hash == chunks[0].hash:
+            if fetch.runs[0].hash == runs[0].hash:
                 fetch.waiting[sequence.key] = until
                 return
-        self._fetches.append(_Fetch(self._partition(sequence), chain, chunks, {sequence.key: until}))
+        self._fetches.append(_Fetch(self._partition(sequence), chain, runs, {sequence.key: until}))
         if len(self._fetches) == 1:
             self._begin(self._fetches[0], self._clock())
 
     def _begin(self, fetch: _Fetch, now: float) -> None:
-        size = self._per_chunk * self._page_bytes
-        whole = self._pages.buffer(size * len(fetch.chunks))
-        fetch.buffers = [whole[at * size : (at + 1) * size] for at in range(len(fetch.chunks))]
+        size = self._per_run * self._page_bytes
+        whole = self._pages.buffer(size * len(fetch.runs))
+        fetch.buffers = [whole[at * size : (at + 1) * size] for at in range(len(fetch.runs))]
         within = max(fetch.waiting.values()) - now
-        fetch.coming = self._store.fetch(fetch.partition, fetch.chunks, fetch.buffers, within)
+        fetch.coming = self._store.fetch(fetch.partition, fetch.runs, fetch.buffers, within)
 
     def _take_in(self, fetch: _Fetch, fetched: Fetched) -> bool:
-        """Puts one more chunk into the index; False once there is none left."""
-        if fetch.taken >= fetched.chunks:
+        """Puts one more run into the index; False once there is none left."""
+        if fetch.taken >= fetched.runs:
             return False
-        start = fetch.pages_before + fetch.taken * self._per_chunk
-        chain = fetch.chain[: start + self._per_chunk]
+        start = fetch.pages_before + fetch.taken * self._per_run
+        chain = fetch.chain[: start + self._per_run]
         if any(self._index.known(digest) is None for digest in chain[:start]):
             return False  # what it stands behind was dropped meanwhile
         buffer = fetch.buffers[fetch.taken]
         self._index.adopt(chain, lambda places, pages: self._fill(buffer, start, places, pages))
         fetch.taken += 1
-        return fetch.taken < fetched.chunks
+        return fetch.taken < fetched.runs
 
     def _fill(self, buffer: memoryview, start: int, places: list[int], pages: list[int]) -> None:
         size = self._page_bytes
@@ -173,28 +173,28 @@ class BlockTier:
     def begun(self, sequence: Sequence) -> None:
         """The first token of a sequence has come: its prompt was used, and its speed is known."""
         self._measure(sequence)
-        if not self._enabled or sequence.prompt_length < self._store.chunk_tokens:
+        if not self._enabled or sequence.prompt_length < self._store.run_tokens:
             return
         chain = self._index.chain(sequence)
-        last = min(len(chain) // self._per_chunk, MOST_CHUNKS)
+        last = min(len(chain) // self._per_run, MOST_RUNS)
         # What a fetch would not pay for need not be written.
-        if not last or self._store.worth(last * self._per_chunk * PAGE_SIZE) is None:
+        if not last or self._store.worth(last * self._per_run * PAGE_SIZE) is None:
             return
         partition = self._partition(sequence)
-        for at, chunk in enumerate(self._chunks(sequence, chain, 0, last)):
-            if self._store.used(partition, chunk) and len(self._pending) < MOST_PENDING:
-                hashes = chain[at * self._per_chunk : (at + 1) * self._per_chunk]
-                self._pending.append(_Keep(partition, chunk, hashes))
+        for at, run in enumerate(self._runs(sequence, chain, 0, last)):
+            if self._store.used(partition, run) and len(self._pending) < MOST_PENDING:
+                hashes = chain[at * self._per_run : (at + 1) * self._per_run]
+                self._pending.append(_Keep(partition, run, hashes))
 
     def spare(self) -> bool:
-        """Hands one chunk over to be written, where one is due; whether there are more."""
+        """Hands one run over to be written, where one is due; whether there are more."""
         if self._pending:
             due = self._pending.popleft()
             pages = [page.number for digest in due.hashes if (page := self._index.known(digest)) is not None]
             if len(pages) == len(due.hashes):
                 payload = memoryview(bytearray(len(pages) * self._page_bytes))
                 self._pages.read(pages, payload)
-                self._store.keep(due.partition, due.chunk, payload)
+                self._store.keep(due.partition, due.run, payload)
         return bool(self._pending)
 
     def close(self) -> None:
@@ -206,10 +206,10 @@ class BlockTier:
         if tokens >= MEASURED and sequence.first_planned_at is not None and sequence.first_token_at is not None:
             self._store.computed(tokens, sequence.first_token_at - sequence.first_planned_at)
 
-    def _chunks(self, sequence: Sequence, chain: list[bytes], first: int, last: int) -> list[BlockChunk]:
-        per = self._per_chunk
+    def _runs(self, sequence: Sequence, chain: list[bytes], first: int, last: int) -> list[BlockRun]:
+        per = self._per_run
         borders = [self._index.root(sequence), *(chain[at * per - 1] for at in range(1, last + 1))]
-        return [BlockChunk(borders[at + 1], borders[at], per * PAGE_SIZE) for at in range(first, last)]
+        return [BlockRun(borders[at + 1], borders[at], per * PAGE_SIZE) for at in range(first, last)]
 
     def _partition(self, sequence: Sequence) -> str:
         return self._index.root(sequence).hex()[:32]

@@ -13,16 +13,15 @@ from pathlib import Path
 
 from cache import replay
 from cache.answers.exact import ExactCache
-from cache.api import Mode
-from cache.counters import Counters
+from cache.api import Mode, ModelIdentity, ResponseSettings, SemanticSettings
+from cache.open.counters import Counters
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
-from cache.seal.partition import Epochs, ModelIdentity, Partitions
+from cache.seal.partition import Epochs, Partitions
 from cache.semantic.embedder import open_embedder
 from cache.semantic.export import ExportFailed, exported, missing
 from cache.semantic.search import SimilarCache
-from cache.settings import ResponseSettings, SemanticSettings
 from cache.store.memory import MemoryStore
 
 _MEMORY = 4 * 2**30  # bytes; a trace is held whole

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cache.api import Mode
-from cache.settings import CacheSettings, RedisSettings, ResponseSettings, SemanticSettings
+from cache.api import CacheSettings, Mode, RedisSettings, ResponseSettings, SemanticSettings
 from engine.settings import PrefixSettings
 from service.config.group import Group
 

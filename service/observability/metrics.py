@@ -7,8 +7,7 @@ from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from cache.api import Mode
-from cache.counters import BORDERS
+from cache.api import BORDERS, Mode
 from engine.api import Engine, EngineLoad, EngineState
 from service.cli import version
 from service.core.admission import Admission

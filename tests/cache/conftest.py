@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from bench.redis_server import Proxy, RedisServer, free_port
-from cache.api import Store
-from cache.counters import Counters
+from cache.api import RedisSettings, Store
+from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
 from cache.semantic.embedder import ModelEmbedder, open_embedder
 from cache.semantic.export import exported
-from cache.settings import RedisSettings
 from cache.store.memory import MemoryStore
 from cache.store.redis_store import RedisStore
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from cache.answers.single_flight import Flights, Generate
-from cache.api import AnswerEnding, AnswerPart, CacheKey, Kind
+from cache.answers.single_flight import Flights
+from cache.api import AnswerEnding, AnswerPart, CacheKey, Generate, Kind
 
 KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
 TEXT = "the whole answer, word by word"

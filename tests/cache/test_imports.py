@@ -20,7 +20,7 @@ def loaded(statement: str) -> set[str]:
 
 SEARCH = """
 import numpy
-from cache.open import open_caches
+from cache.open.caches import open_caches
 from cache.semantic.embedder import open_embedder
 from cache.semantic.export import exported
 from cache.semantic.index import VectorIndex
@@ -36,9 +36,9 @@ assert index.search(embedder.embed("one two three"), 1)[0][0] == "one two three"
     ("statement", "brings"),
     [
         ("import cache.api", set()),
-        ("import cache.settings", set()),
-        ("import cache.blocks.store", {"cryptography"}),
-        ("import cache.caches", {"redis", "cryptography", "numpy", "msgspec"}),
+        ("import cache.api.settings", set()),
+        ("import cache.open.blocks", {"cryptography"}),
+        ("import cache.open.caches", {"redis", "cryptography", "numpy", "msgspec"}),
         (SEARCH, {"redis", "cryptography", "numpy", "msgspec", "usearch"}),
     ],
 )

@@ -11,11 +11,22 @@ from typing import Any
 
 import pytest
 
-from cache.api import AnswerEnding, AnswerPart, CachedCompletion, Kind, Mode, Question, Turn, Verdict
-from cache.counters import Counters
-from cache.open import Caches, open_caches
-from cache.seal.partition import ModelIdentity
-from cache.settings import CacheSettings, RedisSettings, SemanticSettings
+from cache.api import (
+    AnswerEnding,
+    AnswerPart,
+    CachedCompletion,
+    CacheSettings,
+    Kind,
+    Mode,
+    ModelIdentity,
+    Question,
+    RedisSettings,
+    SemanticSettings,
+    Turn,
+    Verdict,
+)
+from cache.open.caches import Caches, open_caches
+from cache.open.counters import Counters
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
 END = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=3)

@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import binomtest
 
 from cache.answers.exact import ExactCache
-from cache.api import Mode
-from cache.counters import Counters
+from cache.api import Mode, ModelIdentity, ResponseSettings, SemanticSettings
+from cache.open.counters import Counters
 from cache.replay import (
     Labelled,
     LruBlocks,
@@ -28,10 +28,9 @@ from cache.replay import (
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
-from cache.seal.partition import Epochs, ModelIdentity, Partitions
+from cache.seal.partition import Epochs, Partitions
 from cache.semantic.embedder import ModelEmbedder
 from cache.semantic.search import SimilarCache
-from cache.settings import ResponseSettings, SemanticSettings
 from cache.store.memory import MemoryStore
 
 DATA = Path(__file__).parent / "data"

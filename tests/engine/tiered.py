@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from cache.api import BlockChunk, BlockLayout, Fetched
+from cache.api import BlockLayout, BlockRun, Fetched
 from engine.fake import FakeRunner, plain_request
 from engine.ipc.events import Event
 from engine.kv.page_pool import PagePool
@@ -30,13 +30,13 @@ class DictStore:
         self.waits: float | None = 5.0  # what `worth` says
         self.slow = False  # fetches stay open until `deliver`
         self.open: list[Callable[[], None]] = []
-        self.asked: list[tuple[str, tuple[BlockChunk, ...]]] = []
+        self.asked: list[tuple[str, tuple[BlockRun, ...]]] = []
         self.uses: dict[tuple[str, bytes], int] = {}
         self.rates: list[tuple[int, float]] = []
         self.worth_asked: list[int] = []
 
     @property
-    def chunk_tokens(self) -> int:
+    def run_tokens(self) -> int:
         return CHUNK
 
     def worth(self, tokens: int) -> float | None:
@@ -44,15 +44,15 @@ class DictStore:
         return self.waits
 
     def fetch(
-        self, partition: str, chunks: Sequence[BlockChunk], into: Sequence[memoryview], within: float
+        self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], within: float
     ) -> Future[Fetched]:
-        self.asked.append((partition, tuple(chunks)))
+        self.asked.append((partition, tuple(runs)))
         done: Future[Fetched] = Future()
 
         def deliver() -> None:
             count = 0
-            for chunk, buffer in zip(chunks, into, strict=True):
-                value = self.held.get((partition, chunk.hash))
+            for run, buffer in zip(runs, into, strict=True):
+                value = self.held.get((partition, run.hash))
                 if value is None:
                     break
                 buffer[:] = value
@@ -68,14 +68,14 @@ class DictStore:
         while self.open:
             self.open.pop(0)()
 
-    def used(self, partition: str, chunk: BlockChunk) -> bool:
-        name = (partition, chunk.hash)
+    def used(self, partition: str, run: BlockRun) -> bool:
+        name = (partition, run.hash)
         self.uses[name] = self.uses.get(name, 0) + 1
         return self.uses[name] == 2
 
-    def keep(self, partition: str, chunk: BlockChunk, payload: memoryview) -> bool:
-        assert len(payload) == chunk.tokens * self.layout.token_bytes
-        self.held[partition, chunk.hash] = bytes(payload)
+    def keep(self, partition: str, run: BlockRun, payload: memoryview) -> bool:
+        assert len(payload) == run.tokens * self.layout.token_bytes
+        self.held[partition, run.hash] = bytes(payload)
         return True
 
     def computed(self, tokens: int, seconds: float) -> None:

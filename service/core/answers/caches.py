@@ -9,13 +9,10 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cache.api import Mode
-from cache.counters import Counters, Times
-from cache.open import Caches, open_caches
-from cache.seal.keyring import InvalidKeyFile, Keyring
-from cache.seal.partition import ModelIdentity
-from cache.semantic.export import missing
-from cache.store.redis_link import open_client
+from cache.api import InvalidKeyFile, Mode, ModelIdentity, Times
+from cache.open.caches import Caches, open_caches
+from cache.open.checks import check_key_file, check_redis, missing_for_semantic
+from cache.open.counters import Counters
 from engine.api import Engine, ModelInfo, TierReport
 from service.config.cache_options import CacheOptions
 from service.config.settings import BadSettings
@@ -30,7 +27,7 @@ def checked(options: CacheOptions) -> CacheOptions:
     BadSettings for what can never work."""
     if options.key_file is not None:
         try:
-            Keyring.read(options.key_file)
+            check_key_file(options.key_file)
         except InvalidKeyFile as error:
             raise BadSettings(f"cache.key-file: {error}") from None
     for name, path in (("redis-password", options.redis_password_file), ("redis-ca", options.redis_ca_file)):
@@ -39,11 +36,11 @@ def checked(options: CacheOptions) -> CacheOptions:
     redis = options.resolved().redis
     if redis is not None:
         try:
-            open_client(redis, redis.budget)  # reads what it is told, and does not connect
+            check_redis(redis)
         except (OSError, ValueError) as error:
             # The URL may hold a password: what is wrong with it is not repeated.
             raise BadSettings(f"cache.redis-url: not the address of a Redis ({type(error).__name__})") from None
-    absent = missing(options.semantic.model) if options.semantic.mode != "off" else ()
+    absent = missing_for_semantic(options.semantic.model) if options.semantic.mode != "off" else ()
     if not absent:
         return options
     if options.semantic.mode == "on":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cache.api import Kind, StoreFault
-from cache.open import Caches
+from cache.open.caches import Caches
 from engine.errors import EngineUnavailable
 from service.core.answers.caches import AnswerCaches
 from service.core.errors import CacheUnavailable

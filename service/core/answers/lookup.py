@@ -13,10 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from cache.answers.resume import Refused
-from cache.answers.single_flight import LINGER
-from cache.api import Allowance, AnswerPart, CachedCompletion, Mode, Question, SemanticLookup, Turn
-from cache.open import Caches
+from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Question, Refused, SemanticLookup, Turn
+from cache.open.caches import Caches
 from engine.api import Engine, GenerationRequest, Priority, TokenStream
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.answers.caches import AnswerCaches

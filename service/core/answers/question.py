@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cache.api import Question, Turn
-from cache.seal.partition import encode
+from cache.api import Parameter, Question, Turn
 from engine.api import GenerationRequest
 from service.core.request import Ask, ChatPrompt, TextPrompt
 
@@ -52,10 +51,10 @@ def turn_of(ask: Ask, question: Question, wished: bool) -> Turn | None:
         *before, last = prompt.messages
         if last.role != _USER:
             return None
-        context = encode(("chat", tuple((message.role, message.content) for message in before)))
+        context: Parameter = ("chat", tuple((message.role, message.content) for message in before))
         text = last.content
     elif isinstance(prompt, TextPrompt) and wished:
-        context, text = encode(("text",)), prompt.text
+        context, text = ("text",), prompt.text
     else:
         return None
     return Turn(

@@ -7,8 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
-from cache.answers.resume import BEGUN, Diverged, Refused, Unfinished
-from cache.api import AnswerEnding, AnswerPart, CachedCompletion
+from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Diverged, Refused, Unfinished
 from engine.api import Engine, Finish, FinishReason, GenerationRequest, Start, TokenEvents, TokenStream
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from service.core.request import Delivery

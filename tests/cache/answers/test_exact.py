@@ -20,16 +20,17 @@ from cache.api import (
     CacheKey,
     Enrolment,
     Kind,
+    ModelIdentity,
     Question,
+    ResponseSettings,
     Store,
     StoreFault,
 )
-from cache.counters import Counters
+from cache.open.counters import Counters
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
-from cache.seal.partition import Epochs, ModelIdentity, Partitions, encode
-from cache.settings import ResponseSettings
+from cache.seal.partition import Epochs, Partitions, encode
 from cache.store.memory import MemoryStore
 from cache.store.redis_store import RedisStore
 

@@ -13,11 +13,10 @@ from cache.answers.codec import pack_part
 from cache.answers.lease import Lease, Leases
 from cache.answers.shared_flight import INDEX, SharedFlights
 from cache.answers.single_flight import Flights
-from cache.api import AnswerPart, CacheKey, Kind
-from cache.counters import Counters
+from cache.api import AnswerPart, CacheKey, FlightSettings, Kind, RedisSettings
+from cache.open.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
-from cache.settings import FlightSettings, RedisSettings
 from cache.store.redis_link import Link
 from tests.cache.flown import END, KEY, TEXT, Model, ask, read
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.answers.resume import Diverged, Skipper, Unfinished, resume
+from cache.answers.resume import Skipper, resume
 from cache.answers.single_flight import AHEAD, Flights
-from cache.api import AnswerPart, CacheKey, Kind
-from cache.counters import Counters
+from cache.api import AnswerPart, CacheKey, Diverged, Kind, Unfinished
+from cache.open.counters import Counters
 from tests.cache.flown import END, KEY, TEXT, Model, ask
 
 

@@ -14,32 +14,31 @@ from typing import Any
 
 import pytest
 
-from cache.api import BlockChunk, BlockLayout
-from cache.counters import Counters
-from cache.kv_blocks.chunk import OVERHEAD, ChunkCodec
+from cache.api import BlockLayout, BlockRun, BlockSettings, BreakerSettings, BreakerState, InvalidKeyFile, RedisSettings
+from cache.kv_blocks.codec import OVERHEAD, RunCodec
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.policy import SecondUse
 from cache.kv_blocks.resp import RespConnection, RespError
-from cache.kv_blocks.store import RedisBlocks, open_blocks
-from cache.seal.keyring import InvalidKeyFile, Keyring
-from cache.settings import BlockSettings, BreakerSettings, RedisSettings
-from cache.store.breaker import BreakerState
+from cache.kv_blocks.store import RedisBlocks
+from cache.open.blocks import open_blocks
+from cache.open.counters import Counters
+from cache.seal.keyring import Keyring
 
 LAYOUT = BlockLayout(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", item_bytes=2, page_size=16)
 PARTITION = "ab" * 16
 
 
-def chain(count: int, seed: bytes = b"", tokens: int = 128) -> list[BlockChunk]:
+def chain(count: int, seed: bytes = b"", tokens: int = 128) -> list[BlockRun]:
     hashes = [sha256(b"%d" % i + seed).digest() for i in range(count + 1)]
-    return [BlockChunk(hashes[i + 1], hashes[i], tokens) for i in range(count)]
+    return [BlockRun(hashes[i + 1], hashes[i], tokens) for i in range(count)]
 
 
-def payload(chunk: BlockChunk, layout: BlockLayout = LAYOUT) -> bytes:
-    return random.Random(chunk.hash).randbytes(layout.token_bytes * chunk.tokens)
+def payload(run: BlockRun, layout: BlockLayout = LAYOUT) -> bytes:
+    return random.Random(run.hash).randbytes(layout.token_bytes * run.tokens)
 
 
-def buffers(chunks: list[BlockChunk]) -> list[memoryview]:
-    return [memoryview(bytearray(LAYOUT.token_bytes * chunk.tokens)) for chunk in chunks]
+def buffers(runs: list[BlockRun]) -> list[memoryview]:
+    return [memoryview(bytearray(LAYOUT.token_bytes * run.tokens)) for run in runs]
 
 
 Make = Callable[..., RedisBlocks]
@@ -59,41 +58,41 @@ def make_blocks(redis_server: Any, keyring: Keyring, counters: Counters) -> Iter
         blocks.close()
 
 
-def fill(blocks: RedisBlocks, chunks: list[BlockChunk], partition: str = PARTITION) -> None:
-    for chunk in chunks:
-        assert blocks.keep(partition, chunk, memoryview(payload(chunk)))
+def fill(blocks: RedisBlocks, runs: list[BlockRun], partition: str = PARTITION) -> None:
+    for run in runs:
+        assert blocks.keep(partition, run, memoryview(payload(run)))
     assert blocks.drained(10)
 
 
-def fetched(blocks: RedisBlocks, chunks: list[BlockChunk], partition: str = PARTITION) -> list[bytes]:
-    into = buffers(chunks)
-    count = blocks.fetch(partition, chunks, into, 5.0).result(10).chunks
+def fetched(blocks: RedisBlocks, runs: list[BlockRun], partition: str = PARTITION) -> list[bytes]:
+    into = buffers(runs)
+    count = blocks.fetch(partition, runs, into, 5.0).result(10).runs
     return [bytes(view) for view in into[:count]]
 
 
 def test_what_one_engine_keeps_another_fetches(make_blocks: Make, counters: Counters) -> None:
-    chunks = chain(5)
-    fill(make_blocks(), chunks)
+    runs = chain(5)
+    fill(make_blocks(), runs)
     other = make_blocks()
-    assert fetched(other, chunks) == [payload(chunk) for chunk in chunks]
-    assert fetched(other, chunks[:1]) == [payload(chunks[0])]
+    assert fetched(other, runs) == [payload(run) for run in runs]
+    assert fetched(other, runs[:1]) == [payload(runs[0])]
     assert counters.counts()["block_written", ""] == 5
 
 
 @pytest.mark.parametrize("missing", range(5))
 def test_only_what_is_there_without_a_gap(make_blocks: Make, missing: int) -> None:
-    chunks = chain(5)
+    runs = chain(5)
     blocks = make_blocks()
-    fill(blocks, chunks[:missing] + chunks[missing + 1 :])
+    fill(blocks, runs[:missing] + runs[missing + 1 :])
     for _ in range(2):  # the connection is in order afterwards
-        assert fetched(blocks, chunks) == [payload(chunk) for chunk in chunks[:missing]]
+        assert fetched(blocks, runs) == [payload(run) for run in runs[:missing]]
 
 
 def test_another_tenant_model_or_key_never_hits_and_the_same_one_does(make_blocks: Make, keyring: Keyring) -> None:
-    chunks = chain(2)
+    runs = chain(2)
     blocks = make_blocks()
-    fill(blocks, chunks)
-    assert fetched(blocks, chunks, "cd" * 16) == []
+    fill(blocks, runs)
+    assert fetched(blocks, runs, "cd" * 16) == []
     for change in (
         {"layers": 1, "kv_heads": 4},
         {"dtype": "float16"},
@@ -101,29 +100,29 @@ def test_another_tenant_model_or_key_never_hits_and_the_same_one_does(make_block
         {"variant": "tp=2"},
         {"head_dim": 32, "item_bytes": 1},
     ):
-        assert fetched(make_blocks(layout=replace(LAYOUT, **change)), chunks) == []
-    assert fetched(make_blocks(ring=Keyring.generate()), chunks) == []
-    assert fetched(make_blocks(ring=replace(keyring, sealing=Keyring.generate().sealing)), chunks) == []
-    assert len(fetched(make_blocks(), chunks)) == 2
+        assert fetched(make_blocks(layout=replace(LAYOUT, **change)), runs) == []
+    assert fetched(make_blocks(ring=Keyring.generate()), runs) == []
+    assert fetched(make_blocks(ring=replace(keyring, sealing=Keyring.generate().sealing)), runs) == []
+    assert len(fetched(make_blocks(), runs)) == 2
 
 
-def test_a_chunk_in_another_place_of_the_chain_does_not_open(make_blocks: Make) -> None:
-    (chunk,) = chain(1)
+def test_a_run_in_another_place_of_the_chain_does_not_open(make_blocks: Make) -> None:
+    (run,) = chain(1)
     blocks = make_blocks()
-    fill(blocks, [chunk])
-    assert fetched(blocks, [replace(chunk, parent=bytes(32))]) == []
-    assert fetched(blocks, [replace(chunk, tokens=chunk.tokens // 2)]) == []
-    assert len(fetched(blocks, [chunk])) == 1
+    fill(blocks, [run])
+    assert fetched(blocks, [replace(run, parent=bytes(32))]) == []
+    assert fetched(blocks, [replace(run, tokens=run.tokens // 2)]) == []
+    assert len(fetched(blocks, [run])) == 1
 
 
 def test_mutations_open_to_nothing(keyring: Keyring, counters: Counters) -> None:
-    codec = ChunkCodec(keyring, LAYOUT, counters)
-    chunk, other = chain(2, tokens=16)
-    key = codec.key(PARTITION, chunk)
-    sealed = codec.seal(key, chunk, payload(chunk))
+    codec = RunCodec(keyring, LAYOUT, counters)
+    run, other = chain(2, tokens=16)
+    key = codec.key(PARTITION, run)
+    sealed = codec.seal(key, run, payload(run))
     foreign = codec.seal(codec.key(PARTITION, other), other, payload(other))
-    assert len(sealed) == len(payload(chunk)) + OVERHEAD
-    into = memoryview(bytearray(len(payload(chunk))))
+    assert len(sealed) == len(payload(run)) + OVERHEAD
+    into = memoryview(bytearray(len(payload(run))))
     chance = random.Random(7)
     for number in range(20_000):
         place = chance.randrange(len(sealed))
@@ -136,42 +135,42 @@ def test_mutations_open_to_nothing(keyring: Keyring, counters: Counters) -> None
             mutated = sealed[:head] + bytes([sealed[head] ^ 1 << chance.randrange(8)]) + sealed[head + 1 :]
         else:
             mutated = sealed[:place] + bytes([sealed[place] ^ 1 << chance.randrange(8)]) + sealed[place + 1 :]
-        assert not codec.open(key, chunk, memoryview(mutated), into)
-    assert codec.open(key, chunk, memoryview(sealed), into)
-    assert bytes(into) == payload(chunk)
+        assert not codec.open(key, run, memoryview(mutated), into)
+    assert codec.open(key, run, memoryview(sealed), into)
+    assert bytes(into) == payload(run)
     labels = {label for event, label in counters.counts() if event == "block_rejected"}
     assert labels == {"length", "header", "key", "forged"}
 
 
 def test_a_payload_of_another_length_is_not_written(make_blocks: Make, counters: Counters) -> None:
-    (chunk,) = chain(1)
+    (run,) = chain(1)
     blocks = make_blocks()
-    assert blocks.keep(PARTITION, chunk, memoryview(bytes(10)))
+    assert blocks.keep(PARTITION, run, memoryview(bytes(10)))
     assert blocks.drained(5)
     assert counters.counts()["block_write_failed", "ValueError"] == 1
-    assert fetched(blocks, [chunk]) == []
+    assert fetched(blocks, [run]) == []
 
 
 def test_buffers_that_do_not_fit_are_refused(make_blocks: Make, counters: Counters) -> None:
-    (chunk,) = chain(1)
+    (run,) = chain(1)
     blocks = make_blocks()
-    fill(blocks, [chunk])
-    size = len(payload(chunk))
+    fill(blocks, [run])
+    size = len(payload(run))
     for into in ([], [memoryview(bytearray(size - 1))], [memoryview(bytes(size))]):
-        assert blocks.fetch(PARTITION, [chunk], into, 1.0).result(5).chunks == 0
+        assert blocks.fetch(PARTITION, [run], into, 1.0).result(5).runs == 0
     assert counters.counts()["block_fault", "buffers"] == 3
 
 
 def test_kept_on_the_second_use_and_again_once_lost(make_blocks: Make, redis_server: Any) -> None:
-    (chunk,) = chain(1)
+    (run,) = chain(1)
     blocks = make_blocks()
-    assert [blocks.used(PARTITION, chunk) for _ in range(3)] == [False, True, True]
-    fill(blocks, [chunk])
-    assert not blocks.used(PARTITION, chunk)
-    assert not blocks.used("cd" * 16, chunk)
+    assert [blocks.used(PARTITION, run) for _ in range(3)] == [False, True, True]
+    fill(blocks, [run])
+    assert not blocks.used(PARTITION, run)
+    assert not blocks.used("cd" * 16, run)
     redis_server.command("FLUSHALL")
-    assert fetched(blocks, [chunk]) == []
-    assert blocks.used(PARTITION, chunk)
+    assert fetched(blocks, [run]) == []
+    assert blocks.used(PARTITION, run)
 
 
 def test_the_memory_of_uses_is_bounded() -> None:
@@ -185,57 +184,57 @@ def test_the_memory_of_uses_is_bounded() -> None:
 def test_refused_is_a_miss_at_once(make_blocks: Make, make_redis: Callable[..., Any]) -> None:
     server = make_redis(started=False)
     blocks = make_blocks(server.url)
-    chunks = chain(2)
+    runs = chain(2)
     begun = time.monotonic()
     for _ in range(20):
-        assert fetched(blocks, chunks) == []
+        assert fetched(blocks, runs) == []
     assert time.monotonic() - begun < 1
     assert blocks.worth(10_000) is None
     assert blocks.states["block_reads"] is BreakerState.OPEN
     server.start()
     time.sleep(0.25)
     assert blocks.worth(10_000) is not None
-    assert fetched(blocks, chunks) == []
+    assert fetched(blocks, runs) == []
     assert blocks.states["block_reads"] is BreakerState.CLOSED
-    fill(blocks, chunks)
-    assert len(fetched(blocks, chunks)) == 2
+    fill(blocks, runs)
+    assert len(fetched(blocks, runs)) == 2
 
 
 def test_stalled_costs_the_deadline(make_blocks: Make, make_redis: Callable[..., Any]) -> None:
     server = make_redis()
     blocks = make_blocks(server.url)
-    chunks = chain(2)
-    fill(blocks, chunks)
+    runs = chain(2)
+    fill(blocks, runs)
     server.pause()
     begun = time.monotonic()
-    assert blocks.fetch(PARTITION, chunks, buffers(chunks), 0.1).result(5).chunks == 0
+    assert blocks.fetch(PARTITION, runs, buffers(runs), 0.1).result(5).runs == 0
     assert time.monotonic() - begun < 0.3
     server.resume()
-    assert len(fetched(blocks, chunks)) == 2
+    assert len(fetched(blocks, runs)) == 2
 
 
 async def test_cut_in_the_middle_of_a_value(make_blocks: Make, make_proxy: Any, redis_server: Any) -> None:
     proxy = await make_proxy(redis_server.port)
     blocks = make_blocks(proxy.url)
-    chunks = chain(3)
-    await asyncio.to_thread(fill, blocks, chunks)
+    runs = chain(3)
+    await asyncio.to_thread(fill, blocks, runs)
     proxy.cut_after = 5000
-    found = await asyncio.to_thread(fetched, blocks, chunks)
+    found = await asyncio.to_thread(fetched, blocks, runs)
     assert found == []
     proxy.cut_after = None
-    assert await asyncio.to_thread(fetched, blocks, chunks) == [payload(chunk) for chunk in chunks]
+    assert await asyncio.to_thread(fetched, blocks, runs) == [payload(run) for run in runs]
 
 
 def test_writes_are_dropped_under_pressure(
     make_blocks: Make, make_redis: Callable[..., Any], counters: Counters
 ) -> None:
     server = make_redis()
-    chunks = chain(4)
-    size = len(payload(chunks[0]))
+    runs = chain(4)
+    size = len(payload(runs[0]))
     blocks = make_blocks(server.url, queue_bytes=2 * size, timeout=0.3)
     server.pause()
     begun = time.monotonic()
-    assert [blocks.keep(PARTITION, chunk, memoryview(payload(chunk))) for chunk in chunks] == [True, True, False, False]
+    assert [blocks.keep(PARTITION, run, memoryview(payload(run))) for run in runs] == [True, True, False, False]
     assert time.monotonic() - begun < 0.1
     assert counters.counts()["block_write_dropped", ""] == 2
     server.resume()
@@ -246,21 +245,21 @@ def test_a_full_redis_fails_writes_quietly(
 ) -> None:
     server = make_redis("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
     blocks = make_blocks(server.url)
-    chunks = chain(30, tokens=1024)
-    for chunk in chunks:
-        blocks.keep(PARTITION, chunk, memoryview(payload(chunk)))
+    runs = chain(30, tokens=1024)
+    for run in runs:
+        blocks.keep(PARTITION, run, memoryview(payload(run)))
     assert blocks.drained(10)
     assert counters.counts()["block_write_failed", "RespError"] > 0
 
 
 def test_password_and_database(make_redis: Callable[..., Any], make_blocks: Make, tmp_path: Path) -> None:
     server = make_redis("--requirepass", "se cret/")
-    chunks = chain(1)
+    runs = chain(1)
     url = f"redis://:se%20cret%2F@127.0.0.1:{server.port}/3"
-    fill(make_blocks(url), chunks)
-    assert len(fetched(make_blocks(url), chunks)) == 1
-    assert fetched(make_blocks(url[:-1] + "4"), chunks) == []
-    assert fetched(make_blocks(server.url), chunks) == []
+    fill(make_blocks(url), runs)
+    assert len(fetched(make_blocks(url), runs)) == 1
+    assert fetched(make_blocks(url[:-1] + "4"), runs) == []
+    assert fetched(make_blocks(server.url), runs) == []
 
 
 def test_a_key_file_is_needed(redis_server: Any, counters: Counters, tmp_path: Path) -> None:
@@ -270,13 +269,13 @@ def test_a_key_file_is_needed(redis_server: Any, counters: Counters, tmp_path: P
     keys = tmp_path / "keys"
     keys.write_text("names " + "1" * 64 + "\na " + "2" * 64 + "\n")
     blocks = open_blocks(replace(settings, key_file=keys), LAYOUT, counters)
-    assert blocks.chunk_tokens == 2 * 2**20 // LAYOUT.token_bytes
+    assert blocks.run_tokens == 2 * 2**20 // LAYOUT.token_bytes
     blocks.close()
 
 
-def test_chunks_are_whole_pages(make_blocks: Make) -> None:
+def test_runs_are_whole_pages(make_blocks: Make) -> None:
     for layers, expected in ((2, 8192), (80, 192), (40_000, 16)):
-        assert make_blocks(layout=replace(LAYOUT, layers=layers)).chunk_tokens == expected
+        assert make_blocks(layout=replace(LAYOUT, layers=layers)).run_tokens == expected
 
 
 def test_the_raw_client_against_the_server(redis_server: Any) -> None:
@@ -365,7 +364,7 @@ def test_a_redis_that_does_not_begin_to_answer_is_a_miss_after_its_budget(make_r
         assert len(fetched(blocks, chain(3))) == 3
         server.pause()
         begun = time.monotonic()
-        assert blocks.fetch(PARTITION, chain(3), buffers(chain(3)), 30.0).result(10).chunks == 0
+        assert blocks.fetch(PARTITION, chain(3), buffers(chain(3)), 30.0).result(10).runs == 0
         assert time.monotonic() - begun < 5
     finally:
         server.resume()

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.answers.codec import pack_completion, pack_part, unpack_completion, unpack_part
-from cache.api import AnswerEnding, AnswerPart, CachedCompletion, CacheKey, Kind
-from cache.counters import Counters
+from cache.api import AnswerEnding, AnswerPart, CachedCompletion, CacheKey, InvalidKeyFile, Kind
+from cache.open.counters import Counters
 from cache.seal.envelope import OVERHEAD, Envelope
-from cache.seal.keyring import InvalidKeyFile, Keyring, open_keyring
+from cache.seal.keyring import Keyring, open_keyring
 
 KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
 OTHER = replace(KEY, digest="1" * 64)

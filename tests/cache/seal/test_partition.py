@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from cache.api import Allowance, CacheKey, Kind, Store, StoreFault
-from cache.counters import Counters
-from cache.open import open_caches
+from cache.api import Allowance, CacheKey, CacheSettings, Kind, ModelIdentity, Store, StoreFault
+from cache.open.caches import open_caches
+from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
-from cache.seal.partition import PREFIXES, RECENT, Epochs, ModelIdentity, Partitions
-from cache.settings import CacheSettings
+from cache.seal.partition import PREFIXES, RECENT, Epochs, Partitions
 from cache.store.memory import MemoryStore
 
 MODEL = ModelIdentity(weights="w", tokenizer="t")

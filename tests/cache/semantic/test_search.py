@@ -21,21 +21,22 @@ from cache.api import (
     CacheKey,
     Kind,
     Mode,
+    ModelIdentity,
     Question,
+    SemanticSettings,
     Store,
     Turn,
     Verdict,
 )
-from cache.counters import Counters
+from cache.open.counters import Counters
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
-from cache.seal.partition import Epochs, ModelIdentity, Partitions
+from cache.seal.partition import Epochs, Partitions
 from cache.semantic import shelf
 from cache.semantic.embedder import Vector
 from cache.semantic.evidence import label
 from cache.semantic.search import SimilarCache
-from cache.settings import SemanticSettings
 from cache.store.memory import MemoryStore
 from cache.store.redis_store import RedisStore
 
@@ -336,7 +337,7 @@ async def test_audits_are_as_frequent_as_configured(make: Make) -> None:
 async def test_faults_are_misses_within_the_budget(
     make_redis: Callable[..., Any], keyring: Keyring, counters: Counters
 ) -> None:
-    from cache.settings import RedisSettings
+    from cache.api import RedisSettings
 
     server = make_redis()
     store = RedisStore(RedisSettings(url=server.url, budget=0.2, write_budget=2.0), counters)

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.settings import BreakerSettings
-from cache.store.breaker import Breaker, BreakerState
+from cache.api import BreakerSettings, BreakerState
+from cache.store.breaker import Breaker
 
 
 class Clock:

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from cache.api import CacheKey, Kind, StoreFault
-from cache.counters import Counters
-from cache.settings import BreakerSettings, RedisSettings
-from cache.store.breaker import BreakerState
+from cache.api import BreakerSettings, BreakerState, CacheKey, Kind, RedisSettings, StoreFault
+from cache.open.counters import Counters
 from cache.store.redis_store import RedisStore
 
 PARTITION = "ab" * 16

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.answers.resume import BEGUN, Refused
-from cache.answers.single_flight import Flights, Generate
-from cache.counters import Counters
+from cache.answers.single_flight import Flights
+from cache.api import BEGUN, Generate, Refused
+from cache.open.counters import Counters
 from tests.cache.answers.test_shared_flight import Make, make_shared
 from tests.cache.answers.test_single_flight import flights
 from tests.cache.flown import KEY, TEXT, Model, ask, read

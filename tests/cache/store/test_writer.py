@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from cache.api import CacheKey, Kind, StoreFault
-from cache.counters import Counters
+from cache.open.counters import Counters
 from cache.store.writer import BATCH, Write, WriteQueue
 
 

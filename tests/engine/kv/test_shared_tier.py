@@ -59,8 +59,8 @@ def test_only_what_lies_beyond_the_device_is_fetched(held: Held) -> None:
     engine.ask((*TEXT[:300], 9))
     del store(engine).asked[:]
     assert engine.ask()[0] == len(TEXT) // CHUNK * CHUNK
-    ((_, chunks),) = store(engine).asked
-    assert len(chunks) == len(TEXT) // CHUNK - 256 // CHUNK  # the third chunk is on the device in part
+    ((_, runs),) = store(engine).asked
+    assert len(runs) == len(TEXT) // CHUNK - 256 // CHUNK  # the third run is on the device in part
     assert store(engine).worth_asked[-2] == len(TEXT) // CHUNK * CHUNK - 288
 
 
@@ -184,11 +184,11 @@ def test_the_switch_stops_reading_and_writing(held: Held) -> None:
 def test_what_arrives_behind_something_that_is_gone_is_of_no_use(held: Held) -> None:
     engine = fresh(held)
     store(engine).waits = None
-    engine.ask(TEXT[: CHUNK + 1])  # the device has the first chunk
+    engine.ask(TEXT[: CHUNK + 1])  # the device has the first run
     store(engine).waits, store(engine).slow = 5.0, True
     key = engine.submit(TEXT)
-    ((_, chunks),) = store(engine).asked
-    assert len(chunks) == len(TEXT) // CHUNK - 1
+    ((_, runs),) = store(engine).asked
+    assert len(runs) == len(TEXT) // CHUNK - 1
     engine.scheduler.set_prefix_cache(False)
     engine.scheduler.set_prefix_cache(True)
     store(engine).deliver()
@@ -196,7 +196,7 @@ def test_what_arrives_behind_something_that_is_gone_is_of_no_use(held: Held) -> 
     assert (engine.cached(key), engine.output(key)) == (0, alone())
 
 
-def test_a_chunk_that_lost_a_page_before_it_was_read_is_not_written() -> None:
+def test_a_run_that_lost_a_page_before_it_was_read_is_not_written() -> None:
     held: Held = {}
     engine = fresh(held)
     engine.ask()
@@ -208,7 +208,7 @@ def test_a_chunk_that_lost_a_page_before_it_was_read_is_not_written() -> None:
     index = engine.index
     chain = index.chain(Live(plain_request(TEXT), list(TEXT)))
     whole = len(TEXT) // CHUNK
-    inside = (whole - 1) * CHUNK // PAGE_SIZE + 4  # pages that stay: the last chunk keeps half of its own
+    inside = (whole - 1) * CHUNK // PAGE_SIZE + 4  # pages that stay: the last run keeps half of its own
     index.allocate(index.room - inside)
     assert [index.known(digest) is not None for digest in chain] == [True] * inside + [False] * (len(chain) - inside)
     while engine.tier.spare():
@@ -217,7 +217,7 @@ def test_a_chunk_that_lost_a_page_before_it_was_read_is_not_written() -> None:
 
 
 def test_of_a_long_prompt_only_the_head_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.kv.shared_tier.MOST_CHUNKS", 2)
+    monkeypatch.setattr("engine.kv.shared_tier.MOST_RUNS", 2)
     held: Held = {}
     engine = fresh(held)
     for _ in range(3):

@@ -60,7 +60,7 @@ def test_through_redis_after_a_restart(written: list[str], connect: Connect) -> 
     engine = connect()
     assert engine.ask() == (640, alone())
     assert connect().ask(TEXT, prefix_root=b"another") == (0, alone())
-    assert connect(chunk_bytes=2048).ask() == (0, alone())  # cut otherwise: other chunks
+    assert connect(chunk_bytes=2048).ask() == (0, alone())  # cut otherwise: other runs
     assert connect().ask() == (640, alone())
 
 

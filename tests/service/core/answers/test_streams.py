@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cache.answers.resume import BEGUN, Refused, Unfinished
-from cache.api import AnswerEnding, AnswerPart, CachedCompletion
+from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused, Unfinished
 from engine.api import Finish, FinishReason, Priority, Start, TokenEvents
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from engine.fake import plain_request

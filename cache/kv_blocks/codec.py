@@ -1,7 +1,7 @@
-"""How a chunk of keys and values lies in Redis: fixed header, key id, nonce, sealed payload, tag.
+"""How a run of keys and values lies in Redis: fixed header, key id, nonce, sealed payload, tag.
 
 The header says what the bytes mean and where in the chain they stand. It is authenticated together with the name, so
-that nothing but the very chunk that was asked for opens, in the very layout of this engine.
+that nothing but the very run that was asked for opens, in the very layout of this engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import sha256
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from cache.api import BlockChunk, BlockLayout, CacheKey, Counter, Kind
+from cache.api import BlockLayout, BlockRun, CacheKey, Counter, Kind
 from cache.seal.keyring import ID_BYTES, Keyring
 from cache.seal.partition import encode, mac
 
@@ -32,8 +32,8 @@ def fingerprint(layout: BlockLayout) -> bytes:
     return sha256(encode((*fields, layout.variant))).digest()[:16]
 
 
-class ChunkCodec:
-    """Names, seals and opens the chunks of one layout."""
+class RunCodec:
+    """Names, seals and opens the runs of one layout."""
 
     def __init__(self, keyring: Keyring, layout: BlockLayout, counter: Counter) -> None:
         self._names = keyring.names
@@ -43,32 +43,32 @@ class ChunkCodec:
         self._fingerprint = fingerprint(layout)
         self._counter = counter
 
-    def key(self, partition: str, chunk: BlockChunk) -> CacheKey:
+    def key(self, partition: str, run: BlockRun) -> CacheKey:
         """The name: keyed, since a bare hash of a prompt could be guessed."""
-        return CacheKey(Kind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, chunk.hash).hex())
+        return CacheKey(Kind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
 
-    def payload_bytes(self, chunk: BlockChunk) -> int:
+    def payload_bytes(self, run: BlockRun) -> int:
         """Without what goes around it."""
-        return self._layout.token_bytes * chunk.tokens
+        return self._layout.token_bytes * run.tokens
 
-    def seal(self, key: CacheKey, chunk: BlockChunk, payload: bytes) -> bytes:
+    def seal(self, key: CacheKey, run: BlockRun, payload: bytes) -> bytes:
         """As it is stored. Raises ValueError where the payload is not as long as the layout says."""
-        if len(payload) != self.payload_bytes(chunk):
-            raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(chunk)}")
-        header = self._header(chunk)
+        if len(payload) != self.payload_bytes(run):
+            raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(run)}")
+        header = self._header(run)
         nonce = os.urandom(NONCE)
         sealed = self._ciphers[self._current].encrypt(nonce, payload, self._bound(header, self._current, key))
         return header + self._current + nonce + sealed
 
-    def open(self, key: CacheKey, chunk: BlockChunk, sealed: memoryview, into: memoryview) -> bool:
+    def open(self, key: CacheKey, run: BlockRun, sealed: memoryview, into: memoryview) -> bool:
         """Decrypts into the caller's buffer. False, counted, where anything is unexpected; the buffer is then void."""
-        size = self.payload_bytes(chunk)
+        size = self.payload_bytes(run)
         header = bytes(sealed[: HEADER.size])
         identity = bytes(sealed[HEADER.size : HEADER.size + ID_BYTES])
         reason = ""
         if len(sealed) != size + OVERHEAD or len(into) != size:
             reason = "length"
-        elif header != self._header(chunk):
+        elif header != self._header(run):
             reason = "header"
         elif identity not in self._ciphers:
             reason = "key"
@@ -83,10 +83,10 @@ class ChunkCodec:
             self._counter.count("block_rejected", reason)
         return not reason
 
-    def _header(self, chunk: BlockChunk) -> bytes:
+    def _header(self, run: BlockRun) -> bytes:
         a = self._layout
         shape = (a.item_bytes, a.layers, a.kv_heads, a.head_dim, a.page_size)
-        place = (chunk.tokens, self.payload_bytes(chunk), self._fingerprint, chunk.hash, chunk.parent)
+        place = (run.tokens, self.payload_bytes(run), self._fingerprint, run.hash, run.parent)
         return HEADER.pack(MAGIC, VERSION, *shape, *place)
 
     @staticmethod

@@ -12,15 +12,21 @@ from functools import partial
 from cache.answers.exact import ExactCache
 from cache.answers.lease import Leases
 from cache.answers.shared_flight import SharedFlights
-from cache.answers.single_flight import Flights, Generate
+from cache.answers.single_flight import Flights
 from cache.api import (
     Allowance,
     AnswerPart,
+    BreakerState,
     CacheKey,
+    CacheSettings,
     Counter,
+    FlightSettings,
+    Generate,
     Kind,
     Mode,
+    ModelIdentity,
     Question,
+    RedisSettings,
     SemanticCache,
     Store,
     StoreFault,
@@ -28,12 +34,10 @@ from cache.api import (
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import open_keyring
-from cache.seal.partition import PREFIXES, Epochs, ModelIdentity, Partitions
+from cache.seal.partition import PREFIXES, Epochs, Partitions
 from cache.semantic.embedder import open_embedder
 from cache.semantic.export import ExportFailed, exported
 from cache.semantic.search import SimilarCache
-from cache.settings import CacheSettings, FlightSettings, RedisSettings
-from cache.store.breaker import BreakerState
 from cache.store.memory import MemoryStore
 from cache.store.redis_link import Link
 from cache.store.redis_store import RedisStore

@@ -5,18 +5,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-# seconds; upper borders, the last bucket is open
-BORDERS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """A histogram of durations."""
-
-    buckets: tuple[int, ...]  # one more than BORDERS
-    total: float  # seconds
+from cache.api import BORDERS, Times
 
 
 class Counters:

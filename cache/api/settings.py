@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cache.api import Mode
+from cache.api.semantic import Mode
 
 
 def _positive(**values: float) -> None:

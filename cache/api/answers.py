@@ -1,0 +1,159 @@
+"""Answers: their messages, the question they belong to, and the cache of exact ones.
+
+Instants are seconds since the epoch (`time.time`), since values outlive a process; durations are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+Scalar = bool | int | float | str | bytes | None
+Parameter = Scalar | tuple["Parameter", ...]
+
+
+class AnswerPart(NamedTuple):
+    """One message of an answer as it was streamed: what it added, and in the last one how it ended. A named tuple,
+    since hundreds of them are made of a stored answer that somebody waits for."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    ending: AnswerEnding | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerEnding:
+    """How an answer ended."""
+
+    reason: str  # engine or service's word for it; STOPPED lists those that came from the answer itself
+    prompt_tokens: int
+    completion_tokens: int
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+STOPPED = frozenset({"stop", "stop_string"})
+LENGTH = "length"
+
+LINGER = 1.0  # seconds that a finished generation can still be joined: by then its answer is in the store
+
+# Known by its identity: a source may begin with it, to say that it was let in before it has anything to deliver.
+BEGUN = AnswerPart((), "")
+
+Generate = Callable[[], AsyncGenerator[AnswerPart, None]]
+
+
+class Diverged(Exception):
+    """The new source says something else than what was already delivered."""
+
+
+class Unfinished(Exception):
+    """A source ended without an ending."""
+
+
+class Refused(Exception):
+    """Whoever was to generate may not do so now. Its own reader gets this; the next reader's way is tried."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """Everything about the model that shapes an answer and that no request says."""
+
+    weights: str  # digest, in the format and dtype they are computed in
+    tokenizer: str  # digest of tokenizer and chat template
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedCompletion:
+    """A finished answer with the borders of its messages."""
+
+    parts: tuple[AnswerPart, ...]  # the last one alone has an ending
+    max_tokens: int  # what it was generated under
+    provenance: str  # which decoder, format and version wrote it
+    created_at: float
+    entry_id: str = ""  # the digest it is stored under; what FlushCache takes to delete it
+
+    @property
+    def ending(self) -> AnswerEnding:
+        """How it ended. Raises ValueError where it has none."""
+        last = self.parts[-1].ending if self.parts else None
+        if last is None:
+            raise ValueError("an unfinished answer")
+        return last
+
+    @property
+    def text(self) -> str:
+        """The whole of it."""
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids."""
+        return tuple(i for part in self.parts for i in part.token_ids)
+
+    def replay(self) -> Iterator[AnswerPart]:
+        """The messages as they were streamed; no pacing, the reader's back-pressure is the only brake."""
+        yield from self.parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A request as the caches see it. Built from what the engine would be given, so that nothing is left out."""
+
+    tenant: str  # the authenticated identity, never a field of the request
+    token_ids: tuple[int, ...]  # the whole rendered prompt
+    parameters: tuple[tuple[str, Parameter], ...]  # all that shapes the answer, max_tokens aside, in a fixed order
+    max_tokens: int
+    deterministic: bool  # greedy, or with a seed of the caller's
+    max_age: float | None = None  # older answers are misses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The fuzzy part of a question: its last user turn, beside what must match exactly."""
+
+    question: Question
+    context: Parameter  # system prompt, history, template settings: anything that is not the last user turn
+    text: str  # the last user turn
+    greedy: bool
+    plain: bool = True  # no tools, no grammar, no log-probabilities: nothing but text comes back
+    threshold: float | None = None  # tightens the configured one; a lower value changes nothing
+
+
+class ResponseCache(Protocol):
+    """Exact answers. Nothing here raises, and nothing takes longer than the store's budget."""
+
+    async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None: ...
+
+    async def put(self, question: Question, completion: CachedCompletion) -> bool:
+        """False where the answer is not one to keep, or was dropped under pressure."""
+
+
+class Allowance:
+    """How long one request may still wait for stores, all its lookups together. Made for it, and passed along."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._left = seconds
+        self._clock = clock
+
+    @property
+    def left(self) -> float:
+        """Seconds, never negative."""
+        return max(self._left, 0.0)
+
+    @contextmanager
+    def spending(self) -> Iterator[float]:
+        """What passes inside is taken off; yields what there is."""
+        begun = self._clock()
+        try:
+            yield self.left
+        finally:
+            self._left -= self._clock() - begun

@@ -1,0 +1,106 @@
+"""Names of entries, and the store that holds their bytes."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_NAME = re.compile(r"[0-9a-f]{8,128}\Z")
+
+
+class StoreFault(Exception):
+    """The store could not answer. Never leaves this package on a request's path: there it is a miss, counted."""
+
+
+class InvalidKeyFile(ValueError):
+    """The key file cannot be used. Says where, never what stands there."""
+
+
+class BreakerState(enum.StrEnum):
+    """What a caller may do."""
+
+    CLOSED = "closed"  # ask
+    OPEN = "open"  # do not ask
+    PROBING = "probing"  # one caller asks, the others do not
+
+
+class Kind(enum.StrEnum):
+    """What an entry is. The value is the first part of its name in the store."""
+
+    RESPONSE = "r"
+    SEMANTIC = "s"
+    DIRECTORY = "d"  # which semantic entries a partition has
+    EVIDENCE = "v"  # what was observed of semantic candidates
+    BLOCK = "k"
+    EPOCH = "e"  # the random number that stands for a tenant's present
+    LEASE = "l"  # who generates an answer at the moment
+    FLIGHT = "f"  # the answer being generated
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """The name of one entry. Both parts are keyed digests, so that a name tells nothing about a prompt."""
+
+    kind: Kind
+    partition: str
+    digest: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.partition) or not _NAME.match(self.digest):
+            raise ValueError("partition and digest are lower-case hexadecimal")
+
+    @property
+    def name(self) -> str:
+        """As it stands in the store."""
+        return f"{self.kind.value}:{self.partition}:{self.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolment:
+    """A page of a directory."""
+
+    members: tuple[tuple[str, float], ...]  # (digest, cursor)
+    total: int  # members altogether
+
+
+class Store(Protocol):
+    """Bytes by name, with an age limit. Two exist, `memory` and `redis_store`, under one set of contract tests.
+
+    Every method but `offer` raises StoreFault where the store cannot answer in time.
+    """
+
+    async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
+        """One value a key, None where there is none. `within` shortens the store's own budget, in seconds."""
+
+    async def set(self, key: CacheKey, value: bytes, ttl: float) -> None: ...
+
+    async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
+        """The value that stands afterwards: the given one, or the one that was first."""
+
+    def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
+        """Sets soon, off the caller's path, and enrols the key in the directory. False: dropped under pressure."""
+
+    async def delete_many(self, keys: Sequence[CacheKey]) -> int:
+        """How many there were."""
+
+    def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
+        """Every live key of a partition that was there when the scan began, possibly more."""
+
+    async def enrolled(self, directory: CacheKey, after: float, count: int, within: float | None = None) -> Enrolment:
+        """The members that were enrolled after a cursor, oldest first, at most `count`."""
+
+    async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
+        """Adds to named counters; commutes with everybody else's additions."""
+
+    async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
+        """The counters of each key, empty where there are none."""
+
+    async def read(
+        self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
+    ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
+        """`get_many` and `counts` in one."""
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,25 @@
+"""What can be said of settings before anything is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cache.api import RedisSettings
+from cache.seal.keyring import Keyring
+from cache.semantic.export import missing
+from cache.store.redis_link import open_client
+
+
+def check_key_file(path: Path) -> None:
+    """Raises InvalidKeyFile."""
+    Keyring.read(path)
+
+
+def check_redis(settings: RedisSettings) -> None:
+    """Reads the address and the files it names, and does not connect. Raises OSError and ValueError."""
+    open_client(settings, settings.budget)
+
+
+def missing_for_semantic(model: Path | None) -> tuple[str, ...]:
+    """Packages that the semantic cache lacks, in the order in which they are wanted."""
+    return missing(model)
