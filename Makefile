@@ -23,12 +23,13 @@ serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 test: $(VENV)/.test ## Run every test that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-lint: $(VENV)/.test $(BUFCLI) ## Style, types, arrows between packages, the wire contract
+lint: $(VENV)/.test $(BUFCLI) ## Style, types, arrows between packages, the wire contract, figures in the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/proto.py --check
+	$(BIN)/python -m scripts.figures --check
 	$(BUFCLI) lint
 
 format: $(VENV)/.test ## Bring the code into shape

@@ -1,0 +1,120 @@
+"""Writes the figures of README.md and docs/*.md from bench/results/*.json; with --check, fails where they differ.
+
+A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->` on lines of their own, a figure in a sentence
+between `<!-- f: NAME -->` and `<!-- /f -->`. NAME is a renderer in `scripts.figure_tables`. docs/perf-log.md is a
+diary: its figures belong to the commit they name and are never rewritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DIARY = "perf-log.md"
+BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
+INLINE = re.compile(r"(<!-- f: (\S+) -->)(.*?)(<!-- /f -->)")
+MARKER = re.compile(r"<!-- ?/?f(?:igures)?\b[^>]*-->")
+
+
+class FigureError(Exception):
+    """A marker, a result file or a key in it that does not exist. The message says where."""
+
+
+class Results:
+    """bench/results, each file parsed when a renderer first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parsed: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._parsed:
+            path = self._folder / f"{name}.json"
+            try:
+                self._parsed[name] = json.loads(path.read_text("utf-8"))
+            except OSError:
+                raise FigureError(f"{path.name} is not in {self._folder}") from None
+            except ValueError as error:
+                raise FigureError(f"{path.name}: {error}") from None
+        return self._parsed[name]
+
+
+Renderer = Callable[[Results], str]
+
+
+def render(text: str, results: Results, renderers: Mapping[str, Renderer]) -> str:
+    """`text` with what stands between its markers written anew. Raises FigureError."""
+
+    def fill(found: re.Match[str]) -> str:
+        opening, name, old, closing = found.groups()
+        if MARKER.search(old):
+            raise FigureError(f"marker {name} is not closed")
+        if name not in renderers:
+            raise FigureError(f"no renderer is named {name}")
+        try:
+            new = renderers[name](results)
+        except (KeyError, IndexError, StopIteration, TypeError) as error:
+            raise FigureError(f"{name}: the result files lack {error!r}") from error
+        return f"{opening}{new}{closing}"
+
+    if stray := MARKER.search(INLINE.sub("", BLOCK.sub("", text))):
+        raise FigureError(f"marker {stray[0]} has no other half")
+    return INLINE.sub(fill, BLOCK.sub(fill, text))
+
+
+def names(text: str) -> set[str]:
+    """Of all renderers that `text` calls for."""
+    return {found[2] for pattern in (BLOCK, INLINE) for found in pattern.finditer(text)}
+
+
+def documents(root: Path) -> list[Path]:
+    """README.md and docs/*.md, without the diary."""
+    return [root / "README.md", *(path for path in sorted((root / "docs").glob("*.md")) if path.name != DIARY)]
+
+
+def update(root: Path, renderers: Mapping[str, Renderer], write: bool) -> list[str]:
+    """What is wrong, a line each; with `write`, documents that differ are rewritten instead."""
+    wrong = []
+    results = Results(root / "bench" / "results")
+    for path in documents(root):
+        text = path.read_text("utf-8")
+        try:
+            fresh = render(text, results, renderers)
+        except FigureError as error:
+            wrong.append(f"{path.relative_to(root)}: {error}")
+            continue
+        if fresh == text:
+            continue
+        if write:
+            path.write_text(fresh, "utf-8")
+        else:
+            wrong.append(f"{path.relative_to(root)}: {difference(text, fresh)}")
+    return wrong
+
+
+def difference(text: str, fresh: str) -> str:
+    """The first line that differs, as it stands and as it should be."""
+    pairs = zip([*text.splitlines(), ""], [*fresh.splitlines(), ""], strict=False)
+    number, (old, new) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return f"line {number} is not what bench/results says\n  is        {old}\n  should be {new}"
+
+
+def main() -> None:
+    """Entry point."""
+    from scripts.figure_tables import RENDERERS
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a figure differs")
+    wrong = update(ROOT, RENDERERS, write=not parser.parse_args().check)
+    if wrong:
+        sys.exit("\n".join([*wrong, "`python -m scripts.figures` writes the figures from bench/results"]))
+
+
+if __name__ == "__main__":
+    main()
