@@ -56,7 +56,7 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # the embedder's tokens, upper borders
 REAL = 2000  # entries that are sentences; the others are random directions
 _FILLER = "filler "
-ASKED = ROOT / "tests" / "cache" / "data" / "clinc_500.json"  # queries to assistants, of CLINC150
+ASKED = ROOT / "tests" / "bench" / "replay" / "data" / "clinc_500.json"  # queries to assistants, of CLINC150
 AS_ASKED = "as long as they come"
 Figures = dict[str, dict[str, float]]
 Buckets = dict[str, list[str]]  # texts by what their figures are called

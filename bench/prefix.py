@@ -24,9 +24,10 @@ from typing import Any
 
 from bench.about import device, revision
 from bench.redis_server import redis_server, write_keys
+from bench.replay.prefix import LruBlocks, replay_prefix
+from bench.replay.traces import read_blocks
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.store import RedisBlocks
-from cache.replay import LruBlocks, read_blocks, replay_prefix
 from engine.execution.runner import ModelRunner
 from engine.fake import plain_request
 from engine.kv.open_tier import open_store
@@ -45,7 +46,7 @@ LLAMA_8B = 131_072  # bytes of keys and values a token, of Llama 3.1 8B in bfloa
 
 
 class DevicePages:
-    """The engine's own index under a trace whose blocks stand for pages: what `cache.replay` asks for."""
+    """The engine's own index under a trace whose blocks stand for pages: what `bench.replay` asks for."""
 
     def __init__(self, capacity: int) -> None:
         self._pool = PagePool(capacity)

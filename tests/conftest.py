@@ -4,16 +4,21 @@ where there is none; real Redis servers on free ports."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from bench.redis_server import RedisServer, free_port, write_keys
+
+if TYPE_CHECKING:
+    from cache.semantic.embedder import ModelEmbedder
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background; servers would not hear it either
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,3 +74,22 @@ def make_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
     return write_keys(tmp_path / "keys")
+
+
+@pytest.fixture(scope="session")
+def exported_embedder() -> Path:
+    """The folder of the real embedder. Made once a machine, in the user's cache folder, where servers look for it too:
+    one process makes it, all others wait for that one."""
+    from cache.semantic.export import cache_folder, exported
+
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / ".tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return exported()
+
+
+@pytest.fixture(scope="session")
+def embedder(exported_embedder: Path) -> ModelEmbedder:
+    from cache.semantic.embedder import open_embedder
+
+    return open_embedder(exported_embedder)

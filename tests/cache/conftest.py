@@ -1,4 +1,4 @@
-"""A proxy that misbehaves, both stores under one fixture, and the real embedder."""
+"""A proxy that misbehaves, and both stores under one fixture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from bench.redis_server import Proxy, RedisServer, free_port
 from cache.api import RedisSettings, Store
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
-from cache.semantic.embedder import ModelEmbedder, open_embedder
-from cache.semantic.export import exported
 from cache.store.memory import MemoryStore
 from cache.store.redis_store import RedisStore
 
@@ -54,9 +52,3 @@ async def store(request: pytest.FixtureRequest, counters: Counters) -> AsyncIter
 @pytest.fixture
 def unused_port() -> int:
     return free_port()
-
-
-@pytest.fixture(scope="session")
-def embedder() -> ModelEmbedder:
-    """The real one; made once a machine and kept in the user's cache folder."""
-    return open_embedder(exported())

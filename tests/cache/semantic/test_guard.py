@@ -16,7 +16,7 @@ from cache.semantic.canonical import canonical
 from cache.semantic.embedder import ModelEmbedder
 from cache.semantic.guard import RULES, fleeting, strictly_equal, veto
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 HALVES = ("tuning", "held_out")
 
 

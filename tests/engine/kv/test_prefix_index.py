@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.prefix import DevicePages
-from cache.replay import LruBlocks, read_blocks, replay_prefix
+from bench.replay.prefix import LruBlocks, replay_prefix
+from bench.replay.traces import read_blocks
 from engine.fake import plain_request
 from engine.scheduling.sequence import Sequence
 from tests.engine.prefixed import Engine, text
 
-TRACE = Path(__file__).parents[2] / "cache" / "data" / "mooncake_600.jsonl.gz"
+TRACE = Path(__file__).parents[2] / "bench" / "replay" / "data" / "mooncake_600.jsonl.gz"
 
 
 def test_leaves_go_first_and_of_them_the_longest_unused() -> None:

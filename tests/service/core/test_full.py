@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from bench.redis_server import RedisServer
-from cache.semantic.export import exported
 from service.pb.whippet.v1 import admin_pb2, generation_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, greedy, kept, learnt, loaded, probe, said
@@ -251,8 +250,8 @@ def test_who_reads_along_with_another_server_needs_no_place(
         free.idle()
 
 
+@pytest.mark.usefixtures("exported_embedder")
 def test_no_audit_while_others_want_the_engine(serve: Serve) -> None:
-    exported()
     flags = ("--cache.semantic.mode=on", "--cache.semantic.audit=1", "--limits.queued-requests=1")
     with serve(*FLAGS, *flags) as server:
         loaded(server)

@@ -18,7 +18,6 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.redis_server import RedisServer
-from cache.semantic.export import exported
 from engine.api import EngineLoad, EngineState, TierReport
 from service.config.cache_options import CacheOptions, SemanticCacheOptions
 from service.config.settings import LimitOptions, OptimizationOptions
@@ -298,8 +297,8 @@ def test_off(serve: Serve) -> None:
         assert server.generation.Generate(ask("x", 1), timeout=10).text
 
 
+@pytest.mark.usefixtures("exported_embedder")
 def test_misses_hits_and_vetoes(serve: Serve) -> None:
-    exported()
     with serve("--optimizations.response-cache=true", "--cache.semantic.mode=on", "--cache.semantic.audit=0") as server:
         loaded(server)
         before = page_of(server)

@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from bench.redis_server import RedisServer
-from cache.semantic.export import exported
 from service.config.cache_options import CacheOptions, SemanticCacheOptions
 from service.config.settings import BadSettings
 from service.core.answers import caches as caching
@@ -24,13 +23,9 @@ from tests.service.conftest import Server, ask, refused
 from tests.service.tenants import TENANTS, metadata, write_tokens
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+# Made beforehand: a server would otherwise be without a semantic cache for seconds.
+pytestmark = pytest.mark.usefixtures("exported_embedder")
 ON = ("--optimizations.response-cache=true", "--cache.semantic.mode=on", "--cache.semantic.audit=0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exported() -> None:
-    """Made once a machine; a server would otherwise be without a semantic cache for seconds."""
-    exported()
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +195,7 @@ def test_an_audit_takes_back_what_was_wrong(serve: Serve) -> None:
 
 
 def test_without_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caching, "missing", lambda model: ("onnxruntime", "usearch"))
+    monkeypatch.setattr(caching, "missing_for_semantic", lambda model: ("onnxruntime", "usearch"))
     assert checked(CacheOptions()).semantic.mode == "off"
     with pytest.raises(BadSettings, match=r"onnxruntime, usearch.*whippet-serve\[embed\]"):
         checked(CacheOptions(semantic=SemanticCacheOptions(mode="on")))

@@ -9,22 +9,12 @@ from pathlib import Path
 import pytest
 from scipy.stats import binomtest
 
+from bench.replay.answers import interval, lines, replay_cosine, replay_exact, replay_semantic
+from bench.replay.prefix import LruBlocks, replay_prefix
+from bench.replay.traces import Labelled, TraceRequest, read_blocks, read_labelled
 from cache.answers.exact import ExactCache
 from cache.api import Mode, ModelIdentity, ResponseSettings, SemanticSettings
 from cache.open.counters import Counters
-from cache.replay import (
-    Labelled,
-    LruBlocks,
-    TraceRequest,
-    interval,
-    lines,
-    read_blocks,
-    read_labelled,
-    replay_cosine,
-    replay_exact,
-    replay_prefix,
-    replay_semantic,
-)
 from cache.seal.context import Ground
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
@@ -37,8 +27,8 @@ DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture
-def ground(keyring: Keyring, counters: Counters) -> Ground:
-    store = MemoryStore(256 * 2**20)
+def ground() -> Ground:
+    store, keyring, counters = MemoryStore(256 * 2**20), Keyring.generate(), Counters()
     partitions = Partitions(keyring, ModelIdentity(weights="w", tokenizer="t"))
     return Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counters), counters)
 

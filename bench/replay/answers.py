@@ -1,22 +1,20 @@
-"""Traces through the caches: hit rates by kind, how many hits were false, and what a lookup takes.
+"""Traces through the caches of answers: hit rates by kind, how many hits were false, and what a lookup takes.
 
 A rate of hits is never reported without the rate of false ones among them and its interval.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from bench.replay.traces import Labelled, TraceRequest
 from cache.api import (
     Allowance,
     AnswerEnding,
@@ -32,113 +30,6 @@ from cache.semantic.embedder import Embedder
 TENANT = "replay"
 PATIENT = 5.0  # seconds a lookup may take: a replay measures, it does not serve
 LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # upper borders of buckets, in the embedder's tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request of a block trace: equal numbers are equal blocks with equal prefixes."""
-
-    blocks: tuple[int, ...]
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Labelled:
-    """A question, and what it asks for."""
-
-    text: str
-    intent: str
-
-
-def read_blocks(path: Path) -> list[TraceRequest]:
-    """Mooncake's format, one JSON object a line. Raises ValueError."""
-    rows = (json.loads(line) for line in _text(path).splitlines() if line.strip())
-    try:
-        return [TraceRequest(tuple(map(int, row["hash_ids"])), int(row["input_length"])) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a block trace: {error}") from None
-
-
-def read_labelled(path: Path, parts: Sequence[str] = ("test",)) -> list[Labelled]:
-    """CLINC150's format: {part: [[text, intent], …]}. Raises ValueError."""
-    try:
-        found: Any = json.loads(_text(path))
-        return [Labelled(str(text), str(intent)) for part in parts for text, intent in found[part]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a set of labelled questions: {error}") from None
-
-
-def _text(path: Path) -> str:
-    data = path.read_bytes()
-    return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-
-
-class PrefixIndex(Protocol):
-    """What finds and keeps prefixes: `LruBlocks` here, an engine's own elsewhere."""
-
-    def match(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks are held."""
-
-    def insert(self, blocks: Sequence[int]) -> None: ...
-
-
-class LruBlocks:
-    """So many blocks, the least recently used leaf goes first: a block is always used after its children."""
-
-    def __init__(self, capacity: int | None) -> None:
-        self._capacity = capacity
-        self._held: OrderedDict[int, None] = OrderedDict()
-
-    def match(self, blocks: Sequence[int]) -> int:
-        """As the protocol says."""
-        count = next((i for i, block in enumerate(blocks) if block not in self._held), len(blocks))
-        self._touch(blocks[:count])
-        return count
-
-    def insert(self, blocks: Sequence[int]) -> None:
-        """As the protocol says."""
-        self._touch(blocks if self._capacity is None else blocks[: self._capacity])
-        while self._capacity is not None and len(self._held) > self._capacity:
-            self._held.popitem(last=False)
-
-    def _touch(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):
-            self._held[block] = None
-            self._held.move_to_end(block)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixReport:
-    """Of one trace and one capacity."""
-
-    requests: int
-    blocks: int
-    hits: int
-    shared_head: int  # hits on a first block that every request has
-
-    @property
-    def rate(self) -> float:
-        """Blocks found, of all."""
-        return self.hits / self.blocks if self.blocks else 0.0
-
-    @property
-    def rate_beyond_head(self) -> float:
-        """The same without the first block of each request, where that is one and the same."""
-        rest = self.blocks - self.requests if self.shared_head else self.blocks
-        return (self.hits - self.shared_head) / rest if rest else 0.0
-
-
-def replay_prefix(requests: Sequence[TraceRequest], index: PrefixIndex) -> PrefixReport:
-    """One after the other, each inserted after it was looked for."""
-    heads = {request.blocks[0] for request in requests if request.blocks}
-    hits = head_hits = blocks = 0
-    for request in requests:
-        found = index.match(request.blocks)
-        index.insert(request.blocks)
-        hits += found
-        head_hits += len(heads) == 1 and found > 0
-        blocks += len(request.blocks)
-    return PrefixReport(requests=len(requests), blocks=blocks, hits=hits, shared_head=head_hits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
