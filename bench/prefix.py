@@ -26,17 +26,18 @@ from bench.about import device, revision
 from bench.redis_server import redis_server, write_keys
 from bench.replay.prefix import LruBlocks, replay_prefix
 from bench.replay.traces import read_blocks
+from cache.api import BlockSettings, RedisSettings
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.store import RedisBlocks
 from engine.execution.runner import ModelRunner
 from engine.fake import plain_request
-from engine.kv.open_tier import open_store
+from engine.kv.open_tier import open_tier
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.settings import PAGE_SIZE, EngineSettings, PrefixSettings
+from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.build import build
 
 SHARED = 512  # tokens
@@ -76,12 +77,12 @@ class DevicePages:
 class Engine:
     """The engine's loop without its socket, as new as if the process had just started."""
 
-    def __init__(self, runner: ModelRunner, prefix: PrefixSettings) -> None:
+    def __init__(self, runner: ModelRunner, tier: BlockSettings | None, prefixes: bool = True) -> None:
         self.runner = runner
         info, pages = runner.info, runner.pages
         pool = PagePool(info.total_pages)
-        index = PrefixIndex(pool, kv_identity(info, pages.layout), prefix.enabled)
-        self.store = None if prefix.redis_url is None else open_store(prefix, pages.layout)
+        index = PrefixIndex(pool, kv_identity(info, pages.layout), prefixes)
+        self.store = None if tier is None else open_tier(tier, pages.layout)[0]
         self.tier = None if self.store is None else BlockTier(self.store, pages, index)
         limits = Limits(max_sequences=info.max_sequences, max_batch_tokens=512, max_context=info.max_context)
         self.scheduler = Scheduler(limits, pool, prefixes=index, tier=self.tier)
@@ -120,7 +121,7 @@ class Engine:
             self.tier.close()
 
 
-def first_tokens(model: str, rounds: int, threads: int | None, redis: PrefixSettings) -> dict[str, Any]:
+def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSettings) -> dict[str, Any]:
     """The three ways to a first token, one after the other in each round."""
     settings = EngineSettings(model=model, device="cpu", threads=threads)
     rng = random.Random(1)
@@ -132,7 +133,7 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: PrefixSett
         shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
         runner = build(settings, _quiet)
         first = Engine(runner, redis)
-        whole = Engine(runner, PrefixSettings(enabled=False))
+        whole = Engine(runner, None, prefixes=False)
         _warm(whole, rng, vocabulary)
         _warm(first, rng, vocabulary)
         asked = [(*shared, *(rng.randrange(3, vocabulary) for _ in range(QUESTION))) for _ in range(3)]
@@ -203,10 +204,10 @@ def trace(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def shared() -> Iterator[PrefixSettings]:
+def shared() -> Iterator[BlockSettings]:
     """A Redis and a key file of its own."""
     with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
-        yield PrefixSettings(redis_url=redis.url, key_file=str(write_keys(Path(folder) / "keys")))
+        yield BlockSettings(redis=RedisSettings(url=redis.url), key_file=write_keys(Path(folder) / "keys"))
 
 
 def report(line: dict[str, Any]) -> None:

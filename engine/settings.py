@@ -1,9 +1,15 @@
-"""What the engine process is told at its start, every value resolved and validated by whoever made it."""
+"""Every setting of the engine: its name, type, default, bounds and help, once. No torch.
+
+An `…Options` or `…Switches` class is what a user may set; it is mounted into the server's settings tree as it stands.
+`EngineSettings` is what the engine process gets at its start: all of them, resolved and validated.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cache.api import BlockSettings
 
 PAGE_SIZE = 16  # tokens in a key-value page
 
@@ -15,52 +21,79 @@ LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "int8"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def setting(default: object, help: str = "", **bounds: object) -> Any:
+    """A field of an options class. `help` names the unit; `bounds` are read by the tree's validation."""
+    return field(default=default, metadata={"description": help, **bounds})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Which engine runs, and what it keeps for finding faults."""
+
+    kind: EngineKind = setting("model", "`fake` serves made-up tokens without weights")
+    record_steps: bool = setting(
+        False, "keep the last steps and write them to a file on a fault; they hold prompts' token ids"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How the model is loaded and run."""
+
+    device: Device = setting("auto")
+    dtype: Dtype = setting("auto")
+    decoder: DecoderChoice = setting("auto")
+    load_format: LoadFormat = setting("auto", "`dummy` makes random weights from config.json alone")
+    quantization: Quantization = setting(
+        "auto", "`int8` quantizes plain weights while loading; auto: as the folder has them"
+    )
+    seed: int = setting(0, "of dummy weights", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """How the engine shares itself out."""
+
+    max_sequences: int = setting(16, "sequences that run at once", ge=1, le=1024)
+    max_batch_tokens: int = setting(512, "prompt tokens that a step may take", ge=16, le=1_048_576)
+    max_context: int | None = setting(None, "prompt and answer, in tokens; unset: the model's own", ge=16)
+    kv_bytes: int | None = setting(None, "key-value pages; unset: a share of free memory", ge=1 << 16)
+    threads: int | None = setting(None, "of a CPU; unset: all cores but one", ge=1, le=1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionSwitches:
+    """Optimisations of steps. None of them changes greedy output."""
+
+    batching: bool = setting(True, "run several sequences in one step")
+    graphs: bool = setting(True, "launch whole steps on a GPU at once; off, kernel by kernel")
+    fused_kernels: bool = setting(True, "decode with kernels of our own where they fit the GPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixSwitches:
+    """Optimisations of prompts that begin alike. Neither changes greedy output."""
+
+    prefix_cache: bool = setting(True, "compute what prompts begin with once")
+    prefix_redis: bool = setting(True, "keep it in Redis too, given cache.redis-url and cache.key-file")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FakeSettings:
-    """The engine that needs no torch and no weights: deterministic ids, for tests and for measuring the front."""
+    """The engine without weights, `--engine fake`: deterministic ids, for tests and for measuring the front."""
 
-    vocab_size: int = 256
-    max_context: int = 4096
-    total_pages: int = 4096
-    step_time: float = 0.0  # seconds a step takes
-    tokens_per_step: int = 1  # ids a sequence gets in a step
-    faults: bool = False  # whether the prompts listed in engine.fake break things
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixSettings:
-    """Which keys and values are used again, and where they are kept beyond the device."""
-
-    enabled: bool = True  # optimizations.prefix_cache
-    shared: bool = True  # optimizations.prefix_redis; without a redis_url there is nothing it could do
-    redis_url: str | None = None  # None: on the device alone
-    redis_password_file: str | None = None
-    redis_ca_file: str | None = None
-    key_file: str | None = None  # of names and values; needed with redis_url
-    ttl: float = 3600.0  # seconds
-    chunk_bytes: int = 1 << 20  # aimed at, of one value
-    min_tokens: int = 128  # shorter prefixes are computed rather than fetched
+    vocab_size: int = setting(256, "used where no --model gives a tokenizer", ge=2, le=1_048_576)
+    max_context: int = setting(4096, ge=16)
+    total_pages: int = setting(4096, ge=1)
+    step_time: float = setting(0.0, "seconds a step takes", ge=0, le=60)
+    tokens_per_step: int = setting(1, ge=1, le=1024)
+    faults: bool = setting(False, "obey prompts that break things, for tests")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelOptions, EngineOptions):
     """Everything the engine process needs to know."""
 
-    model: str  # the folder
-    kind: EngineKind = "model"
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    decoder: DecoderChoice = "auto"
-    load_format: LoadFormat = "auto"
-    quantization: Quantization = "auto"  # auto: as the folder has its weights; int8: plain ones become eight bits
-    max_sequences: int = 16  # sequences that run at once
-    max_batch_tokens: int = 512  # prompt tokens a step may take, decode rows not counted
-    max_context: int | None = None  # tokens; None: the model's own
-    kv_bytes: int | None = None  # page pool; None: a share of the device's free memory
-    threads: int | None = None  # torch's, on a CPU; None: all cores but the one that the front needs
-    seed: int = 0  # of dummy weights
-    batching: bool = True  # optimizations.batching
-    prefix: PrefixSettings = PrefixSettings()
-    graphs: bool = True  # optimizations.graphs
-    fused_kernels: bool = True  # optimizations.fused_kernels
+    model: str  # the folder; empty for a fake that speaks bytes
+    shared_tier: BlockSettings | None = None  # None: keys and values stay on the device
     fake: FakeSettings = FakeSettings()

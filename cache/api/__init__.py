@@ -28,10 +28,13 @@ from cache.api.semantic import Candidate, Mode, SemanticCache, SemanticLookup, V
 from cache.api.settings import (
     BlockSettings,
     BreakerSettings,
+    CacheOptions,
     CacheSettings,
     FlightSettings,
+    PrefixOptions,
     RedisSettings,
     ResponseSettings,
+    SemanticOptions,
     SemanticSettings,
 )
 from cache.api.stores import BreakerState, CacheKey, Enrolment, InvalidKeyFile, Kind, Store, StoreFault
@@ -52,6 +55,7 @@ __all__ = [
     "BreakerSettings",
     "BreakerState",
     "CacheKey",
+    "CacheOptions",
     "CacheSettings",
     "CachedCompletion",
     "Candidate",
@@ -67,6 +71,7 @@ __all__ = [
     "ModelIdentity",
     "OpenBlockStore",
     "Parameter",
+    "PrefixOptions",
     "Question",
     "RedisSettings",
     "Refused",
@@ -75,6 +80,7 @@ __all__ = [
     "Scalar",
     "SemanticCache",
     "SemanticLookup",
+    "SemanticOptions",
     "SemanticSettings",
     "Store",
     "StoreFault",

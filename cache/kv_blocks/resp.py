@@ -97,9 +97,9 @@ class RespConnection:
 
     def _greet(self, settings: RedisSettings, deadline: float) -> None:
         parts = urlsplit(settings.url)
-        password = unquote(parts.password) if parts.password else ""
-        if settings.password_file is not None:
-            password = settings.password_file.read_text().strip()
+        password = settings.password()
+        if password is None:
+            password = unquote(parts.password) if parts.password else ""
         if password:
             user = (unquote(parts.username).encode(),) if parts.username else ()
             self.command(b"AUTH", *user, password.encode(), deadline=deadline)

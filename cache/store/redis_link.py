@@ -42,11 +42,12 @@ def open_client(settings: RedisSettings, wait: float) -> Redis:
         "protocol": 2,
         "driver_info": None,
     }
-    if settings.password_file is not None:
-        options["password"] = settings.password_file.read_text().strip()
     if settings.ca_file is not None and urlsplit(settings.url).scheme == "rediss":
         options["ssl_ca_certs"] = str(settings.ca_file)
-    return Redis.from_pool(ConnectionPool.from_url(settings.url, **options))
+    pool = ConnectionPool.from_url(settings.url, **options)
+    if (password := settings.password()) is not None:
+        pool.connection_kwargs["password"] = password  # as an option, the URL's would replace it
+    return Redis.from_pool(pool)
 
 
 class Clients:

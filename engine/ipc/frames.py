@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -95,7 +96,21 @@ class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
 Command = Configure | Submit | Cancel | Pause | Resume | Switch  # front → engine
 Report = Progress | Ready | Refused | Step | Switched  # engine → front
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _as_text(value: Any) -> str:
+    """Settings name files."""
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value))
+
+
+def _as_path(kind: type, value: Any) -> Path:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(kind)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_text)
 _Message = TypeVar("_Message")
 
 
@@ -140,7 +155,7 @@ class FrameReader(Generic[_Message]):
 
 def command_reader() -> FrameReader[Command]:
     """What the engine process reads with."""
-    return FrameReader(msgspec.msgpack.Decoder(Command))
+    return FrameReader(msgspec.msgpack.Decoder(Command, dec_hook=_as_path))
 
 
 def report_reader() -> FrameReader[Report]:

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from cache.api import BlockLayout, BlockStore
+from cache.api import BlockLayout, BlockSettings, BlockStore
 from engine.api import TierReport
 from engine.errors import Unsupported
-from engine.settings import PrefixSettings
 
 
-def open_store(settings: PrefixSettings, layout: BlockLayout) -> BlockStore:
-    """Raises Unsupported, one line."""
-    return open_told(settings, layout)[0]
-
-
-def open_told(settings: PrefixSettings, layout: BlockLayout) -> tuple[BlockStore, Callable[[], TierReport]]:
-    """The store, and what says what it has done so far. Raises Unsupported, one line."""
+def open_tier(settings: BlockSettings, layout: BlockLayout) -> tuple[BlockStore, Callable[[], TierReport]]:
+    """The store, and its counts so far. Connects later. Raises Unsupported, one line."""
     try:
-        from cache.api import BlockSettings, RedisSettings
         from cache.open.blocks import open_blocks
         from cache.open.counters import Counters
     except ModuleNotFoundError as error:
         raise Unsupported(
-            f"a shared tier of keys and values needs {error.name}: install whippet-serve[redis]"
+            f"a shared tier of keys and values needs {error.name}: install whippet-serve with its dependencies"
         ) from None
+    counters = Counters()
     try:
-        redis = RedisSettings(
-            url=settings.redis_url or "",
-            password_file=_path(settings.redis_password_file),
-            ca_file=_path(settings.redis_ca_file),
-        )
-        blocks = BlockSettings(
-            redis=redis,
-            key_file=_path(settings.key_file),
-            ttl=settings.ttl,
-            chunk_bytes=settings.chunk_bytes,
-            min_tokens=settings.min_tokens,
-        )
-        counters = Counters()
-        store = open_blocks(blocks, layout, counters)
+        store = open_blocks(settings, layout, counters)
     except ValueError as error:  # InvalidKeyFile is one
         raise Unsupported(str(error)) from None
 
@@ -52,7 +32,3 @@ def open_told(settings: PrefixSettings, layout: BlockLayout) -> tuple[BlockStore
         )
 
     return store, report
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)

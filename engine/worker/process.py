@@ -107,15 +107,15 @@ def _prefixes(
     settings: EngineSettings, runner: Runner
 ) -> tuple[PagePool, PrefixIndex, BlockTier | None, Callable[[], TierReport] | None]:
     """Pages, what is known of them, the tier beyond and what that does. Raises Unsupported."""
-    prefix, pages = settings.prefix, runner.pages
+    pages = runner.pages
     pool = PagePool(runner.info.total_pages)
-    index = PrefixIndex(pool, kv_identity(runner.info, pages.layout), prefix.enabled)
-    if prefix.redis_url is None:
+    index = PrefixIndex(pool, kv_identity(runner.info, pages.layout), settings.prefix_cache)
+    if settings.shared_tier is None:
         return pool, index, None, None
-    from engine.kv.open_tier import open_told  # what it needs beyond the standard library may not be installed
+    from engine.kv.open_tier import open_tier  # what it needs beyond the standard library may not be installed
 
-    store, report = open_told(prefix, pages.layout)
-    return pool, index, BlockTier(store, pages, index, prefix.shared), report
+    store, report = open_tier(settings.shared_tier, pages.layout)
+    return pool, index, BlockTier(store, pages, index, settings.prefix_redis), report
 
 
 class _Told:

@@ -7,6 +7,7 @@ the defaults of the tree. A name that no setting has is refused, wherever it sta
 from __future__ import annotations
 
 import argparse
+import enum
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_settings import CliSettingsSource
+from pydantic import ValidationError
 
-from service.config.group import Group
+from service.config.leaves import PLAIN_WORDS, Leaf, leaves, spelled
 from service.config.settings import BadSettings, Settings
 
 ENV_PREFIX = "WHIPPET_"
 # Kubernetes injects these for a Service that is called whippet; no setting begins like them.
 _KUBERNETES = re.compile(r"WHIPPET_(SERVICE_|PORT(_|$))")
+_PLAIN_WORD = {leaf: group for group, leaf in PLAIN_WORDS.items()}
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
@@ -46,44 +47,49 @@ class _Parser(argparse.ArgumentParser):
 
 def _flags(argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(prog="whippet serve", description="Serves a model over gRPC.", allow_abbrev=False)
-    source: CliSettingsSource[Any] = CliSettingsSource(
-        Settings, root_parser=parser, cli_kebab_case=True, cli_avoid_json=True, cli_hide_none_type=True
-    )
-    given = source(args=list(argv))
-    return dict(given())
+    groups: dict[tuple[str, ...], Any] = {(): parser}
+    known = tuple(leaves(Settings))
+    for leaf in known:
+        group = _PLAIN_WORD.get(leaf.path, leaf.path)[:-1]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(f"{spelled(group)} options")
+        _add_flag(groups[group], leaf)
+    given = vars(parser.parse_args(list(argv)))
+    tree: dict[str, Any] = {}
+    for leaf in known:
+        if leaf.name in given:
+            value = given[leaf.name]
+            _put(tree, leaf.path, None if value == "None" and leaf.default is None else value)
+    return tree
+
+
+def _add_flag(group: Any, leaf: Leaf) -> None:
+    """`--engine` has `--engine.kind` as its long form, which `--help` does not repeat."""
+    shown = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
+    default = leaf.default.value if isinstance(leaf.default, enum.Enum) else leaf.default
+    text = f"{leaf.help} (default: {default})".strip().replace("%", "%%")
+    unset = argparse.SUPPRESS
+    group.add_argument(f"--{shown}", dest=leaf.name, metavar=leaf.values, default=unset, help=text)
+    if shown != leaf.name:
+        group.add_argument(f"--{leaf.name}", dest=leaf.name, default=unset, help=argparse.SUPPRESS)
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, Any]:
+    known = {leaf.path for leaf in leaves(Settings)}
     tree: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in sorted(env.items()):
         if not name.startswith(ENV_PREFIX) or _KUBERNETES.match(name):
             continue
-        path = name.removeprefix(ENV_PREFIX).lower().split("__")
-        if tuple(path) not in _PATHS:
+        path = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
+        path = PLAIN_WORDS.get(path, path)
+        if path in known:
+            _put(tree, path, value)
+        else:
             unknown.append(name)
-            continue
-        at = tree
-        for parent in path[:-1]:
-            at = at.setdefault(parent, {})
-        at[path[-1]] = value
     if unknown:
         raise BadSettings(f"{', '.join(unknown)}: there is no such setting")
     return tree
-
-
-def _paths(model: type[BaseModel], parents: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
-    found: set[tuple[str, ...]] = set()
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Group):
-            found |= _paths(inner, (*parents, name))
-        else:
-            found.add((*parents, name))
-    return frozenset(found)
-
-
-_PATHS = _paths(Settings)
 
 
 def _yaml(path: Path) -> dict[str, Any]:
@@ -97,14 +103,24 @@ def _yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise BadSettings(f"config: {path} is not a mapping of setting names")
-    return {key.replace("-", "_"): _plain(value) for key, value in tree.items()}
+    plain: dict[str, Any] = _underscored(tree)
+    for (group,), leaf in PLAIN_WORDS.items():
+        if group in plain and not isinstance(plain[group], dict):
+            plain[group] = {leaf[-1]: plain[group]}
+    return plain
 
 
-def _plain(value: Any) -> Any:
+def _underscored(value: Any) -> Any:
     """YAML may write names as flags do, with hyphens."""
     if isinstance(value, dict):
-        return {str(key).replace("-", "_"): _plain(inner) for key, inner in value.items()}
+        return {str(key).replace("-", "_"): _underscored(inner) for key, inner in value.items()}
     return value
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    for parent in path[:-1]:
+        tree = tree.setdefault(parent, {})
+    tree[path[-1]] = value
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
@@ -116,8 +132,14 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
 
 
 def _sentence(error: Any) -> str:
-    name = ".".join(str(part).replace("_", "-") for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"{name}: there is no such setting"
+    name = spelled(tuple(str(part) for part in error["loc"]))
+    for group, leaf in PLAIN_WORDS.items():
+        if name == spelled(leaf):
+            name = spelled(group)
+    match error["type"]:
+        case "unexpected_keyword_argument":
+            return f"{name}: there is no such setting"
+        case "dataclass_type":
+            return f"{name}: a group of settings, not one value"
     text = str(error["msg"]).removeprefix("Value error, ")
     return f"{name}: {text}" if name else text

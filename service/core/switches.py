@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from engine.api import Engine
 from service.config.settings import OptimizationOptions
@@ -30,8 +30,8 @@ class Switches:
         self._engine = engine
         self._lock = asyncio.Lock()
         self._switches = {
-            name: Switch(name, getattr(options, name), field.description or "")
-            for name, field in sorted(OptimizationOptions.model_fields.items())
+            one.name: Switch(one.name, getattr(options, one.name), one.metadata["description"])
+            for one in sorted(fields(options), key=lambda one: one.name)
         }
 
     def all(self) -> tuple[Switch, ...]:

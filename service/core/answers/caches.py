@@ -7,14 +7,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
-from cache.api import InvalidKeyFile, Mode, ModelIdentity, Times
+from cache.api import CacheOptions, InvalidKeyFile, Mode, ModelIdentity, Times
 from cache.open.caches import Caches, open_caches
 from cache.open.checks import check_key_file, check_redis, missing_for_semantic
 from cache.open.counters import Counters
 from engine.api import Engine, ModelInfo, TierReport
-from service.config.cache_options import CacheOptions
 from service.config.settings import BadSettings
 
 _log = logging.getLogger(__name__)
@@ -33,20 +33,20 @@ def checked(options: CacheOptions) -> CacheOptions:
     for name, path in (("redis-password", options.redis_password_file), ("redis-ca", options.redis_ca_file)):
         if path is not None and not path.is_file():
             raise BadSettings(f"cache.{name}-file: {path} is no file")
-    redis = options.resolved().redis
+    redis = options.front().redis
     if redis is not None:
         try:
             check_redis(redis)
         except (OSError, ValueError) as error:
             # The URL may hold a password: what is wrong with it is not repeated.
             raise BadSettings(f"cache.redis-url: not the address of a Redis ({type(error).__name__})") from None
-    absent = missing_for_semantic(options.semantic.model) if options.semantic.mode != "off" else ()
+    absent = missing_for_semantic(options.semantic.model) if options.semantic.mode is not Mode.OFF else ()
     if not absent:
         return options
-    if options.semantic.mode == "on":
+    if options.semantic.mode is Mode.ON:
         raise BadSettings(f"cache.semantic.mode: `on` needs {', '.join(absent)}: {_EXTRA}")
     _log.info("cache: no semantic cache, since %s is not installed: %s", absent[0], _EXTRA)
-    return options.model_copy(update={"semantic": options.semantic.model_copy(update={"mode": "off"})})
+    return replace(options, semantic=replace(options.semantic, mode=Mode.OFF))
 
 
 class AnswerCaches:
@@ -54,8 +54,8 @@ class AnswerCaches:
 
     def __init__(self, options: CacheOptions, engine: Engine, tokenizer_digest: str) -> None:
         self.counters = Counters()
-        self.semantic_mode = Mode(options.semantic.mode)
-        self._settings = options.resolved()
+        self.semantic_mode = options.semantic.mode
+        self._settings = options.front()
         self._engine = engine
         self._tokenizer = tokenizer_digest
         self._open: tuple[ModelInfo, ModelIdentity, Caches] | None = None

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from bench.redis_server import RedisServer, write_keys
+from cache.api import BlockSettings, RedisSettings
 from engine.client import EngineClient
 from engine.errors import Unsupported
 from engine.fake import plain_request
-from engine.kv.open_tier import open_store
-from engine.settings import EngineSettings, FakeSettings, PrefixSettings
+from engine.kv.open_tier import open_tier
+from engine.settings import EngineSettings, FakeSettings
 from tests.engine.tiered import CHUNK, TEXT, Engine, alone
 
 
@@ -32,9 +33,9 @@ def connect(server: RedisServer, key_file: Path) -> Iterator[Connect]:
     made: list[Engine] = []
 
     def make(**changes: object) -> Engine:
-        chosen: dict[str, object] = {"redis_url": server.url, "key_file": str(key_file), "chunk_bytes": 1024, **changes}
-        prefix = PrefixSettings(**chosen)  # type: ignore[arg-type]
-        made.append(Engine(lambda layout: open_store(prefix, layout)))
+        chosen: dict[str, object] = {"key_file": key_file, "chunk_bytes": 1024, **changes}
+        tier = BlockSettings(redis=RedisSettings(url=server.url), **chosen)  # type: ignore[arg-type]
+        made.append(Engine(lambda layout: open_tier(tier, layout)[0]))
         return made[-1]
 
     yield make
@@ -65,7 +66,7 @@ def test_through_redis_after_a_restart(written: list[str], connect: Connect) -> 
 
 
 def test_another_key_file_opens_nothing(written: list[str], connect: Connect, tmp_path: Path) -> None:
-    assert connect(key_file=str(write_keys(tmp_path / "other"))).ask() == (0, alone())
+    assert connect(key_file=write_keys(tmp_path / "other")).ask() == (0, alone())
 
 
 def test_values_that_were_tampered_with_are_misses(written: list[str], connect: Connect, server: RedisServer) -> None:
@@ -119,8 +120,8 @@ def test_a_faulty_redis_costs_the_loop_nothing_and_no_request(
 
 
 def configured(server: RedisServer, key_file: Path) -> EngineSettings:
-    prefix = PrefixSettings(redis_url=server.url, key_file=str(key_file), chunk_bytes=1024)
-    return EngineSettings(model="", kind="fake", prefix=prefix, fake=FakeSettings(step_time=0.02))
+    tier = BlockSettings(redis=RedisSettings(url=server.url), key_file=key_file, chunk_bytes=1024)
+    return EngineSettings(model="", kind="fake", shared_tier=tier, fake=FakeSettings(step_time=0.02))
 
 
 async def generate(client: EngineClient, ids: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
@@ -151,10 +152,10 @@ async def test_two_lives_of_the_process(server: RedisServer, key_file: Path) -> 
     assert {output for output, _ in found} == {alone()}
 
 
-@pytest.mark.parametrize("key_file", [None, "/nonexistent/keys"])
-async def test_a_key_file_is_needed(server: RedisServer, key_file: str | None) -> None:
-    prefix = PrefixSettings(redis_url=server.url, key_file=key_file)
-    client = EngineClient(EngineSettings(model="", kind="fake", prefix=prefix))
+@pytest.mark.parametrize("key_file", [None, Path("/nonexistent/keys")])
+async def test_a_key_file_is_needed(server: RedisServer, key_file: Path | None) -> None:
+    tier = BlockSettings(redis=RedisSettings(url=server.url), key_file=key_file)
+    client = EngineClient(EngineSettings(model="", kind="fake", shared_tier=tier))
     with pytest.raises(Unsupported, match="key"):
         await client.start()
     await client.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from engine.settings import EngineSettings, FakeSettings, PrefixSettings
+from cache.api import BlockSettings
+from engine.settings import EngineOptions, EngineSettings, FakeSettings
 from service.config.settings import BadSettings, Settings
 from service.config.sources import load
 
@@ -113,17 +114,18 @@ def test_switches_read_as_people_write_them(text: str, value: bool) -> None:
 
 def test_settings_cannot_be_written_to() -> None:
     settings = load(FAKE, {})
-    with pytest.raises(ValidationError):
+    with pytest.raises(FrozenInstanceError):
         settings.model = "other"  # type: ignore[misc]
-    with pytest.raises(ValidationError):
+    with pytest.raises(FrozenInstanceError):
         settings.scheduler.max_sequences = 2  # type: ignore[misc]
 
 
-def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
+def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None:
     """No field of EngineSettings can be forgotten: each one changes with some flag."""
     flags = {
         "model": "--model=m",
         "kind": "--engine=model",
+        "record_steps": "--engine.record-steps=on",
         "device": "--device=cpu",
         "dtype": "--dtype=float32",
         "decoder": "--decoder=eager",
@@ -138,13 +140,16 @@ def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
         "batching": "--optimizations.batching=off",
         "graphs": "--optimizations.graphs=off",
         "fused_kernels": "--optimizations.fused-kernels=off",
-        "prefix": "--optimizations.prefix-cache=off",
+        "prefix_cache": "--optimizations.prefix-cache=off",
+        "prefix_redis": "--optimizations.prefix-redis=off",
+        "shared_tier": "--cache.prefix.ttl=9",
         "fake": "--fake.step-time=0.5",
     }
     assert set(flags) == set(EngineSettings.__dataclass_fields__)
-    base = load(["--model=x", "--engine=fake"], {}).engine_settings()
+    given = ["--model=x", "--engine=fake", "--cache.redis-url=redis://localhost", f"--cache.key-file={tmp_path}/keys"]
+    base = load(given, {}).engine_settings()
     for name, flag in flags.items():
-        changed = load(["--model=x", "--engine=fake", flag], {}).engine_settings()
+        changed = load([*given, flag], {}).engine_settings()
         assert getattr(changed, name) != getattr(base, name), name
     for name in FakeSettings.__dataclass_fields__:
         value = {"vocab_size": "300", "max_context": "99", "total_pages": "9", "tokens_per_step": "3"}.get(name, "1")
@@ -153,27 +158,42 @@ def test_every_setting_of_the_engine_comes_from_the_tree() -> None:
 
 
 def test_every_setting_of_shared_prefixes_comes_from_the_tree(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    redis = [*FAKE, "--cache.redis-url=redis://localhost", f"--cache.key-file={keys}"]
-    flags = {
-        "enabled": "--optimizations.prefix-cache=off",
-        "shared": "--optimizations.prefix-redis=off",
-        "redis_url": "--cache.redis-url=redis://other",
-        "redis_password_file": "--cache.redis-password-file=p",
-        "redis_ca_file": "--cache.redis-ca-file=c",
-        "key_file": f"--cache.key-file={tmp_path}/other",
-        "ttl": "--cache.prefix.ttl=9",
-        "chunk_bytes": "--cache.prefix.chunk-bytes=65536",
-        "min_tokens": "--cache.prefix.min-tokens=32",
-    }
-    assert set(flags) == set(PrefixSettings.__dataclass_fields__)
-    base = load(redis, {}).engine_settings().prefix
-    for name, flag in flags.items():
-        kept = [one for one in redis if one.partition("=")[0] != flag.partition("=")[0]]
-        assert getattr(load([*kept, flag], {}).engine_settings().prefix, name) != getattr(base, name), name
-    assert base.redis_url == "redis://localhost"
-    without_keys = load(redis[:-1], {}).engine_settings().prefix
-    assert without_keys.redis_url is None, "what no other engine could open is not worth writing"
+    redis = [*FAKE, "--cache.redis-url=redis://localhost", f"--cache.key-file={tmp_path}/keys"]
+
+    def tier(*flags: str) -> BlockSettings:
+        settings = load([*redis, *flags], {}).engine_settings().shared_tier
+        assert settings is not None
+        return settings
+
+    base = tier()
+    assert base.redis.url == "redis://localhost"
+    assert tier("--cache.redis-url=redis://other").redis.url == "redis://other"
+    assert tier("--cache.redis-password-file=p").redis.password_file == Path("p")
+    assert tier("--cache.redis-ca-file=c").redis.ca_file == Path("c")
+    assert tier("--cache.redis-budget=0.5").redis.budget == 0.5
+    assert tier("--cache.key-file=other").key_file == Path("other")
+    assert tier("--cache.prefix.ttl=9").ttl == 9
+    assert tier("--cache.prefix.chunk-bytes=65536").chunk_bytes == 65536
+    assert tier("--cache.prefix.min-tokens=32").min_tokens == 32
+    without_keys = load(redis[:-1], {}).engine_settings().shared_tier
+    assert without_keys is None, "what no other engine could open is not worth writing"
+
+
+def test_the_engine_takes_a_plain_word_or_a_group(tmp_path: Path) -> None:
+    word, group = "engine: fake\n", "engine: {kind: fake, record-steps: true}\n"
+    assert load([write(tmp_path / "c.yaml", word)], {}).engine == EngineOptions(kind="fake")
+    assert load([write(tmp_path / "c.yaml", group)], {}).engine == EngineOptions(kind="fake", record_steps=True)
+    assert load([], {"WHIPPET_ENGINE": "fake"}).engine == EngineOptions(kind="fake")
+    assert load([], {"WHIPPET_ENGINE__KIND": "fake"}).engine == EngineOptions(kind="fake")
+    assert load(["--engine.kind=fake"], {}).engine == EngineOptions(kind="fake")
+    both = [*FAKE, write(tmp_path / "c.yaml", "engine: model\n")]
+    recorded = load(both, {"WHIPPET_ENGINE__RECORD_STEPS": "true"}).engine
+    assert recorded == EngineOptions(kind="fake", record_steps=True)
+    off = load([*both, "--engine.record-steps=off"], {"WHIPPET_ENGINE__RECORD_STEPS": "1"})
+    assert off.engine.record_steps is False
+    for wrong, named in (("[fake]", "^engine: "), ("{nope: 1}", "^engine.nope: "), ("diesel", "^engine: ")):
+        with pytest.raises(BadSettings, match=named):
+            load([write(tmp_path / "c.yaml", f"engine: {wrong}\n")], {})
 
 
 def test_the_fake_engine_speaks_the_tokenizers_ids() -> None:
@@ -183,4 +203,4 @@ def test_the_fake_engine_speaks_the_tokenizers_ids() -> None:
 def test_the_tree_reads_no_environment_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHIPPET_MODEL", "from-outside")
     monkeypatch.setenv("MODEL", "from-outside")
-    assert Settings(engine="fake").model is None
+    assert Settings(engine=EngineOptions(kind="fake")).model is None

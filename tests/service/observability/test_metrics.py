@@ -18,8 +18,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.redis_server import RedisServer
+from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import EngineLoad, EngineState, TierReport
-from service.config.cache_options import CacheOptions, SemanticCacheOptions
 from service.config.settings import LimitOptions, OptimizationOptions
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
@@ -121,7 +121,7 @@ async def test_the_manual_knows_every_name(metrics: tuple[Metrics, AnswerCaches,
 @pytest.fixture
 async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine]]:
     engine = ScriptedEngine([])
-    caches = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), engine, "")
+    caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
     caches.now()
     switches = Switches(OptimizationOptions(), engine)
     yield Metrics(engine, Admission(LimitOptions(), lambda: 8), caches, switches, 'a "name"\n'), caches, engine

@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 
 from bench.redis_server import RedisServer, write_keys
-from cache.api import Allowance, AnswerEnding, AnswerPart, CachedCompletion, Question
+from cache.api import (
+    Allowance,
+    AnswerEnding,
+    AnswerPart,
+    CachedCompletion,
+    CacheOptions,
+    Mode,
+    Question,
+    SemanticOptions,
+)
 from engine.api import ModelInfo
-from service.config.cache_options import CacheOptions, SemanticCacheOptions
 from service.core.answers.caches import AnswerCaches
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -133,7 +141,7 @@ async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServ
         redis_url=redis.url,
         key_file=write_keys(tmp_path / "keys"),
         redis_budget=1.0,
-        semantic=SemanticCacheOptions(mode="off"),
+        semantic=SemanticOptions(mode=Mode.OFF),
     )
 
     async def found(info: ModelInfo, tokenizer: str, put: bool) -> bool:
@@ -172,7 +180,7 @@ def answer() -> CachedCompletion:
 
 async def test_answers_are_dropped_when_too_much_runs_beside() -> None:
     engine = ScriptedEngine([])
-    answers = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), engine, "")
+    answers = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
     hold = asyncio.Event()
 
     async def work() -> None:
@@ -186,7 +194,7 @@ async def test_answers_are_dropped_when_too_much_runs_beside() -> None:
 
 
 async def test_what_fails_beside_is_counted_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    answers = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), ScriptedEngine([]), "")
+    answers = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), ScriptedEngine([]), "")
 
     async def work() -> None:
         raise ValueError("the prompt")

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from bench.redis_server import RedisServer
-from service.config.cache_options import CacheOptions, SemanticCacheOptions
+from cache.api import CacheOptions, Mode, SemanticOptions
 from service.config.settings import BadSettings
 from service.core.answers import caches as caching
 from service.core.answers.caches import checked
@@ -198,8 +198,8 @@ def test_without_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "missing_for_semantic", lambda model: ("onnxruntime", "usearch"))
     assert checked(CacheOptions()).semantic.mode == "off"
     with pytest.raises(BadSettings, match=r"onnxruntime, usearch.*whippet-serve\[embed\]"):
-        checked(CacheOptions(semantic=SemanticCacheOptions(mode="on")))
-    assert checked(CacheOptions(semantic=SemanticCacheOptions(mode="off"))).semantic.mode == "off"
+        checked(CacheOptions(semantic=SemanticOptions(mode=Mode.ON)))
+    assert checked(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF))).semantic.mode == "off"
 
 
 def test_a_server_without_it_refuses_who_asks_for_it(server: Server) -> None:

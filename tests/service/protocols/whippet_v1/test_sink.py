@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import (
     Finish,
     FinishReason,
@@ -21,7 +22,6 @@ from engine.api import (
     TokenLogprob,
 )
 from engine.errors import EngineFailed
-from service.config.cache_options import CacheOptions, SemanticCacheOptions
 from service.config.settings import LimitOptions, OptimizationOptions
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
@@ -68,7 +68,7 @@ class Recorder:
 def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:
     """Without caches."""
     model = ServedModel("m", Tokenizer.of_bytes(), engine)
-    caches = AnswerCaches(CacheOptions(semantic=SemanticCacheOptions(mode="off")), engine, "")
+    caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
     switches = Switches(OptimizationOptions(response_cache=False, semantic_cache=False), engine)
     return Generator(model, Sources(model, engine, caches, switches, admission.places), admission)
 

@@ -1,0 +1,65 @@
+"""The settings tree as a list of its leaves: what flags, environment and YAML may name."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Path = tuple[str, ...]
+
+# A group that also takes a plain word, and the leaf that it then means: `engine: fake` is `engine: {kind: fake}`.
+PLAIN_WORDS: Mapping[Path, Path] = {("engine",): ("engine", "kind")}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One setting."""
+
+    path: Path
+    type: Any
+    default: object
+    help: str
+
+    @property
+    def name(self) -> str:
+        """As flags and messages have it: `scheduler.max-sequences`."""
+        return spelled(self.path)
+
+    @property
+    def values(self) -> str:
+        """What may be given, for `--help`: `{auto,cpu,cuda}`, or the name of the type."""
+        kind = _plain(self.type)
+        if get_origin(kind) is Literal:
+            return "{" + ",".join(map(str, get_args(kind))) + "}"
+        if issubclass(kind, enum.Enum):
+            return "{" + ",".join(str(one.value) for one in kind) + "}"
+        return str(kind.__name__)
+
+
+def spelled(path: Path) -> str:
+    """A path of the tree as flags have it."""
+    return ".".join(path).replace("_", "-")
+
+
+def leaves(tree: type, parents: Path = ()) -> Iterator[Leaf]:
+    """All settings below a dataclass, in its order."""
+    hints = get_type_hints(tree, include_extras=True)
+    for one in fields(tree):
+        path, kind = (*parents, one.name), hints[one.name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            yield from leaves(kind, path)
+        else:
+            default = None if one.default is MISSING else one.default
+            yield Leaf(path, kind, default, str(one.metadata.get("description", "")))
+
+
+def _plain(kind: Any) -> Any:
+    """The type without `| None` and annotations."""
+    if get_origin(kind) is Annotated:
+        return _plain(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        return _plain(next(one for one in get_args(kind) if one is not type(None)))
+    return kind
