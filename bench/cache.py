@@ -43,7 +43,7 @@ from cache.api import (
     Turn,
 )
 from cache.open.counters import Counters
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
@@ -118,10 +118,12 @@ class Lookups:
         counter, keyring = Counters(), Keyring.generate()
         partitions = Partitions(keyring, ModelIdentity(weights="bench", tokenizer="bench"))
         store = RedisStore(RedisSettings(url=url, budget=1.0), counter)
-        ground = Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counter), counter)
+        context = CacheContext(
+            store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counter), counter
+        )
         self.embedder = Mixed(open_embedder(exported()))
-        self.exact = ExactCache(ground, ResponseSettings())
-        self.similar = SimilarCache(ground, self.embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
+        self.exact = ExactCache(context, ResponseSettings())
+        self.similar = SimilarCache(context, self.embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
 
     async def fill(self, texts: list[str], entries: int) -> None:
         """Real questions first, then directions."""

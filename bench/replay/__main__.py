@@ -17,7 +17,7 @@ from bench.replay.traces import read_blocks, read_labelled
 from cache.answers.exact import ExactCache
 from cache.api import Mode, ModelIdentity, ResponseSettings, SemanticSettings
 from cache.open.counters import Counters
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
@@ -120,7 +120,7 @@ async def _questions(path: Path, flags: argparse.Namespace) -> list[str]:
         strict_threshold=min(SemanticSettings().strict_threshold, flags.threshold),
         max_entries=max(1, len(questions)),
     )
-    cache = SimilarCache(_ground(), embedder, settings)
+    cache = SimilarCache(_context(), embedder, settings)
     try:
         found = lines(f"{path.name}: semantic, {flags.mode}", await replay_semantic(questions, cache, embedder))
     finally:
@@ -132,13 +132,13 @@ async def _questions(path: Path, flags: argparse.Namespace) -> list[str]:
 
 
 def _exact() -> ExactCache:
-    return ExactCache(_ground(), ResponseSettings())
+    return ExactCache(_context(), ResponseSettings())
 
 
-def _ground() -> Ground:
+def _context() -> CacheContext:
     counter, keyring, store = Counters(), Keyring.generate(), MemoryStore(_MEMORY)
     partitions = Partitions(keyring, ModelIdentity(weights="replay", tokenizer="replay"))
-    return Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counter), counter)
+    return CacheContext(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counter), counter)
 
 
 if __name__ == "__main__":

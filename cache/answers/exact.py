@@ -22,7 +22,7 @@ from cache.api import (
     ResponseSettings,
     StoreFault,
 )
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.partition import Partitions, encode, encode_ids
 
 
@@ -61,16 +61,15 @@ def entry_digests(partitions: Partitions, question: Question, limits: Sequence[i
 class ExactCache:
     """The `ResponseCache`."""
 
-    def __init__(self, ground: Ground, settings: ResponseSettings) -> None:
-        self._store = ground.store
-        self._partitions = ground.partitions
-        self._epochs = ground.epochs
-        self._envelope = ground.envelope
-        self._counter = ground.counter
+    def __init__(self, context: CacheContext, settings: ResponseSettings) -> None:
+        self._store = context.store
+        self._partitions = context.partitions
+        self._epochs = context.epochs
+        self._envelope = context.envelope
+        self._counter = context.counter
         self._settings = settings
 
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None:
-        """As the protocol says."""
         if not question.deterministic:
             self._counter.count("response_skipped", "not_deterministic")
             return None
@@ -86,7 +85,6 @@ class ExactCache:
         return found
 
     async def put(self, question: Question, completion: CachedCompletion) -> bool:
-        """As the protocol says."""
         if not keepable(question, completion):
             self._counter.count("response_not_kept", "not_keepable")
             return False

@@ -37,7 +37,7 @@ from cache.api.settings import (
     SemanticOptions,
     SemanticSettings,
 )
-from cache.api.stores import BreakerState, CacheKey, Enrolment, InvalidKeyFile, Kind, Store, StoreFault
+from cache.api.stores import BreakerState, CacheKey, DirectoryPage, InvalidKeyFile, Kind, Store, StoreFault
 
 __all__ = [
     "BEGUN",
@@ -60,8 +60,8 @@ __all__ = [
     "CachedCompletion",
     "Candidate",
     "Counter",
+    "DirectoryPage",
     "Diverged",
-    "Enrolment",
     "Fetched",
     "FlightSettings",
     "Generate",

@@ -59,7 +59,7 @@ class CacheKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolment:
+class DirectoryPage:
     """A page of a directory."""
 
     members: tuple[tuple[str, float], ...]  # (digest, cursor)
@@ -81,7 +81,8 @@ class Store(Protocol):
         """The value that stands afterwards: the given one, or the one that was first."""
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        """Sets soon, off the caller's path, and enrols the key in the directory. False: dropped under pressure."""
+        """Sets soon, off the caller's path, and makes the key a member of the directory. False: dropped under
+        pressure."""
 
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
         """How many there were."""
@@ -89,8 +90,10 @@ class Store(Protocol):
     def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
         """Every live key of a partition that was there when the scan began, possibly more."""
 
-    async def enrolled(self, directory: CacheKey, after: float, count: int, within: float | None = None) -> Enrolment:
-        """The members that were enrolled after a cursor, oldest first, at most `count`."""
+    async def members(
+        self, directory: CacheKey, after: float, count: int, within: float | None = None
+    ) -> DirectoryPage:
+        """Those that came after a cursor, oldest first, at most `count`."""
 
     async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
         """Adds to named counters; commutes with everybody else's additions."""

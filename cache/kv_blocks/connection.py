@@ -10,7 +10,7 @@ from cache.kv_blocks.resp import RespConnection, RespError
 from cache.store.breaker import Breaker
 
 
-class Lane:
+class BlockConnection:
     """Used by one thread at a time."""
 
     def __init__(self, settings: RedisSettings, breaker: Breaker) -> None:
@@ -24,7 +24,7 @@ class Lane:
         return self._breaker
 
     @contextmanager
-    def connection(self, deadline: float) -> Iterator[RespConnection]:
+    def open(self, deadline: float) -> Iterator[RespConnection]:
         """Raises OSError or RespError, as does what is done inside."""
         if not self._breaker.allow():
             raise RespError("breaker open")

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from cache.api import BlockLayout, BlockRun, BlockSettings, BreakerState, CacheKey, Counter, Fetched
 from cache.kv_blocks.codec import OVERHEAD, RunCodec
-from cache.kv_blocks.connection import Lane
+from cache.kv_blocks.connection import BlockConnection
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.policy import SecondUse
 from cache.kv_blocks.resp import RespConnection, RespError
@@ -32,8 +32,8 @@ class RedisBlocks:
         self._gate = FetchGate(layout.token_bytes, settings.min_tokens)
         self._policy = SecondUse(settings.seen)
         self._run_tokens = max(1, settings.chunk_bytes // (layout.token_bytes * layout.page_size)) * layout.page_size
-        self._reader = Lane(settings.redis, Breaker(settings.redis.breaker))
-        self._writer = Lane(settings.redis, Breaker(settings.redis.breaker))
+        self._reader = BlockConnection(settings.redis, Breaker(settings.redis.breaker))
+        self._writer = BlockConnection(settings.redis, Breaker(settings.redis.breaker))
         self._fetching = ThreadPoolExecutor(1, "block-fetch")
         self._queue: deque[tuple[CacheKey, BlockRun, bytes]] = deque()
         self._queued = 0  # bytes
@@ -46,7 +46,6 @@ class RedisBlocks:
 
     @property
     def run_tokens(self) -> int:
-        """As the protocol says."""
         return self._run_tokens
 
     @property
@@ -60,7 +59,6 @@ class RedisBlocks:
         return {"block_reads": self._reader.breaker.state, "block_writes": self._writer.breaker.state}
 
     def worth(self, tokens: int) -> float | None:
-        """As the protocol says."""
         if self._reader.breaker.waiting:
             self._counter.count("block_gate", "breaker")
             return None
@@ -74,7 +72,6 @@ class RedisBlocks:
     def fetch(
         self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], within: float
     ) -> Future[Fetched]:
-        """As the protocol says."""
         deadline = time.monotonic() + within
         fit = len(runs) == len(into) and all(map(self._fits, runs, into))
         if self._closed or not fit:
@@ -85,11 +82,9 @@ class RedisBlocks:
         return self._fetching.submit(self._fetch, partition, tuple(runs), tuple(into), deadline)
 
     def used(self, partition: str, run: BlockRun) -> bool:
-        """As the protocol says."""
         return self._policy.used(self._codec.key(partition, run).name)
 
     def keep(self, partition: str, run: BlockRun, payload: memoryview) -> bool:
-        """As the protocol says."""
         key = self._codec.key(partition, run)
         with self._change:
             if self._closed or self._queued + len(payload) > self._settings.queue_bytes:
@@ -102,7 +97,6 @@ class RedisBlocks:
         return True
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """As the protocol says."""
         self._gate.computed(tokens, seconds)
 
     def drained(self, within: float) -> bool:
@@ -132,7 +126,7 @@ class RedisBlocks:
         # A Redis that does not even begin to answer costs no more than any other lookup would.
         begin = min(deadline, begun + self._settings.redis.budget)
         try:
-            with self._reader.connection(begin) as link:
+            with self._reader.open(begin) as link:
                 for place in range(len(runs)):
                     # The next value is asked for before this one is read: one round trip for all.
                     for ahead in keys[place + bool(place) : place + 2]:
@@ -147,9 +141,9 @@ class RedisBlocks:
             self._counter.count("block_fault", type(error).__name__)
             if isinstance(error, TimeoutError) and not arrived:
                 self._gate.fetched(1, time.monotonic() - begun)  # slower than predicted, by how much nobody knows
-        return self._told(runs, arrived, time.monotonic() - begun)
+        return self._report(runs, arrived, time.monotonic() - begun)
 
-    def _told(self, runs: Sequence[BlockRun], arrived: int, seconds: float) -> Fetched:
+    def _report(self, runs: Sequence[BlockRun], arrived: int, seconds: float) -> Fetched:
         self._counter.count("block_chunks", "hit", arrived)
         self._counter.count("block_chunks", "miss", len(runs) - arrived)
         if arrived:
@@ -198,7 +192,7 @@ class RedisBlocks:
         ttl = str(round(1000 * self._settings.ttl)).encode()
         try:
             sealed = memoryview(self._codec.seal(key, run, payload))
-            with self._writer.connection(deadline) as link:
+            with self._writer.open(deadline) as link:
                 link.command(b"SET", key.name.encode(), sealed, b"PX", ttl, deadline=deadline)
             self._counter.count("block_written")
             self._counter.count("block_bytes", "written", len(payload))
@@ -212,7 +206,7 @@ class RedisBlocks:
             return
         deadline = time.monotonic() + self._settings.timeout
         try:
-            with self._writer.connection(deadline) as link:
+            with self._writer.open(deadline) as link:
                 begun = time.monotonic()
                 link.command(b"PING", deadline=deadline)
                 self._gate.answered(time.monotonic() - begun)

@@ -31,7 +31,7 @@ from cache.api import (
     Store,
     StoreFault,
 )
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import open_keyring
 from cache.seal.partition import PREFIXES, Epochs, Partitions
@@ -59,15 +59,15 @@ class _Shared:
 class Caches:
     """The response cache, the semantic cache once its embedder is loaded, and the flights."""
 
-    def __init__(self, settings: CacheSettings, ground: Ground, shared: _Shared | None) -> None:
+    def __init__(self, settings: CacheSettings, context: CacheContext, shared: _Shared | None) -> None:
         self._settings = settings
-        self._ground = ground
+        self._context = context
         self._shared = shared
-        self._flights = Flights(ground.counter)
+        self._flights = Flights(context.counter)
         self._semantic: SimilarCache | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._prefixes = Epochs(ground.store, ground.partitions, PREFIXES)
-        self.responses = ExactCache(ground, settings.response)
+        self._prefixes = Epochs(context.store, context.partitions, PREFIXES)
+        self.responses = ExactCache(context, settings.response)
 
     @property
     def semantic(self) -> SemanticCache | None:
@@ -77,13 +77,13 @@ class Caches:
     @property
     def states(self) -> dict[str, BreakerState]:
         """Of every breaker, by name."""
-        store = self._ground.store
+        store = self._context.store
         return dict(store.states) if isinstance(store, RedisStore) else {}
 
     @property
     def held(self) -> dict[str, int]:
         """Bytes in this process, by what holds them."""
-        match self._ground.store:
+        match self._context.store:
             case MemoryStore() as store:
                 return {"memory": store.held}
             case RedisStore() as store:
@@ -104,12 +104,12 @@ class Caches:
         """The tenant's partition, for keys and values of prompts. None where the store does not say: do not share."""
         try:
             with allowance.spending() as within:
-                epoch = await self._ground.epochs.recent(tenant, within)
+                epoch = await self._context.epochs.recent(tenant, within)
             with allowance.spending() as within:
                 epoch += await self._prefixes.recent(tenant, within)
         except StoreFault:
             return None
-        return self._ground.partitions.of(tenant, epoch)
+        return self._context.partitions.of(tenant, epoch)
 
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
@@ -118,7 +118,7 @@ class Caches:
         raises ValueError for others. Without allowance left, other replicas are not asked."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
-        epoch = self._ground.epochs.known(question.tenant) or b""
+        epoch = self._context.epochs.known(question.tenant) or b""
         key = self.responses.key(question, epoch, question.max_tokens)
         if self._shared is None:
             return self._flights.join(key, generate)
@@ -129,18 +129,18 @@ class Caches:
         """Whether somebody may be generating it, for `join` to read along: here, or wherever the store reaches."""
         if self._shared is not None:
             return True
-        epoch = self._ground.epochs.known(question.tenant) or b""
+        epoch = self._context.epochs.known(question.tenant) or b""
         return self._flights.flying(self.responses.key(question, epoch, question.max_tokens))
 
     async def flush_tenant(self, tenant: str) -> None:
         """Everything of a tenant, on every replica, at once. Raises StoreFault, in which case nothing was flushed."""
-        await self._ground.epochs.bump(tenant)
+        await self._context.epochs.bump(tenant)
 
     async def flush(self, tenant: str, kinds: tuple[Kind, ...], entry_id: str = "") -> int:
         """Entries of some kinds, or the one of that id; how many there were. Keys and values of prompts are no entries:
         they become unreachable, on other replicas within a second. Raises StoreFault."""
-        epoch = await self._ground.epochs.current(tenant)
-        partition = self._ground.partitions.of(tenant, epoch)
+        epoch = await self._context.epochs.current(tenant)
+        partition = self._context.partitions.of(tenant, epoch)
         deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not Kind.BLOCK])
         if Kind.BLOCK in kinds:
             await self._prefixes.bump(tenant)
@@ -172,18 +172,18 @@ class Caches:
             await self._shared.link.aclose()
         if self._semantic is not None:
             await self._semantic.aclose()
-        await self._ground.store.aclose()
+        await self._context.store.aclose()
 
     async def _delete(self, kind: Kind, partition: str, entry_id: str) -> int:
         deleted = 0
         batch: list[CacheKey] = []
-        async for key in self._ground.store.scan(kind, partition):
+        async for key in self._context.store.scan(kind, partition):
             if key.digest.endswith(entry_id):
                 batch.append(key)
             if len(batch) == BATCH:
-                deleted += await self._ground.store.delete_many(batch)
+                deleted += await self._context.store.delete_many(batch)
                 batch.clear()
-        return deleted + await self._ground.store.delete_many(batch)
+        return deleted + await self._context.store.delete_many(batch)
 
     async def _load(self) -> None:
         model = self._settings.semantic.model
@@ -191,9 +191,9 @@ class Caches:
             embedder = await asyncio.to_thread(lambda: open_embedder(exported(model)))
         except (ExportFailed, ImportError, OSError, ValueError) as error:
             log.error("cache: no semantic cache: %s", error)
-            self._ground.counter.count("semantic_unavailable", type(error).__name__)
+            self._context.counter.count("semantic_unavailable", type(error).__name__)
             return
-        self._semantic = SimilarCache(self._ground, embedder, self._settings.semantic)
+        self._semantic = SimilarCache(self._context, embedder, self._settings.semantic)
 
 
 def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Counter) -> Caches:
@@ -206,11 +206,11 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
     store: Store = MemoryStore(settings.memory_bytes) if redis is None else RedisStore(redis, counter)
     largest = max(settings.response.max_bytes, settings.semantic.max_bytes)
     envelope = Envelope(keyring, largest, counter)
-    ground = Ground(store, partitions, Epochs(store, partitions), envelope, counter)
+    context = CacheContext(store, partitions, Epochs(store, partitions), envelope, counter)
     shared = None
     if redis is not None and isinstance(store, RedisStore) and keyring.shared:
         shared = _share(redis, store, envelope, settings.flight, counter)
-    return Caches(settings, ground, shared)
+    return Caches(settings, context, shared)
 
 
 def _share(

@@ -10,7 +10,7 @@ from cache.seal.partition import Epochs, Partitions
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class CacheContext:
     """One store, one set of secrets, one model."""
 
     store: Store

@@ -62,20 +62,17 @@ class ModelEmbedder:
 
     @property
     def digest(self) -> str:
-        """As the protocol says."""
         return self._digest
 
     @property
     def width(self) -> int:
-        """As the protocol says."""
         return self._width
 
     def tokens(self, text: str) -> int:
-        """As the protocol says."""
         return len(self._ids(text)) - self._marks
 
     def embed(self, text: str) -> Vector:
-        """As the protocol says. Raises ValueError beyond the model's window."""
+        """Raises ValueError beyond the model's window."""
         return self._encode(self._ids(text))
 
     def _ids(self, text: str) -> list[int]:

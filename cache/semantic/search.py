@@ -24,13 +24,13 @@ from cache.api import (
     Turn,
     Verdict,
 )
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.partition import encode
+from cache.semantic.candidates import CandidateIndex, CandidateStore
 from cache.semantic.embedder import Embedder
 from cache.semantic.entry import Entry, Stored, pack_entry
 from cache.semantic.evidence import STRICT, bucket, label, proven, refuted, wrongs
 from cache.semantic.guard import fleeting, strictly_equal, veto
-from cache.semantic.shelf import Shelf, Shelves
 
 CONTEXT_DIGITS = 32
 _PERSONAL = re.compile(r"[\w.+-]+@[\w-]+\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
@@ -78,83 +78,82 @@ class SimilarCache:
 
     def __init__(
         self,
-        ground: Ground,
+        context: CacheContext,
         embedder: Embedder,
         settings: SemanticSettings,
         same: Callable[[CachedCompletion, CachedCompletion], bool] = same_answer,
         chance: random.Random | None = None,
     ) -> None:
-        self._ground = ground
+        self._context = context
         self._settings = settings
         self._digest = embedder.digest
         self._same = same
         self._chance = chance or random.Random()
-        self._shelves = Shelves(ground, embedder, settings.max_indexed)
+        self._candidates = CandidateStore(context, embedder, settings.max_indexed)
 
     def begin(self, turn: Turn) -> Callable[[], object]:
-        """As the protocol says: embeds the question."""
+        """Embeds the question, which needs no store."""
         if self._settings.mode is Mode.OFF or _unfit(turn):
             return _nothing
         # Read on the other thread: who looks it up next finds it read.
-        return self._shelves.begin(turn.text, (self._settings.min_tokens, self._settings.max_tokens), fleeting)
+        return self._candidates.begin(turn.text, (self._settings.min_tokens, self._settings.max_tokens), fleeting)
 
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
-        """As the protocol says."""
         begun = time.perf_counter()
         if reason := self._why_not(turn):
-            self._ground.counter.count("semantic_skipped", reason)
+            self._context.counter.count("semantic_skipped", reason)
             return SemanticLookup(verdict=Verdict.SKIPPED)
         try:
             found = await self._lookup(turn, allowance)
         except StoreFault:
             found = SemanticLookup(verdict=Verdict.FAULT)
-        self._ground.counter.count("semantic_lookup", found.verdict.value)
+        self._context.counter.count("semantic_lookup", found.verdict.value)
         if found.veto:
-            self._ground.counter.count("semantic_veto", found.veto)
-        self._ground.counter.observe("semantic_lookup", time.perf_counter() - begun)
+            self._context.counter.count("semantic_veto", found.veto)
+        self._context.counter.observe("semantic_lookup", time.perf_counter() - begun)
         return found
 
     async def put(self, turn: Turn, completion: CachedCompletion) -> bool:
-        """As the protocol says. Answers cut by a limit are left to the exact cache."""
+        """Answers cut by a limit are left to the exact cache."""
         question = turn.question
         if self._why_not(turn) or not keepable(question, completion) or completion.ending.reason not in STOPPED:
             return False
-        vector = await self._shelves.embed(turn.text, self._settings.min_tokens, self._settings.max_tokens)
+        vector = await self._candidates.embed(turn.text, self._settings.min_tokens, self._settings.max_tokens)
         if vector is None:
             return False
         try:
-            epochs = self._ground.epochs
+            epochs = self._context.epochs
             epoch = epochs.known(question.tenant) or await epochs.current(question.tenant)
         except StoreFault:
             return False
         directory = self._directory(turn, epoch)
-        digest = directory.digest + entry_digest(self._ground.partitions, question, None)
+        digest = directory.digest + entry_digest(self._context.partitions, question, None)
         key = CacheKey(Kind.SEMANTIC, directory.partition, digest)
-        sealed = self._ground.envelope.seal(key, pack_entry(Entry(turn.text, vector, completion)))
-        if sealed is None or not self._ground.store.offer(key, sealed, self._settings.ttl, directory):
+        sealed = self._context.envelope.seal(key, pack_entry(Entry(turn.text, vector, completion)))
+        if sealed is None or not self._context.store.offer(key, sealed, self._settings.ttl, directory):
             return False
-        await self._shelves.add(self._shelves.shelf(directory), digest, vector)
+        await self._candidates.add(self._candidates.index(directory), digest, vector)
         return True
 
     async def observe(self, lookup: SemanticLookup, generated: CachedCompletion) -> None:
-        """As the protocol says. An entry that an audit finds wrong is deleted."""
+        """An entry that an audit finds wrong is deleted."""
         candidate = lookup.candidate
         if candidate is None:
             return
         right = self._same(candidate.completion, generated)
         name = STRICT if candidate.strict else bucket(candidate.similarity)
-        self._ground.counter.count("semantic_observed", f"{'right' if right else 'wrong'}")
+        self._context.counter.count("semantic_observed", f"{'right' if right else 'wrong'}")
         try:
             for key in self._evidence(candidate.entry):
-                await self._ground.store.add(key, {label(name, right): 1}, self._settings.ttl)
+                await self._context.store.add(key, {label(name, right): 1}, self._settings.ttl)
             if not right and (lookup.audit or candidate.strict):
-                await self._ground.store.delete_many([candidate.entry])
+                await self._context.store.delete_many([candidate.entry])
         except StoreFault:
-            self._ground.counter.count("semantic_observed", "fault")
+            self._context.counter.count("semantic_observed", "fault")
 
     async def aclose(self) -> None:
         """Ends the thread."""
-        await self._shelves.aclose()
+        await self._candidates.aclose()
 
     def _why_not(self, turn: Turn) -> str:
         if self._settings.mode is Mode.OFF:
@@ -163,51 +162,51 @@ class SimilarCache:
 
     async def _lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
         settings, tenant = self._settings, turn.question.tenant
-        epoch = self._ground.epochs.known(tenant)
+        epoch = self._context.epochs.known(tenant)
         if epoch is None:
             with allowance.spending() as within:
-                epoch = await self._ground.epochs.current(tenant, within)
-        shelf = self._shelves.shelf(self._directory(turn, epoch))
+                epoch = await self._context.epochs.current(tenant, within)
+        index = self._candidates.index(self._directory(turn, epoch))
         bounds, count = (settings.min_tokens, settings.max_tokens), settings.candidates
         nearest, _ = await asyncio.gather(
-            self._shelves.nearest(shelf, turn.text, bounds, count), self._follow(shelf, allowance)
+            self._candidates.nearest(index, turn.text, bounds, count), self._follow(index, allowance)
         )
         if nearest is None:
             return SemanticLookup(verdict=Verdict.SKIPPED)
-        nearest = await self._shelves.refreshed(shelf, nearest, count)
+        nearest = await self._candidates.refreshed(index, nearest, count)
         least = max(settings.strict_threshold, turn.threshold or 0.0)
         near = [(digest, similarity) for digest, similarity in nearest.found if similarity >= least]
         if not near:
             return SemanticLookup(verdict=Verdict.EMPTY)
-        read = await self._read(turn, shelf, near, epoch, allowance)
+        read = await self._read(turn, index, near, epoch, allowance)
         return await self._decide(turn, read, allowance)
 
-    async def _follow(self, shelf: Shelf, allowance: Allowance) -> None:
+    async def _follow(self, index: CandidateIndex, allowance: Allowance) -> None:
         with allowance.spending() as within:
-            await self._shelves.follow(shelf, within)
+            await self._candidates.follow(index, within)
 
     async def _read(
-        self, turn: Turn, shelf: Shelf, near: list[tuple[str, float]], epoch: bytes, allowance: Allowance
+        self, turn: Turn, index: CandidateIndex, near: list[tuple[str, float]], epoch: bytes, allowance: Allowance
     ) -> _Read:
         """The candidates as they stand in the store now, and beside them what is known of the nearest."""
-        keys = [CacheKey(Kind.SEMANTIC, shelf.directory.partition, digest) for digest, _ in near]
-        asked = (self._ground.partitions.epoch_key(turn.question.tenant), *keys)
+        keys = [CacheKey(Kind.SEMANTIC, index.directory.partition, digest) for digest, _ in near]
+        asked = (self._context.partitions.epoch_key(turn.question.tenant), *keys)
         with allowance.spending() as within:
-            (standing, *values), observed = await self._ground.store.read(asked, self._evidence(keys[0]), within)
+            (standing, *values), observed = await self._context.store.read(asked, self._evidence(keys[0]), within)
         if standing != epoch:
             if standing is not None:
-                self._ground.epochs.learn(turn.question.tenant, standing)
+                self._context.epochs.learn(turn.question.tenant, standing)
             raise StoreFault("another epoch")
         found: list[_Found] = []
         gone: list[str] = []
         for key, (_, similarity), sealed in zip(keys, near, values, strict=True):
-            stored = None if sealed is None else self._shelves.open(key, sealed)
+            stored = None if sealed is None else self._candidates.open(key, sealed)
             if stored is None:
                 gone.append(key.digest)
             else:
                 found.append(_Found(key, similarity, stored, veto(turn.text, stored.text)))
         if gone:
-            await self._shelves.drop(shelf, gone)
+            await self._candidates.drop(index, gone)
         return _Read(found, keys[0], observed)
 
     async def _decide(self, turn: Turn, read: _Read, allowance: Allowance) -> SemanticLookup:
@@ -219,7 +218,7 @@ class SimilarCache:
         observed = read.observed
         if first.entry != read.nearest:
             with allowance.spending() as within:
-                observed = await self._ground.store.counts(self._evidence(first.entry), within)
+                observed = await self._context.store.counts(self._evidence(first.entry), within)
         mine, pooled = observed
         bound = (self._settings.error_bound, self._settings.confidence)
         if first.strict:
@@ -241,7 +240,7 @@ class SimilarCache:
                 continue
             completion = each.stored.completion()
             if completion is None:
-                self._shelves.reject()
+                self._candidates.reject()
             elif serves(completion, turn.question, time.time()):
                 return Candidate(entry=each.key, similarity=each.similarity, strict=not loose, completion=completion)
         return None
@@ -257,10 +256,10 @@ class SimilarCache:
 
     def _directory(self, turn: Turn, epoch: bytes) -> CacheKey:
         """All that must match exactly: tenant, model, epoch, context, parameters, embedder."""
-        partitions, question = self._ground.partitions, turn.question
+        partitions, question = self._context.partitions, turn.question
         parts = (encode(turn.context), encode(question.parameters), self._digest.encode())
-        context = partitions.digest(question.tenant, b"semantic", *parts)[:CONTEXT_DIGITS]
-        return CacheKey(Kind.DIRECTORY, partitions.of(question.tenant, epoch), context)
+        digest = partitions.digest(question.tenant, b"semantic", *parts)[:CONTEXT_DIGITS]
+        return CacheKey(Kind.DIRECTORY, partitions.of(question.tenant, epoch), digest)
 
     @staticmethod
     def _evidence(entry: CacheKey) -> tuple[CacheKey, CacheKey]:

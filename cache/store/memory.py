@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from cache.api import CacheKey, Enrolment, Kind
+from cache.api import CacheKey, DirectoryPage, Kind
 
 OVERHEAD = 640  # bytes an entry costs beside name and value; tracemalloc says 622
 MEMBER = 240  # bytes a member of a directory costs, or a counter; tracemalloc says 225
@@ -50,16 +50,13 @@ class MemoryStore:
         return len(self._entries)
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
-        """As the protocol says."""
         found = [self._live(key) for key in keys]
         return tuple(None if entry is None else entry.value for entry in found)
 
     async def set(self, key: CacheKey, value: bytes, ttl: float) -> None:
-        """As the protocol says."""
         self._put(_Entry(key, self._clock() + ttl, value))
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """As the protocol says."""
         if entry := self._live(key):
             return entry.value
         self._put(_Entry(key, self._clock() + ttl, value))
@@ -71,48 +68,44 @@ class MemoryStore:
         if key.name not in self._entries:
             return False
         if directory is not None:
-            self._enrol(directory, key.digest, ttl)
+            self._add_member(directory, key.digest, ttl)
         return True
 
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
-        """As the protocol says."""
         found = [key for key in keys if self._live(key) is not None]
         for key in found:
             self._remove(key.name)
         return len(found)
 
     async def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
-        """As the protocol says."""
         now = self._clock()
         found = [entry for entry in self._entries.values() if entry.key.kind is kind and entry.expires_at > now]
         for entry in found:
             if entry.key.partition == partition:
                 yield entry.key
 
-    async def enrolled(self, directory: CacheKey, after: float, count: int, within: float | None = None) -> Enrolment:
-        """As the protocol says."""
+    async def members(
+        self, directory: CacheKey, after: float, count: int, within: float | None = None
+    ) -> DirectoryPage:
         entry = self._live(directory)
         if entry is None:
-            return Enrolment((), 0)
+            return DirectoryPage((), 0)
         newer = list(takewhile(lambda member: member[1] > after, reversed(entry.members.items())))
-        return Enrolment(tuple(newer[::-1][:count]), len(entry.members))
+        return DirectoryPage(tuple(newer[::-1][:count]), len(entry.members))
 
     async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
-        """As the protocol says."""
         counters = self._take(key).counters
         for name, amount in amounts.items():
             counters[name] = counters.get(name, 0) + amount
         self._put(_Entry(key, self._clock() + ttl, counters=counters))
 
     async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
-        """As the protocol says."""
         found = [self._live(key) for key in keys]
         return tuple({} if entry is None else dict(entry.counters) for entry in found)
 
     async def read(
         self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
     ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
-        """As the protocol says."""
         return await self.get_many(keys), await self.counts(counted)
 
     async def aclose(self) -> None:
@@ -120,7 +113,7 @@ class MemoryStore:
         self._entries.clear()
         self._bytes = 0
 
-    def _enrol(self, directory: CacheKey, digest: str, ttl: float) -> None:
+    def _add_member(self, directory: CacheKey, digest: str, ttl: float) -> None:
         members = self._take(directory).members
         members.pop(digest, None)
         self._cursor += 1

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from cache.api import BreakerState, CacheKey, Counter, Enrolment, Kind, RedisSettings
+from cache.api import BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings
 from cache.store.memory import DIRECTORY_MEMBERS
 from cache.store.redis_link import Link
 from cache.store.writer import Write, WriteQueue
@@ -17,7 +17,7 @@ CLOSE_WITHIN = 1.0
 SCAN_COUNT = 1000
 
 # A member's cursor is the server's clock in microseconds, made to grow: exact in a double until the year 2255.
-ENROL = """
+ADD_MEMBER = """
 local now = redis.call('TIME')
 local cursor = now[1] * 1000000 + now[2]
 local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')
@@ -56,7 +56,7 @@ class RedisStore:
         return self._small
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
-        """As the protocol says. What is not a string is none."""
+        """What is not a string is none."""
         if not keys:
             return ()
         names = [key.name for key in keys]
@@ -64,29 +64,26 @@ class RedisStore:
         return tuple(cast("list[bytes | None]", values))
 
     async def set(self, key: CacheKey, value: bytes, ttl: float) -> None:
-        """As the protocol says."""
         await self._bulk.write(lambda client: client.set(key.name, value, px=self._milliseconds(ttl)))
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """As the protocol says, in one round trip."""
+        """In one round trip."""
         standing = await self._small.write(
             lambda client: client.set(key.name, value, px=self._milliseconds(ttl), nx=True, get=True), within
         )
         return value if standing is None else cast("bytes", standing)
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        """As the protocol says."""
         return self._queue.offer(Write(key, value, ttl, directory))
 
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
-        """As the protocol says."""
         if not keys:
             return 0
         names = [key.name for key in keys]
         return int(await self._bulk.write(lambda client: client.unlink(*names)))
 
     async def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
-        """As the protocol says. Walks the whole database: for administrators, not for requests."""
+        """Walks the whole database: for administrators, not for requests."""
         cursor = 0
         while True:
             page = await self._admin.read(self._page(cursor, f"{kind.value}:{partition}:*"))
@@ -96,8 +93,9 @@ class RedisStore:
             if cursor == 0:
                 return
 
-    async def enrolled(self, directory: CacheKey, after: float, count: int, within: float | None = None) -> Enrolment:
-        """As the protocol says."""
+    async def members(
+        self, directory: CacheKey, after: float, count: int, within: float | None = None
+    ) -> DirectoryPage:
 
         async def command(client: Redis) -> list[Any]:
             async with client.pipeline(transaction=False) as pipe:
@@ -106,10 +104,9 @@ class RedisStore:
                 return await pipe.execute()
 
         members, total = await self._small.read(command, within)
-        return Enrolment(tuple((member.decode(), float(score)) for member, score in members), int(total))
+        return DirectoryPage(tuple((member.decode(), float(score)) for member, score in members), int(total))
 
     async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
-        """As the protocol says."""
 
         async def command(client: Redis) -> None:
             async with client.pipeline(transaction=False) as pipe:
@@ -121,13 +118,12 @@ class RedisStore:
         await self._bulk.write(command)
 
     async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
-        """As the protocol says."""
         return (await self.read((), keys, within))[1] if keys else ()
 
     async def read(
         self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
     ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
-        """As the protocol says, in one round trip."""
+        """In one round trip."""
 
         async def command(client: Redis) -> list[Any]:
             async with client.pipeline(transaction=False) as pipe:
@@ -160,7 +156,7 @@ class RedisStore:
                     ttl = self._milliseconds(write.ttl)
                     pipe.set(write.key.name, write.value, px=ttl)
                     if write.directory is not None:
-                        pipe.eval(ENROL, 1, write.directory.name, write.key.digest, DIRECTORY_MEMBERS, ttl)
+                        pipe.eval(ADD_MEMBER, 1, write.directory.name, write.key.digest, DIRECTORY_MEMBERS, ttl)
                 return await pipe.execute()
 
         await self._bulk.write(command)

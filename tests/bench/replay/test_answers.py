@@ -15,7 +15,7 @@ from bench.replay.traces import Labelled, TraceRequest, read_blocks, read_labell
 from cache.answers.exact import ExactCache
 from cache.api import Mode, ModelIdentity, ResponseSettings, SemanticSettings
 from cache.open.counters import Counters
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
@@ -27,10 +27,10 @@ DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture
-def ground() -> Ground:
+def context() -> CacheContext:
     store, keyring, counters = MemoryStore(256 * 2**20), Keyring.generate(), Counters()
     partitions = Partitions(keyring, ModelIdentity(weights="w", tokenizer="t"))
-    return Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counters), counters)
+    return CacheContext(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counters), counters)
 
 
 def simulated(requests: list[TraceRequest], capacity: int) -> tuple[int, int]:
@@ -83,18 +83,18 @@ def test_more_room_is_more_hits_and_none_beyond_what_repeats() -> None:
     assert unlimited.rate_beyond_head < unlimited.rate  # every request begins with the same block
 
 
-async def test_exact_hits_are_the_repeated_prompts(ground: Ground) -> None:
+async def test_exact_hits_are_the_repeated_prompts(context: CacheContext) -> None:
     requests = read_blocks(DATA / "mooncake_600.jsonl.gz")[:300]
     requests += random.Random(1).sample(requests, 30)
-    report = await replay_exact(requests, ExactCache(ground, ResponseSettings()))
+    report = await replay_exact(requests, ExactCache(context, ResponseSettings()))
     assert report.lookups == 330
     assert report.hits["exact"] == 330 - len({(request.blocks, request.tokens) for request in requests})
     assert report.false_rate[0] == 0
 
 
 @pytest.fixture
-async def similar(ground: Ground, embedder: ModelEmbedder) -> AsyncIterator[SimilarCache]:
-    cache = SimilarCache(ground, embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
+async def similar(context: CacheContext, embedder: ModelEmbedder) -> AsyncIterator[SimilarCache]:
+    cache = SimilarCache(context, embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
     yield cache
     await cache.aclose()
 

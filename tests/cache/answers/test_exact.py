@@ -18,7 +18,7 @@ from cache.api import (
     AnswerPart,
     CachedCompletion,
     CacheKey,
-    Enrolment,
+    DirectoryPage,
     Kind,
     ModelIdentity,
     Question,
@@ -27,7 +27,7 @@ from cache.api import (
     StoreFault,
 )
 from cache.open.counters import Counters
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions, encode
@@ -58,7 +58,7 @@ class Replica:
         self.store = store
         self.epochs = Epochs(store, partitions)
         envelope = Envelope(keyring, 1 << 20, counters)
-        self.cache = ExactCache(Ground(store, partitions, self.epochs, envelope, counters), ResponseSettings())
+        self.cache = ExactCache(CacheContext(store, partitions, self.epochs, envelope, counters), ResponseSettings())
 
     async def get(self, question: Question) -> CachedCompletion | None:
         return await self.cache.get(question, Allowance(5.0))
@@ -242,7 +242,9 @@ class Broken(MemoryStore):
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
         raise StoreFault("broken")
 
-    async def enrolled(self, directory: CacheKey, after: float, count: int, within: float | None = None) -> Enrolment:
+    async def members(
+        self, directory: CacheKey, after: float, count: int, within: float | None = None
+    ) -> DirectoryPage:
         raise StoreFault("broken")
 
     async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:

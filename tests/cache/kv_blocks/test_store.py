@@ -269,13 +269,13 @@ def test_a_key_file_is_needed(redis_server: Any, counters: Counters, tmp_path: P
     keys = tmp_path / "keys"
     keys.write_text("names " + "1" * 64 + "\na " + "2" * 64 + "\n")
     blocks = open_blocks(replace(settings, key_file=keys), LAYOUT, counters)
-    assert blocks.run_tokens == 2 * 2**20 // LAYOUT.token_bytes
+    assert blocks.run_tokens == settings.chunk_bytes // LAYOUT.token_bytes == 2**20 // LAYOUT.token_bytes
     blocks.close()
 
 
 def test_runs_are_whole_pages(make_blocks: Make) -> None:
     for layers, expected in ((2, 8192), (80, 192), (40_000, 16)):
-        assert make_blocks(layout=replace(LAYOUT, layers=layers)).run_tokens == expected
+        assert make_blocks(layout=replace(LAYOUT, layers=layers), chunk_bytes=2 * 2**20).run_tokens == expected
 
 
 def test_the_raw_client_against_the_server(redis_server: Any) -> None:

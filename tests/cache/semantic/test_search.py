@@ -29,11 +29,11 @@ from cache.api import (
     Verdict,
 )
 from cache.open.counters import Counters
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
-from cache.semantic import shelf
+from cache.semantic import candidates
 from cache.semantic.embedder import Vector
 from cache.semantic.evidence import label
 from cache.semantic.search import SimilarCache
@@ -86,8 +86,8 @@ class Replica:
         partitions = Partitions(keyring, MODEL)
         self.store = store
         self.epochs = Epochs(store, partitions)
-        ground = Ground(store, partitions, self.epochs, Envelope(keyring, 1 << 20, counters), counters)
-        self.cache = SimilarCache(ground, WordEmbedder(), settings, chance=random.Random(1))
+        context = CacheContext(store, partitions, self.epochs, Envelope(keyring, 1 << 20, counters), counters)
+        self.cache = SimilarCache(context, WordEmbedder(), settings, chance=random.Random(1))
 
     async def put(self, what: Turn, completion: CachedCompletion | None = None) -> bool:
         kept = await self.cache.put(what, completion or answer())
@@ -247,7 +247,7 @@ async def test_a_replica_that_starts_late_catches_up(make: Make, monkeypatch: py
 async def test_a_lost_directory_or_database_is_followed_anew(
     make: Make, store: Store, keyring: Keyring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf, "RESYNC_EVERY", 0.0)
+    monkeypatch.setattr(candidates, "RESYNC_EVERY", 0.0)
     here, there = make(), make()
     await here.put(turn(SELL))
     assert (await there.look(turn(SELL))).served is not None
@@ -391,8 +391,8 @@ class SlowEmbedder(WordEmbedder):
 @pytest.fixture
 async def slow(keyring: Keyring, counters: Counters) -> AsyncIterator[tuple[SimilarCache, SlowEmbedder]]:
     embedder, store, partitions = SlowEmbedder(), MemoryStore(1 << 20), Partitions(keyring, MODEL)
-    ground = Ground(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counters), counters)
-    cache = SimilarCache(ground, embedder, ON)
+    context = CacheContext(store, partitions, Epochs(store, partitions), Envelope(keyring, 1 << 20, counters), counters)
+    cache = SimilarCache(context, embedder, ON)
     yield cache, embedder
     embedder.may.set()
     await cache.aclose()

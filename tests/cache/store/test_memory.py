@@ -95,9 +95,9 @@ async def test_a_directory_is_bounded_and_forgets_its_oldest(monkeypatch: pytest
     directory = CacheKey(Kind.DIRECTORY, "ab" * 16, "0" * 64)
     for number in range(5):
         store.offer(key(number), b"", 60, directory)
-    enrolment = await store.enrolled(directory, 0.0, 100)
-    assert [digest for digest, _ in enrolment.members] == [key(number).digest for number in (2, 3, 4)]
-    assert enrolment.total == 3
+    page = await store.members(directory, 0.0, 100)
+    assert [digest for digest, _ in page.members] == [key(number).digest for number in (2, 3, 4)]
+    assert page.total == 3
 
 
 async def test_a_bound_of_nothing_keeps_nothing() -> None:

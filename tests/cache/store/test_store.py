@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cache.api import CacheKey, Enrolment, Kind, Store
+from cache.api import CacheKey, DirectoryPage, Kind, Store
 from cache.store.redis_store import RedisStore
 
 PARTITION = "ab" * 16
@@ -94,26 +94,26 @@ async def test_scan_finds_all_of_one_partition_and_nothing_else(store: Store) ->
 
 async def test_a_directory_tells_what_is_new_since(store: Store) -> None:
     directory = key(0, Kind.DIRECTORY)
-    assert await store.enrolled(directory, 0.0, 10) == Enrolment((), 0)
+    assert await store.members(directory, 0.0, 10) == DirectoryPage((), 0)
     for number in range(1, 8):
         store.offer(key(number, Kind.SEMANTIC), b"x", 60, directory)
     await settled(store)
-    page = await store.enrolled(directory, 0.0, 4)
+    page = await store.members(directory, 0.0, 4)
     assert [digest for digest, _ in page.members] == [key(number).digest for number in range(1, 5)]
     assert page.total == 7
-    rest = await store.enrolled(directory, page.members[-1][1], 100)
+    rest = await store.members(directory, page.members[-1][1], 100)
     assert [digest for digest, _ in rest.members] == [key(number).digest for number in range(5, 8)]
     cursors = [cursor for _, cursor in page.members + rest.members]
     assert cursors == sorted(set(cursors))
-    assert (await store.enrolled(directory, cursors[-1], 100)).members == ()
+    assert (await store.members(directory, cursors[-1], 100)).members == ()
 
 
-async def test_enrolling_again_is_news_and_no_second_member(store: Store) -> None:
+async def test_adding_a_member_again_is_news_and_no_second_member(store: Store) -> None:
     directory = key(0, Kind.DIRECTORY)
     for number in (1, 2, 1):
         store.offer(key(number, Kind.SEMANTIC), b"x", 60, directory)
     await settled(store)
-    page = await store.enrolled(directory, 0.0, 10)
+    page = await store.members(directory, 0.0, 10)
     assert [digest for digest, _ in page.members] == [key(2).digest, key(1).digest]
     assert page.total == 2
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from cache.api import CacheKey, Kind, StoreFault
-from cache.seal.context import Ground
+from cache.seal.context import CacheContext
 from cache.semantic.embedder import Embedder, Vector
 from cache.semantic.entry import Stored, unpack_entry
 from cache.semantic.index import VectorIndex
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 PAGE = 64  # new entries that a lookup reads along the way; the rest follow in the background
 RESYNC_EVERY = 5.0  # seconds between attempts to find what an index lacks
-MOST_SHELVES = 1024  # each conversation's history has its own
+MOST_INDEXES = 1024  # each conversation's history has its own
 RECENT = 256  # vectors of texts that were just looked up, for storing them
 
 
 @dataclass(slots=True, eq=False)
-class Shelf:
+class CandidateIndex:
     """One partition's index, and how far it has followed the directory."""
 
     directory: CacheKey
-    index: VectorIndex
+    vectors: VectorIndex
     cursor: float = 0.0
     resynced_at: float = field(default_factory=time.monotonic)
     following: asyncio.Task[None] | None = None
@@ -49,14 +49,14 @@ class Nearest:
     changes: int
 
 
-class Shelves:
+class CandidateStore:
     """All of them, the least recently used forgotten when there are too many vectors."""
 
-    def __init__(self, ground: Ground, embedder: Embedder, max_indexed: int) -> None:
-        self._ground = ground
+    def __init__(self, context: CacheContext, embedder: Embedder, max_indexed: int) -> None:
+        self._context = context
         self._embedder = embedder
         self._max_indexed = max_indexed
-        self._shelves: OrderedDict[str, Shelf] = OrderedDict()
+        self._indexes: OrderedDict[str, CandidateIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(1, "semantic")
         self._recent: OrderedDict[str, Vector] = OrderedDict()
 
@@ -74,61 +74,63 @@ class Shelves:
         """None where the text is too short or too long for the embedder to be trusted."""
         return await self._on_worker(partial(self._embed, text, least, most))
 
-    def shelf(self, directory: CacheKey) -> Shelf:
+    def index(self, directory: CacheKey) -> CandidateIndex:
         """The one that follows a directory."""
-        shelf = self._shelves.get(directory.name)
-        if shelf is None:
-            shelf = self._shelves[directory.name] = Shelf(directory, VectorIndex(self._embedder.width))
-        self._shelves.move_to_end(directory.name)
-        while len(self._shelves) > 1 and self._full():
-            _, forgotten = self._shelves.popitem(last=False)
+        index = self._indexes.get(directory.name)
+        if index is None:
+            index = self._indexes[directory.name] = CandidateIndex(directory, VectorIndex(self._embedder.width))
+        self._indexes.move_to_end(directory.name)
+        while len(self._indexes) > 1 and self._full():
+            _, forgotten = self._indexes.popitem(last=False)
             if forgotten.following is not None:
                 forgotten.following.cancel()
-        return shelf
+        return index
 
     def _full(self) -> bool:
-        indexed = sum(len(each.index) for each in self._shelves.values())
-        return len(self._shelves) > MOST_SHELVES or indexed > self._max_indexed
+        indexed = sum(len(each.vectors) for each in self._indexes.values())
+        return len(self._indexes) > MOST_INDEXES or indexed > self._max_indexed
 
-    async def follow(self, shelf: Shelf, within: float | None) -> None:
+    async def follow(self, index: CandidateIndex, within: float | None) -> None:
         """Reads what is new. Raises StoreFault."""
-        if shelf.following is not None and not shelf.following.done():
+        if index.following is not None and not index.following.done():
             return
-        if await self._page(shelf, PAGE, within):
-            shelf.following = asyncio.get_running_loop().create_task(self._catch_up(shelf), name="semantic follow")
+        if await self._page(index, PAGE, within):
+            index.following = asyncio.get_running_loop().create_task(self._catch_up(index), name="semantic follow")
 
-    async def nearest(self, shelf: Shelf, text: str, bounds: tuple[int, int], count: int) -> Nearest | None:
+    async def nearest(self, index: CandidateIndex, text: str, bounds: tuple[int, int], count: int) -> Nearest | None:
         """Embeds and searches in one go; None where the text is too short or too long."""
 
         def work() -> Nearest | None:
             vector = self._embed(text, *bounds)
-            return None if vector is None else Nearest(vector, shelf.index.search(vector, count), shelf.index.changes)
+            if vector is None:
+                return None
+            return Nearest(vector, index.vectors.search(vector, count), index.vectors.changes)
 
         return await self._on_worker(work)
 
-    async def refreshed(self, shelf: Shelf, nearest: Nearest, count: int) -> Nearest:
+    async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
         """The same, searched again if entries came in the meantime."""
-        if nearest.changes == shelf.index.changes:
+        if nearest.changes == index.vectors.changes:
             return nearest
-        found = await self._on_worker(partial(shelf.index.search, nearest.vector, count))
-        return Nearest(nearest.vector, found, shelf.index.changes)
+        found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))
+        return Nearest(nearest.vector, found, index.vectors.changes)
 
-    async def add(self, shelf: Shelf, digest: str, vector: Vector) -> None:
+    async def add(self, index: CandidateIndex, digest: str, vector: Vector) -> None:
         """An entry that this process writes itself."""
-        await self._on_worker(partial(shelf.index.add, digest, vector))
+        await self._on_worker(partial(index.vectors.add, digest, vector))
 
-    async def drop(self, shelf: Shelf, digests: Sequence[str]) -> None:
+    async def drop(self, index: CandidateIndex, digests: Sequence[str]) -> None:
         """Entries that turned out to be gone."""
 
         def work() -> None:
             for digest in digests:
-                shelf.index.remove(digest)
+                index.vectors.remove(digest)
 
         await self._on_worker(work)
 
     def open(self, key: CacheKey, sealed: bytes) -> Stored | None:
         """None, counted, where anything is unexpected."""
-        data = self._ground.envelope.open(key, sealed)
+        data = self._context.envelope.open(key, sealed)
         stored = None if data is None else unpack_entry(data, self._embedder.width, key.digest[-64:])
         if data is not None and stored is None:
             self.reject()
@@ -136,42 +138,42 @@ class Shelves:
 
     def reject(self) -> None:
         """Counts what is not as it should be."""
-        self._ground.counter.count("cache_rejected", "schema")
+        self._context.counter.count("cache_rejected", "schema")
 
     async def aclose(self) -> None:
         """Ends what runs."""
-        for shelf in self._shelves.values():
-            if shelf.following is not None:
-                shelf.following.cancel()
-        await asyncio.gather(*(s.following for s in self._shelves.values() if s.following), return_exceptions=True)
-        self._shelves.clear()
+        for index in self._indexes.values():
+            if index.following is not None:
+                index.following.cancel()
+        await asyncio.gather(*(s.following for s in self._indexes.values() if s.following), return_exceptions=True)
+        self._indexes.clear()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    async def _catch_up(self, shelf: Shelf) -> None:
+    async def _catch_up(self, index: CandidateIndex) -> None:
         try:
             more = True
             while more:
-                more = await self._page(shelf, 4 * PAGE, None)
+                more = await self._page(index, 4 * PAGE, None)
         except StoreFault:
-            self._ground.counter.count("semantic_follow", "fault")
+            self._context.counter.count("semantic_follow", "fault")
 
-    async def _page(self, shelf: Shelf, size: int, within: float | None) -> bool:
+    async def _page(self, index: CandidateIndex, size: int, within: float | None) -> bool:
         """Whether there may be more."""
         begun = time.monotonic()
-        page = await self._ground.store.enrolled(shelf.directory, shelf.cursor, size, within)
-        missing = [digest for digest, _ in page.members if digest not in shelf.index]
+        page = await self._context.store.members(index.directory, index.cursor, size, within)
+        missing = [digest for digest, _ in page.members if digest not in index.vectors]
         if missing:
-            keys = [CacheKey(Kind.SEMANTIC, shelf.directory.partition, digest) for digest in missing]
+            keys = [CacheKey(Kind.SEMANTIC, index.directory.partition, digest) for digest in missing]
             left = None if within is None else within - (time.monotonic() - begun)
-            values = await self._ground.store.get_many(keys, left)
+            values = await self._context.store.get_many(keys, left)
             vectors = {key.digest: self._vector(key, sealed) for key, sealed in zip(keys, values, strict=True)}
-            await self._on_worker(partial(_add_all, shelf.index, vectors))
+            await self._on_worker(partial(_add_all, index.vectors, vectors))
         if page.members:
-            shelf.cursor = page.members[-1][1]
-        elif page.total > len(shelf.index) and time.monotonic() - shelf.resynced_at > RESYNC_EVERY:
+            index.cursor = page.members[-1][1]
+        elif page.total > len(index.vectors) and time.monotonic() - index.resynced_at > RESYNC_EVERY:
             # Something was missed, or cannot be read; a directory that was lost and begun again looks like this too.
-            shelf.cursor, shelf.resynced_at = 0.0, time.monotonic()
-            self._ground.counter.count("semantic_follow", "resync")
+            index.cursor, index.resynced_at = 0.0, time.monotonic()
+            self._context.counter.count("semantic_follow", "resync")
             return True
         return len(page.members) == size
 
