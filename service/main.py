@@ -31,23 +31,16 @@ from service.observability.metrics import Metrics
 from service.observability.progress import Progress
 from service.observability.scrape import PATH as METRICS_PATH
 from service.observability.scrape import MetricsPort
-from service.protocols.whippet_v1.servicer import AdminServicer, GenerationServicer, ModelServicer
-from service.protocols.whippet_v1.sink import StallWatch
+from service.protocols.seam import Services, UseCases, WireProtocol
+from service.protocols.whippet_v1.services import GENERATION, WhippetV1
 from service.transport.auth import OpenHouse, TokenFile
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
-from service.transport.ports import (
-    ADMIN_NAMES,
-    DATA_NAMES,
-    GENERATION,
-    Port,
-    PortTaken,
-    admin_handlers,
-    credentials_of,
-    data_handlers,
-    open_port,
-)
-from service.transport.rpc import Endpoints, Guard
+from service.transport.ports import Port, PortTaken, credentials_of, open_port
+from service.transport.rpc import Guard
+from service.transport.writer import StallWatch
+
+PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
 
 # Exit codes
 STOPPED = 0  # as asked, nothing was lost
@@ -157,22 +150,33 @@ def _build(settings: Settings) -> _House:
     model = ServedModel(settings.served_name, tokenizer, engine)
     switches = Switches(settings.optimizations, engine)
     caches = AnswerCaches(cache_options, engine, tokenizer.digest)
-    sources = Sources(model, engine, caches, switches, admission.places)
-    generation = GenerationServicer(Generator(model, sources, admission), model, watch)
-    admin = AdminServicer(engine, admission, switches, caches, Flusher(caches, guard.tenants))
+    sources = Sources(model, engine, caches, switches, admission.slots)
+    cases = UseCases(
+        engine=engine,
+        model=model,
+        generator=Generator(model, sources, admission),
+        admission=admission,
+        switches=switches,
+        caches=caches,
+        flusher=Flusher(caches, guard.tenants),
+    )
     metrics = Metrics(engine, admission, caches, switches, settings.served_name)
-    endpoints = Endpoints(guard)
-    data = [*data_handlers(endpoints, generation, ModelServicer(model)), health.handlers()]
+    data = [protocol.data_services(cases, guard, watch) for protocol in PROTOCOLS]
+    operators = [protocol.admin_services(cases, guard) for protocol in PROTOCOLS]
+
+    def port(address: str, services: list[Services]) -> Port:
+        handlers = [handler for one in services for handler in one.handlers]
+        names = [name for one in services for name in one.names]
+        return open_port(address, [*handlers, health.handlers()], [*names, HEALTH], credentials)
+
     return _House(
         engine=engine,
         admission=admission,
         caches=caches,
         health=health,
         watch=watch,
-        data=open_port(settings.listen, data, DATA_NAMES, credentials),
-        admin=open_port(
-            settings.admin_listen, [*admin_handlers(endpoints, admin), health.handlers()], ADMIN_NAMES, credentials
-        ),
+        data=port(settings.listen, data),
+        admin=port(settings.admin_listen, operators),
         probes=open_port(settings.health_listen, [health.handlers()], (HEALTH,), None),
         metrics=MetricsPort(settings.metrics_listen, metrics.families) if settings.metrics_listen else None,
     )

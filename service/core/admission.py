@@ -1,4 +1,5 @@
-"""Who gets in: live names, tenants' quotas, drain, and a bound on all that is live. Places in the engine are `places`'.
+"""Who gets in: live names, tenants' quotas, drain, and a bound on all that is live. What the engine runs is bounded by
+`admission_slots`.
 
 A ticket is held from the first look at a request until its end; the table of tickets is what is live.
 """
@@ -14,8 +15,8 @@ from types import TracebackType
 from engine.api import TokenStream
 from engine.errors import Aborted
 from service.config.settings import LimitOptions
+from service.core.admission_slots import AdmissionSlots
 from service.core.errors import Draining, DuplicateRequest, UnknownRequest
-from service.core.slots import Places
 
 _DRAIN_RETRY = 1.0  # seconds
 _MOST_LOOKING = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
@@ -65,7 +66,7 @@ class Admission:
     def __init__(
         self, limits: LimitOptions, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.places = Places(limits, capacity, clock)
+        self.slots = AdmissionSlots(limits, capacity, clock)
         self._limits = limits
         self._clock = clock
         self._live: dict[tuple[str, str], Ticket] = {}
@@ -93,17 +94,17 @@ class Admission:
     def admit(self, tenant: str, request_id: str, deadline: float | None) -> Ticket:
         """A line in the table. Raises Draining, DuplicateRequest, DeadlineExceeded or Overloaded."""
         if self._draining:
-            self.places.refusals["DRAINING"] += 1
+            self.slots.refusals["DRAINING"] += 1
             raise Draining(_DRAIN_RETRY)
         if (tenant, request_id) in self._live:
             raise DuplicateRequest(request_id)
         if deadline is not None and deadline <= self._clock():
-            raise self.places.late("the deadline has passed")
+            raise self.slots.late("the deadline has passed")
         tenant_limit = self._limits.tenant_requests
         if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
-            raise self.places.overloaded("the tenant has too many live requests", "TENANT_QUOTA")
-        if len(self._live) >= self._limits.live_requests or self._looking >= max(_MOST_LOOKING, self.places.total):
-            raise self.places.overloaded("too many requests are live", "LIVE_REQUESTS")
+            raise self.slots.overloaded("the tenant has too many live requests", "TENANT_QUOTA")
+        if len(self._live) >= self._limits.live_requests or self._looking >= max(_MOST_LOOKING, self.slots.total):
+            raise self.slots.overloaded("too many requests are live", "LIVE_REQUESTS")
         ticket = Ticket(self, tenant, request_id)
         self._live[tenant, request_id] = ticket
         self._tenants[tenant] += 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from engine.api import (
     Finish,
@@ -20,27 +19,21 @@ from engine.api import (
     TokenStream,
 )
 from service.core.admission import Admission
+from service.core.admission_slots import AdmissionSlot
 from service.core.answers.lookup import Sources
 from service.core.answers.streams import Generated
+from service.core.delivery import Messages, Outlet, Sink, Whole
 from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
-from service.core.request import Ask, CacheSource, Ending, EndReason, ModelFacts, Origin, PromptFacts, Served
-from service.core.slots import Place
+from service.core.request import CacheOutcome, CacheSource, Ending, EndReason, ModelFacts, Origin, PromptFacts, Request
 from service.core.text import Detokenizer
-from service.protocols.whippet_v1.parse import GenerationMessage, read_generation, too_long
-from service.protocols.whippet_v1.sink import Sink
+from service.core.validation import too_long
 
 _REASONS = {
     FinishReason.STOP: EndReason.STOP,
     FinishReason.LENGTH: EndReason.LENGTH,
     FinishReason.TIME_BUDGET: EndReason.TIME_BUDGET,
 }
-
-
-class SinkMaker(Protocol):
-    """Makes the sink that a valid request asks for. With `chunked`, its messages are for the sink to put together."""
-
-    def __call__(self, ask: Ask, chunked: bool) -> Sink: ...
 
 
 class Generator:
@@ -58,24 +51,35 @@ class Generator:
         self._admission = admission
         self._clock = clock
 
-    async def run(self, message: GenerationMessage, origin: Origin, make_sink: SinkMaker) -> None:
-        """The whole answer goes to the sink. Raises what `status` knows."""
+    @property
+    def semantic(self) -> bool:
+        """Whether there is a semantic cache."""
+        return self._sources.semantic
+
+    async def answer(self, request: Request, origin: Origin, outlet: Outlet) -> None:
+        """The whole answer in one message. Raises what `status` knows."""
+        await self._run(request, origin, lambda gather: Whole(outlet, request))
+
+    async def stream(self, request: Request, origin: Origin, outlet: Outlet) -> None:
+        """The answer in messages as the request's `delivery` says. Raises what `status` knows."""
+        await self._run(request, origin, lambda gather: Messages(outlet, request, gather))
+
+    async def _run(self, request: Request, origin: Origin, make_sink: Callable[[bool], Sink]) -> None:
         facts = self._model.facts()
-        ask = read_generation(message, facts, self._sources.semantic)
-        with self._admission.admit(origin.tenant, ask.request_id, origin.deadline) as ticket:
-            if self._admission.places.weary or not self._sources.may_know(ask):
-                self._admission.places.check(ask.priority, origin.deadline)
-            ids = await self._model.encode(ask.prompt, facts)
-            looked = await self._sources.look(ask, _engine_request(ask, ids, origin, facts), origin.tenant)
+        with self._admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket:
+            if self._admission.slots.weary or not self._sources.may_know(request):
+                self._admission.slots.check(request.priority, origin.deadline)
+            ids = await self._model.encode(request.prompt, facts)
+            looked = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin.tenant)
             ticket.looked()
-            sink = make_sink(ask, looked.chunked)
-            async with self._sources.open(looked, ask, origin, sink.batch) as source:
+            sink = make_sink(looked.chunked)
+            async with self._sources.open(looked, request, origin, sink.batch) as source:
                 ticket.attach(source.stream)
                 try:
-                    await sink.begin(PromptFacts(ask.request_id, facts.name, len(ids), looked.served.header))
-                    detokenizer = self._model.detokenizer(ask)
-                    answer = Asked(ask, looked.request, looked.served, source.generated)
-                    await _Answer(answer, source.place, sink, detokenizer, self._clock).run(source.stream)
+                    await sink.begin(PromptFacts(request.request_id, facts.name, len(ids), looked.served.header))
+                    detokenizer = self._model.detokenizer(request)
+                    answer = Asked(request, looked.request, looked.served, source.generated)
+                    await _Answer(answer, source.slot, sink, detokenizer, self._clock).run(source.stream)
                 finally:
                     sink.close()
 
@@ -84,9 +88,9 @@ class Generator:
 class Asked:
     """What an answer is the answer to, and where it comes from."""
 
-    ask: Ask
+    asked: Request
     request: GenerationRequest
-    served: Served
+    served: CacheOutcome
     generated: Generated | None
 
 
@@ -96,18 +100,18 @@ class _Answer:
     def __init__(
         self,
         asked: Asked,
-        place: Place | None,
+        slot: AdmissionSlot | None,
         sink: Sink,
         detokenizer: Detokenizer | None,
         clock: Callable[[], float],
     ) -> None:
         self._asked = asked
-        self._place = place
+        self._slot = slot
         self._sink = sink
         self._detokenizer = detokenizer
         self._clock = clock
-        self._want_text = asked.ask.output.text
-        self._include_stop = asked.ask.stops.include
+        self._want_text = asked.asked.output.text
+        self._include_stop = asked.asked.stops.include
         self._count = 0  # tokens of the answer so far
         self._start = Start(cached_tokens=0, queue=0.0, prefill=0.0)  # until the first ids tell
 
@@ -116,8 +120,8 @@ class _Answer:
         async for events in stream:
             if events.start is not None:
                 self._start = events.start
-                if self._place is not None:
-                    self._place.start()
+                if self._slot is not None:
+                    self._slot.start()
             if events.finish is not None:
                 await self._finish(events, events.finish)
                 return
@@ -208,30 +212,30 @@ class _Answer:
         )
 
 
-def _engine_request(ask: Ask, ids: tuple[int, ...], origin: Origin, facts: ModelFacts) -> GenerationRequest:
+def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, facts: ModelFacts) -> GenerationRequest:
     """Raises InvalidRequest where prompt and answer do not fit into the context."""
     room = facts.max_context - len(ids)
-    stops = ask.stops
+    stops = request.stops
     if not ids:
-        raise InvalidRequest((Violation(ask.prompt.field, "has no tokens"),))
+        raise InvalidRequest((Violation(request.prompt.field, "has no tokens"),))
     if room < 1:
-        raise InvalidRequest((Violation(ask.prompt.field, too_long(len(ids), facts.max_context)),))
+        raise InvalidRequest((Violation(request.prompt.field, too_long(len(ids), facts.max_context)),))
     if stops.max_tokens is not None and stops.max_tokens > room:
         raise InvalidRequest((Violation("stopping.max_tokens", f"must be at most {room} after this prompt"),))
     if stops.min_tokens > room:
         raise InvalidRequest((Violation("stopping.min_tokens", f"must be at most {room} after this prompt"),))
     return GenerationRequest(
-        request_id=f"{origin.tenant}/{ask.request_id}",
+        request_id=f"{origin.tenant}/{request.request_id}",
         token_ids=ids,
-        sampling=ask.sampling,
+        sampling=request.sampling,
         stopping=Stopping(
             max_tokens=room if stops.max_tokens is None else stops.max_tokens,
             min_tokens=stops.min_tokens,
             stop_token_ids=stops.token_ids,
         ),
         arrived_at=origin.arrived_at,
-        logprobs=ask.output.logprobs,
-        priority=ask.priority,
+        logprobs=request.output.logprobs,
+        priority=request.priority,
         deadline=origin.deadline,
-        expires_at=None if ask.time_budget is None else origin.arrived_at + ask.time_budget,
+        expires_at=None if request.time_budget is None else origin.arrived_at + request.time_budget,
     )

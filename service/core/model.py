@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
 from engine.errors import EngineUnavailable
 from service.core.errors import InvalidRequest, Violation
-from service.core.request import Ask, ChatPrompt, ModelFacts, Prompt, TextPrompt, TokenPrompt
+from service.core.request import ChatPrompt, ModelFacts, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
-from service.pb.whippet.v1 import model_pb2 as pb
-from service.protocols.whippet_v1 import render as answers
-from service.protocols.whippet_v1.parse import MAX_LOGPROBS, too_long
+from service.core.validation import too_long
 
 _LOADING_RETRY = 1.0  # seconds
 _THREAD_ABOVE = 2048  # token ids; more are decoded beside the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What callers may know of the model."""
+
+    facts: ModelFacts
+    info: ModelInfo
+    tokenizer_digest: str
 
 
 class ServedModel:
@@ -60,44 +68,22 @@ class ServedModel:
             return self._tokenizer.decode(ids)
         return await asyncio.to_thread(self._tokenizer.decode, ids)
 
-    def detokenizer(self, ask: Ask) -> Detokenizer | None:
+    def detokenizer(self, request: Request) -> Detokenizer | None:
         """None where neither text nor stop strings are asked for."""
-        return self.text_maker(ask) if ask.output.text or ask.stops.strings else None
+        return self.text_maker(request) if request.output.text or request.stops.strings else None
 
-    def text_maker(self, ask: Ask) -> Detokenizer:
+    def text_maker(self, request: Request) -> Detokenizer:
         """For whoever reads the answer's text, sent or not."""
-        stops = ask.stops
-        continues = not isinstance(ask.prompt, ChatPrompt)
+        stops = request.stops
+        continues = not isinstance(request.prompt, ChatPrompt)
         return Detokenizer(self._tokenizer, stops.strings, stops.include, stops.min_tokens, continues)
 
-    def describe(self) -> pb.Model:
-        """All there is to know. Raises EngineUnavailable."""
-        facts = self.facts()
-        info = self._engine.info
+    def describe(self) -> ModelDescription:
+        """Raises EngineUnavailable."""
+        facts, info = self.facts(), self._engine.info
         if info is None:
             raise EngineUnavailable("the engine is not there", _LOADING_RETRY)
-        model = pb.Model(
-            name=self.name,
-            architecture=info.architecture,
-            weight_format=info.weight_format,
-            dtype=info.dtype,
-            device=info.device,
-            decoder=info.decoder,
-            objections=[pb.DecoderObjection(decoder=o.decoder, reason=o.reason) for o in info.objections],
-            limits=pb.ModelLimits(
-                max_context_tokens=info.max_context,
-                vocab_size=info.vocab_size,
-                max_sequences=info.max_sequences,
-                max_logprobs=MAX_LOGPROBS,
-            ),
-            default_sampling=answers.sampling(facts.defaults),
-            weights_digest=info.weights_digest,
-            tokenizer_digest=self._tokenizer.digest,
-            chat=facts.chat,
-            eos_token_ids=facts.eos_token_ids,
-        )
-        model.default_sampling.ClearField("seed")
-        return model
+        return ModelDescription(facts, info, self._tokenizer.digest)
 
     def _facts(self, info: ModelInfo) -> ModelFacts:
         return ModelFacts(

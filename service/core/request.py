@@ -86,7 +86,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheAsk:
+class CacheUse:
     """Which caches may answer or learn."""
 
     response: Access | None = None  # None: the server's own setting, as below
@@ -97,7 +97,7 @@ class CacheAsk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Request:
     """A valid request, its prompt not yet tokenized."""
 
     request_id: str
@@ -108,7 +108,7 @@ class Ask:
     priority: Priority
     time_budget: float | None  # seconds
     delivery: Delivery
-    cache: CacheAsk
+    cache: CacheUse
     seeded: bool  # by the caller
 
 
@@ -140,7 +140,7 @@ class CacheSource(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class CacheOutcome:
     """Where an answer comes from."""
 
     header: str  # as in PromptFacts.cache
@@ -172,6 +172,6 @@ class Ending:
     queue: float
     prefill: float
     decode: float
-    served: Served
+    served: CacheOutcome
     stop_string: str | None = None
     stop_token_id: int | None = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from google.protobuf.duration_pb2 import Duration
-
 from service.core.errors import InvalidRequest, Violation
 
 _MAX_OF_ONE_LIST = 8  # a giant list of wrong ids is not repeated to its sender
-_MAX_DURATION = 315_576_000_000  # seconds, as google.protobuf.Duration has it
+_MAX_DURATION = 315_576_000_000  # seconds: ten thousand years, the most that protobuf's Duration takes
+
+
+def too_long(tokens: int, max_context: int) -> str:
+    """The violation of a prompt that leaves no room for an answer."""
+    return f"has at least {tokens} tokens; prompt and answer together have room for {max_context}"
 
 
 class Violations:
@@ -44,12 +47,11 @@ class Violations:
             self.add(field, f"{len(wrong)} ids are outside the vocabulary")
         return False
 
-    def duration(self, field: str, given: Duration, high: float | None, *, above: bool = False) -> float:
-        """Seconds, from 0 (or above it, where `above`) to `high`."""
-        mixed = given.seconds * given.nanos < 0
-        if mixed or abs(given.seconds) > _MAX_DURATION or abs(given.nanos) > 999_999_999:
+    def duration(self, field: str, whole: int, nanos: int, high: float | None, *, above: bool = False) -> float:
+        """Seconds, given as whole ones and billionths of one sign, from 0 (or above it, where `above`) to `high`."""
+        if whole * nanos < 0 or abs(whole) > _MAX_DURATION or abs(nanos) > 999_999_999:
             self.add(field, "is no valid duration")
             return 0.0
-        seconds = given.seconds + given.nanos / 1e9
+        seconds = whole + nanos / 1e9
         self.number(field, seconds, 0, high, above=above)
         return seconds

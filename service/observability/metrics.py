@@ -60,8 +60,8 @@ class Metrics:
         admission = self._admission
         yield _gauge("requests_live", "Requests that have not ended.", {"": admission.live})
         yield _gauge("requests_looking", "Of those, whose answer may yet be found in a cache.", {"": admission.looking})
-        places = admission.places
-        waiting = {"running": places.taken - places.waiting, "waiting": places.waiting}
+        slots = admission.slots
+        waiting = {"running": slots.taken - slots.waiting, "waiting": slots.waiting}
         yield _gauge("generations", "Generations with their first token, and those that wait for it.", waiting, "state")
         yield _gauge("draining", "Whether nothing new is let in.", {"": int(admission.draining)})
 
@@ -78,7 +78,7 @@ class Metrics:
             else:
                 rows.add(shown_as, label, count)
         self._outcomes(rows, counts)
-        for reason, count in self._admission.places.refusals.items():
+        for reason, count in self._admission.slots.refusals.items():
             rows.add(Shown("requests_refused", "reason"), reason, count)
         prefix = Shown("cache_requests", "outcome", (("cache", "prefix"),))
         rows.add(prefix, "hit", load.begun_cached)

@@ -12,9 +12,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from service.core.errors import InvalidRequest
-from service.protocols.whippet_v1.parse import decode
-from service.protocols.whippet_v1.sink import Context
-from service.transport.rpc import abort_with, service
+from service.transport.rpc import abort_with, decode, service
+from service.transport.writer import Context
 
 SERVICE = "grpc.health.v1.Health"
 GENERATION = "whippet.v1.GenerationService"

@@ -1,4 +1,4 @@
-"""The three ports: which services each one has, and how HTTP/2 is set up."""
+"""A port: bound, with its credentials, and how HTTP/2 is set up."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from service.config.settings import BadSettings, TlsOptions
-from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
-from service.protocols.whippet_v1.servicer import AdminServicer, GenerationServicer, ModelServicer
-from service.transport.auth import Right
-from service.transport.health import SERVICE as HEALTH
-from service.transport.rpc import MAX_MESSAGE_BYTES, Endpoints, service
-
-GENERATION = "whippet.v1.GenerationService"
-MODEL = "whippet.v1.ModelService"
-ADMIN = "whippet.v1.AdminService"
+from service.transport.rpc import MAX_MESSAGE_BYTES
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     # Clients that ping while they wait for a token are not a nuisance.
@@ -86,52 +78,3 @@ def _pem(path: Path, name: str) -> bytes:
     if b"-----BEGIN " not in data:
         raise BadSettings(f"{name}: {path} is not PEM")
     return data
-
-
-def data_handlers(
-    endpoints: Endpoints, generation: GenerationServicer, model: ModelServicer
-) -> list[grpc.GenericRpcHandler[bytes, bytes]]:
-    """What the data port answers."""
-    may = Right.GENERATE
-    return [
-        service(
-            GENERATION,
-            {
-                "GenerateStream": endpoints.stream(
-                    generation_pb2.GenerateStreamRequest, may, generation.generate_stream
-                ),
-                "Generate": endpoints.unary(generation_pb2.GenerateRequest, may, generation.generate),
-                "Tokenize": endpoints.unary(generation_pb2.TokenizeRequest, may, generation.tokenize),
-                "Detokenize": endpoints.unary(generation_pb2.DetokenizeRequest, may, generation.detokenize),
-            },
-        ),
-        service(
-            MODEL,
-            {
-                "ListModels": endpoints.unary(model_pb2.ListModelsRequest, may, model.list_models),
-                "GetModel": endpoints.unary(model_pb2.GetModelRequest, may, model.get_model),
-            },
-        ),
-    ]
-
-
-def admin_handlers(endpoints: Endpoints, admin: AdminServicer) -> list[grpc.GenericRpcHandler[bytes, bytes]]:
-    """What the admin port answers."""
-    may = Right.ADMIN
-    return [
-        service(
-            ADMIN,
-            {
-                "AbortGeneration": endpoints.unary(admin_pb2.AbortGenerationRequest, may, admin.abort_generation),
-                "GetLoad": endpoints.unary(admin_pb2.GetLoadRequest, may, admin.get_load),
-                "FlushCache": endpoints.unary(admin_pb2.FlushCacheRequest, may, admin.flush_cache),
-                "ListOptimizations": endpoints.unary(admin_pb2.ListOptimizationsRequest, may, admin.list_optimizations),
-                "SetOptimization": endpoints.unary(admin_pb2.SetOptimizationRequest, may, admin.set_optimization),
-                "Drain": endpoints.unary(admin_pb2.DrainRequest, may, admin.drain),
-            },
-        )
-    ]
-
-
-DATA_NAMES = (GENERATION, MODEL, HEALTH)
-ADMIN_NAMES = (ADMIN, HEALTH)

@@ -1,7 +1,4 @@
-"""Around every RPC: bytes to message, who calls, and exception to status. Bodies see none of it.
-
-Requests are parsed here and not by gRPC, which would answer INTERNAL for bytes that are no message.
-"""
+"""Around every RPC: who calls, the size of the answer, and exception to status. Bodies take and give bytes."""
 
 from __future__ import annotations
 
@@ -14,18 +11,17 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from service.core.errors import AnswerTooLarge
+from service.core.errors import AnswerTooLarge, InvalidRequest, Violation
 from service.core.request import Origin
-from service.protocols.whippet_v1.parse import decode
-from service.protocols.whippet_v1.sink import Context
 from service.transport.auth import Caller, Metadata, Right
-from service.transport.status import failure_of
+from service.transport.status import ResourceTypes, failure_of
+from service.transport.writer import Context
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger(__name__)
-_Request = TypeVar("_Request", bound=Message)
+_Message = TypeVar("_Message", bound=Message)
 
 
 class Guard(Protocol):
@@ -45,56 +41,65 @@ class Call:
     origin: Origin
 
 
+UnaryBody = Callable[[bytes, Call], Awaitable[bytes]]
+StreamBody = Callable[[bytes, Call], Awaitable[None]]
+
+
 class Endpoints:
     """Makes handlers out of bodies."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, resources: ResourceTypes) -> None:
         self._guard = guard
+        self._resources = resources
 
-    def unary(
-        self, request: type[_Request], right: Right, body: Callable[[_Request, Call], Awaitable[Message]]
-    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def unary(self, right: Right, body: UnaryBody) -> grpc.RpcMethodHandler[bytes, bytes]:
         """A body that returns its one response."""
 
         async def handle(data: bytes, context: Context) -> bytes:
             try:
-                response = await body(*self._open(request, right, data, context))
-                if response.ByteSize() > MAX_MESSAGE_BYTES:
+                response = await body(data, self._call(right, context))
+                if len(response) > MAX_MESSAGE_BYTES:
                     raise AnswerTooLarge(f"the response is larger than {MAX_MESSAGE_BYTES} bytes")
-                return response.SerializeToString()
+                return response
             except Exception as error:
-                await abort_with(error, context)
+                await abort_with(error, context, self._resources)
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
-    def stream(
-        self, request: type[_Request], right: Right, body: Callable[[_Request, Call], Awaitable[None]]
-    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def stream(self, right: Right, body: StreamBody) -> grpc.RpcMethodHandler[bytes, bytes]:
         """A body that writes its responses to the context."""
 
         async def handle(data: bytes, context: Context) -> None:
             try:
-                await body(*self._open(request, right, data, context))
+                await body(data, self._call(right, context))
             except Exception as error:
-                await abort_with(error, context)
+                await abort_with(error, context, self._resources)
 
         return grpc.unary_stream_rpc_method_handler(handle)
 
-    def _open(self, request: type[_Request], right: Right, data: bytes, context: Context) -> tuple[_Request, Call]:
+    def _call(self, right: Right, context: Context) -> Call:
         now = time.monotonic()
         remaining = context.time_remaining()
         caller = self._guard.authorize(context.invocation_metadata() or (), right)
         deadline = None if remaining is None else now + remaining
-        return decode(request, data), Call(context, Origin(caller.tenant, now, deadline))
+        return Call(context, Origin(caller.tenant, now, deadline))
 
 
-async def abort_with(error: Exception, context: Context) -> NoReturn:
+def decode(kind: type[_Message], data: bytes) -> _Message:
+    """Raises InvalidRequest where the bytes are no such message, invalid UTF-8 included; gRPC would answer INTERNAL."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest((Violation("", f"the bytes are no {kind.DESCRIPTOR.full_name}"),)) from None
+
+
+async def abort_with(error: Exception, context: Context, resources: ResourceTypes | None = None) -> NoReturn:
     """Ends the RPC. Where gRPC could not write any more, the caller has gone, and it has ended already."""
     if isinstance(error, grpc.aio.InternalError):
         raise asyncio.CancelledError from error
     if isinstance(error, grpc.aio.BaseError):
         raise error
-    failure = failure_of(error)
+    failure = failure_of(error, resources)
     if failure.code is grpc.StatusCode.INTERNAL:
         # Where it happened, not what it says: the text of a foreign exception may hold a prompt.
         frames = "".join(traceback.format_tb(error.__traceback__))

@@ -16,14 +16,20 @@ from engine import errors as engine_errors
 from service.core import errors
 
 DOMAIN = "whippet"
-MODEL_TYPE = "whippet.v1.Model"
-REQUEST_TYPE = "whippet.v1.GenerateRequest"
 
 # HTTP/2 clients commonly refuse more than 8 KiB of trailers. Details travel in base64, the message percent-encoded.
 _MAX_DETAIL_BYTES = 3072
 _MAX_MESSAGE_BYTES = 512
 
 Trailers = tuple[tuple[str, str | bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceTypes:
+    """What a protocol calls the things that a caller may fail to find."""
+
+    model: str
+    request: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +41,15 @@ class Failure:
     trailers: Trailers
 
 
-def failure_of(error: Exception) -> Failure:
-    """The status of `error`. What the table does not know is INTERNAL and says nothing of its cause."""
+def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
+    """The status of `error`. What the table does not know is INTERNAL and says nothing of its cause. Without
+    `resources`, what was not found is not named."""
     for kind in type(error).__mro__:
         entry = _TABLE.get(kind)
         if entry is not None:
             code, details = entry
-            return _failure(code, str(error) or code.name, details(error))
+            found = [] if resources is None else _resource(error, resources)
+            return _failure(code, str(error) or code.name, found + details(error))
     return _failure(grpc.StatusCode.INTERNAL, "internal error", [_info("INTERNAL")])
 
 
@@ -85,12 +93,12 @@ def _bad_request(error: errors.InvalidRequest) -> list[Message]:
     return [detail]
 
 
-def _unknown_model(error: errors.UnknownModel) -> list[Message]:
-    return [error_details_pb2.ResourceInfo(resource_type=MODEL_TYPE, resource_name=error.name[:128])]
-
-
-def _unknown_request(error: errors.UnknownRequest) -> list[Message]:
-    return [error_details_pb2.ResourceInfo(resource_type=REQUEST_TYPE, resource_name=error.request_id[:128])]
+def _resource(error: Exception, types: ResourceTypes) -> list[Message]:
+    if isinstance(error, errors.UnknownModel):
+        return [error_details_pb2.ResourceInfo(resource_type=types.model, resource_name=error.name[:128])]
+    if isinstance(error, errors.UnknownRequest):
+        return [error_details_pb2.ResourceInfo(resource_type=types.request, resource_name=error.request_id[:128])]
+    return []
 
 
 def _duplicate(error: errors.DuplicateRequest) -> list[Message]:
@@ -129,8 +137,8 @@ _C = grpc.StatusCode
 # Each function is only ever given the exception that it stands beside.
 _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.InvalidRequest: (_C.INVALID_ARGUMENT, _bad_request),
-    errors.UnknownModel: (_C.NOT_FOUND, _unknown_model),
-    errors.UnknownRequest: (_C.NOT_FOUND, _unknown_request),
+    errors.UnknownModel: (_C.NOT_FOUND, _nothing),
+    errors.UnknownRequest: (_C.NOT_FOUND, _nothing),
     errors.DuplicateRequest: (_C.ALREADY_EXISTS, _duplicate),
     errors.Unimplemented: (_C.UNIMPLEMENTED, _unimplemented),
     errors.Overloaded: (_C.RESOURCE_EXHAUSTED, _overloaded),

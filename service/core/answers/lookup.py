@@ -17,13 +17,13 @@ from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Que
 from cache.open.caches import Caches
 from engine.api import Engine, GenerationRequest, Priority, TokenStream
 from engine.errors import DeadlineExceeded, EngineError
+from service.core.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.streams import AnswerStream, Generated, Leader, stored
 from service.core.errors import Overloaded
 from service.core.model import ServedModel
-from service.core.request import Access, Ask, CacheSource, Delivery, Origin, Served
-from service.core.slots import Place, Places
+from service.core.request import Access, CacheOutcome, CacheSource, Delivery, Origin, Request
 from service.core.switches import RESPONSE_CACHE, SEMANTIC_CACHE, Switches
 
 _NO = Access(False, False)
@@ -53,7 +53,7 @@ class Looked:
     """What the caches said."""
 
     request: GenerationRequest
-    served: Served
+    served: CacheOutcome
     plan: Plan | None = None  # None: they were not asked
     hit: CachedCompletion | None = None
     similar: SemanticLookup | None = None
@@ -69,7 +69,7 @@ class Source:
     """An answer to be read."""
 
     stream: TokenStream
-    place: Place | None = None  # where the stream is the engine's own
+    slot: AdmissionSlot | None = None  # where the stream is the engine's own
     generated: Generated | None = None  # filled if it is generated for this request; None: nobody else reads it
 
 
@@ -77,10 +77,10 @@ class Sources:
     """Finds answers, or has them made."""
 
     def __init__(
-        self, model: ServedModel, engine: Engine, caches: AnswerCaches, switches: Switches, places: Places
+        self, model: ServedModel, engine: Engine, caches: AnswerCaches, switches: Switches, slots: AdmissionSlots
     ) -> None:
         self._model = model
-        self._places = places
+        self._slots = slots
         self._engine = engine
         self._caches = caches
         self._switches = switches
@@ -90,7 +90,7 @@ class Sources:
         """Whether there is a semantic cache."""
         return self._caches.semantic_mode is not Mode.OFF
 
-    def may_know(self, ask: Ask) -> bool:
+    def may_know(self, ask: Request) -> bool:
         """Whether a cache may have the answer, or somebody else be generating it."""
         accesses = (
             self._access(ask.cache.response, RESPONSE_CACHE),
@@ -98,12 +98,12 @@ class Sources:
         )
         return cacheable(ask) and any(access.read for access in accesses)
 
-    async def look(self, ask: Ask, request: GenerationRequest, tenant: str) -> Looked:
+    async def look(self, ask: Request, request: GenerationRequest, tenant: str) -> Looked:
         """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:
-            return Looked(replace(request, bypass_prefix=True), Served(header="off"))
+            return Looked(replace(request, bypass_prefix=True), CacheOutcome(header="off"))
         allowance = caches.allowance()
         partition = await caches.partition(tenant, allowance)
         # Without a partition nobody can say whose keys and values these are.
@@ -115,24 +115,24 @@ class Sources:
         response = self._access(ask.cache.response, RESPONSE_CACHE)
         semantic = self._access(ask.cache.semantic, SEMANTIC_CACHE)
         if response == semantic == _NO or not cacheable(ask):
-            return Looked(request, Served(header="off" if response == semantic == _NO else "bypass"))
+            return Looked(request, CacheOutcome(header="off" if response == semantic == _NO else "bypass"))
         question = question_of(ask, request, tenant)
         turn = None if semantic == _NO else turn_of(ask, question, ask.cache.semantic is not None)
         plan = Plan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
         return await self._ask_caches(ask, request, plan, begun)
 
     @asynccontextmanager
-    async def open(self, looked: Looked, ask: Ask, origin: Origin, batch: Delivery) -> AsyncIterator[Source]:
+    async def open(self, looked: Looked, ask: Request, origin: Origin, batch: Delivery) -> AsyncIterator[Source]:
         """The answer. Leaving the block lets go of it. Raises DeadlineExceeded or Overloaded where it would have to be
-        generated and there is no place."""
+        generated and there is no slot."""
         plan, hit = looked.plan, looked.hit
         if plan is None or not looked.chunked:
             request = looked.request
-            with self._places.take(request.priority, len(request.token_ids), origin.deadline) as place:
+            with self._slots.take(request.priority, len(request.token_ids), origin.deadline) as slot:
                 stream = self._engine.submit(request)
                 stream.batch(batch.max_tokens, batch.max_delay)
                 try:
-                    yield Source(stream, place)
+                    yield Source(stream, slot)
                 finally:
                     stream.cancel()
             return
@@ -141,8 +141,8 @@ class Sources:
                 yield source
             return
         shared = self._shareable(ask, plan)
-        if self._places.full and not (shared and plan.caches.flying(plan.question)):  # the same refusal, at less cost
-            self._places.check(looked.request.priority, origin.deadline, looked=True)
+        if self._slots.full and not (shared and plan.caches.flying(plan.question)):  # the same refusal, at less cost
+            self._slots.check(looked.request.priority, origin.deadline, looked=True)
         request = _for_all(looked.request) if shared else looked.request
         leader = Leader(
             self._engine,
@@ -156,9 +156,9 @@ class Sources:
         async with making as parts, _reading(parts, leader.generated, origin) as source:
             yield source
 
-    def _enter(self, request: GenerationRequest, deadline: float | None) -> Place:
+    def _enter(self, request: GenerationRequest, deadline: float | None) -> AdmissionSlot:
         try:
-            return self._places.take(request.priority, len(request.token_ids), deadline)
+            return self._slots.take(request.priority, len(request.token_ids), deadline)
         except (DeadlineExceeded, Overloaded) as error:
             raise Refused(error) from None
 
@@ -169,13 +169,13 @@ class Sources:
             return _NO
         return _BOTH if asked is None else asked
 
-    def _shareable(self, ask: Ask, plan: Plan) -> bool:
+    def _shareable(self, ask: Request, plan: Plan) -> bool:
         """Whether this request may read along with others, and they with it."""
         own_way = ask.time_budget is not None or ask.cache.bypass_prefix
         fresh = ask.cache.max_age is not None and ask.cache.max_age < LINGER
         return plan.response == _BOTH and not own_way and not fresh
 
-    async def _ask_caches(self, ask: Ask, request: GenerationRequest, plan: Plan, begun: float) -> Looked:
+    async def _ask_caches(self, ask: Request, request: GenerationRequest, plan: Plan, begun: float) -> Looked:
         asked = plan.response.read or plan.semantic.read
         serves = self._caches.semantic_mode is Mode.ON and plan.semantic.read
         semantic, turn = plan.caches.semantic if serves else None, plan.turn
@@ -197,7 +197,7 @@ class Sources:
                 served = _served("hit-semantic", CacheSource.SEMANTIC, similar.served, begun)
                 alike = None if similar.candidate is None else similar.candidate.similarity
                 return Looked(request, replace(served, similarity=alike), plan, similar.served)
-        served = Served(header="miss" if asked else "off", lookup=time.monotonic() - begun)
+        served = CacheOutcome(header="miss" if asked else "off", lookup=time.monotonic() - begun)
         return Looked(request, served, plan, None, similar)
 
     async def _learn(self, plan: Plan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
@@ -214,12 +214,12 @@ class Sources:
                 await semantic.observe(similar, whole)
             await semantic.put(plan.turn, whole)
 
-    async def _audit(self, ask: Ask, plan: Plan, request: GenerationRequest, similar: SemanticLookup) -> None:
+    async def _audit(self, ask: Request, plan: Plan, request: GenerationRequest, similar: SemanticLookup) -> None:
         """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
         semantic, counters = plan.caches.semantic, self._caches.counters
         if semantic is None:
             return
-        if not self._places.quiet or self._engine.load.waiting:
+        if not self._slots.quiet or self._engine.load.waiting:
             counters.count("semantic_audit", "skipped")
             return
         found: list[CachedCompletion] = []
@@ -260,8 +260,8 @@ def _for_all(request: GenerationRequest) -> GenerationRequest:
     return replace(request, request_id=name, deadline=None, expires_at=None)
 
 
-def _served(header: str, source: CacheSource, hit: CachedCompletion, begun: float) -> Served:
-    return Served(
+def _served(header: str, source: CacheSource, hit: CachedCompletion, begun: float) -> CacheOutcome:
+    return CacheOutcome(
         header=header,
         source=source,
         lookup=time.monotonic() - begun,

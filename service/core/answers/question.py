@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from cache.api import Parameter, Question, Turn
 from engine.api import GenerationRequest
-from service.core.request import Ask, ChatPrompt, TextPrompt
+from service.core.request import ChatPrompt, Request, TextPrompt
 
 _USER = "user"
 
 
-def cacheable(ask: Ask) -> bool:
+def cacheable(ask: Request) -> bool:
     """Whether every generation gives the same answer, and the answer is all that is sent: greedy or with a seed of the
     caller's, and without log-probabilities."""
     return (ask.sampling.temperature == 0 or ask.seeded) and ask.output.logprobs is None
 
 
-def question_of(ask: Ask, request: GenerationRequest, tenant: str) -> Question:
+def question_of(ask: Request, request: GenerationRequest, tenant: str) -> Question:
     """The whole prompt, and all that shapes its answer: every resolved value of sampling and stopping."""
     sampling, stops = request.sampling, ask.stops
     return Question(
@@ -43,7 +43,7 @@ def question_of(ask: Ask, request: GenerationRequest, tenant: str) -> Question:
     )
 
 
-def turn_of(ask: Ask, question: Question, wished: bool) -> Turn | None:
+def turn_of(ask: Request, question: Question, wished: bool) -> Turn | None:
     """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
     wished for the semantic cache by name, since a text to be continued means what its last space says."""
     prompt = ask.prompt

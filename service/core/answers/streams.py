@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Diverged, Refused, Unfinished
 from engine.api import Engine, Finish, FinishReason, GenerationRequest, Start, TokenEvents, TokenStream
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
+from service.core.admission_slots import AdmissionSlot
 from service.core.request import Delivery
-from service.core.slots import Place
 from service.core.text import Detokenizer
 
 STOP_STRING = "stop_string"
@@ -36,7 +36,7 @@ class Leader:
         request: GenerationRequest,
         detokenizer: Callable[[], Detokenizer],
         batch: Delivery,
-        enter: Callable[[], Place],
+        enter: Callable[[], AdmissionSlot],
         whole: Callable[[CachedCompletion], None],
     ) -> None:
         self.generated = Generated()
@@ -53,13 +53,13 @@ class Leader:
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Raises what the engine raises, and Refused."""
-        with self._enter() as place:
+        with self._enter() as slot:
             stream = self._engine.submit(self._request)
             stream.batch(self._batch.max_tokens, self._batch.max_delay)
             parts: list[AnswerPart] = []
             try:
                 yield BEGUN
-                async for part in self._read(stream, place):
+                async for part in self._read(stream, slot):
                     parts.append(part)
                     if part.ending is not None:
                         self._whole(self._completion(parts))
@@ -67,12 +67,12 @@ class Leader:
             finally:
                 stream.cancel()
 
-    async def _read(self, stream: TokenStream, place: Place) -> AsyncGenerator[AnswerPart, None]:
+    async def _read(self, stream: TokenStream, slot: AdmissionSlot) -> AsyncGenerator[AnswerPart, None]:
         detokenizer, count = self._detokenizer(), 0
         async for events in stream:
             finish = events.finish
             if events.start is not None:
-                place.start()
+                slot.start()
                 self.generated.start = events.start
             ids = events.token_ids
             cut = finish is not None and finish.stop_token_id is not None and not detokenizer.include_stop

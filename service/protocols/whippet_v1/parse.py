@@ -1,31 +1,30 @@
-"""What a request asks, as plain data: defaults resolved, every violation found before any is reported."""
+"""Messages to plain data: defaults resolved, every violation found before any is reported."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from collections.abc import Sequence
-from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.duration_pb2 import Duration
 
 from engine.api import Priority, SamplingParams
 from service.core.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
 from service.core.request import (
     Access,
-    Ask,
-    CacheAsk,
+    CacheUse,
     ChatPrompt,
     Delivery,
     ModelFacts,
     Output,
     Prompt,
+    Request,
     Stops,
     TextPrompt,
     TokenPrompt,
 )
 from service.core.text import ChatMessage
-from service.core.validation import Violations
+from service.core.validation import Violations, too_long
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
@@ -57,16 +56,6 @@ _ACCESS = {
     pb.CACHE_MODE_READ_WRITE: Access(read=True, write=True),
 }
 
-_Request = TypeVar("_Request", bound=Message)
-
-
-def decode(kind: type[_Request], data: bytes) -> _Request:
-    """The message. Raises InvalidRequest where the bytes are none, invalid UTF-8 included."""
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        raise InvalidRequest((Violation("", f"the bytes are no {kind.DESCRIPTOR.full_name}"),)) from None
-
 
 def check_model(name: str, facts: ModelFacts) -> None:
     """Raises UnknownModel."""
@@ -74,12 +63,12 @@ def check_model(name: str, facts: ModelFacts) -> None:
         raise UnknownModel(name)
 
 
-def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: bool) -> Ask:
-    """What `message` asks; `semantic` says whether there is such a cache. Raises UnknownModel, InvalidRequest or
+def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: bool) -> Request:
+    """The valid request; `semantic` says whether there is such a cache. Raises UnknownModel, InvalidRequest or
     Unimplemented."""
     check_model(message.model, facts)
     found = Violations()
-    ask = Ask(
+    request = Request(
         request_id=_request_id(message.request_id, found),
         prompt=_prompt(message, facts, found),
         sampling=_sampling(message.sampling, facts, found),
@@ -93,8 +82,8 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
     )
     found.number("speculation.max_draft_tokens", message.speculation.max_draft_tokens, 0, None)
     found.raise_any()
-    _refuse_unimplemented(message, ask, facts, semantic)
-    return ask
+    _refuse_unimplemented(message, request, facts, semantic)
+    return request
 
 
 def read_tokenize(message: pb.TokenizeRequest, facts: ModelFacts) -> TextPrompt | ChatPrompt:
@@ -152,11 +141,6 @@ def _token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations) -> Toke
     elif found.token_ids(TokenPrompt.field, ids, facts.vocab_size):
         return TokenPrompt(tuple(ids))
     return TokenPrompt(())
-
-
-def too_long(tokens: int, max_context: int) -> str:
-    """What a caller is told of a prompt that leaves no room for an answer."""
-    return f"has at least {tokens} tokens; prompt and answer together have room for {max_context}"
 
 
 def _chat(chat: pb.Chat, facts: ModelFacts, found: Violations) -> ChatPrompt:
@@ -259,7 +243,7 @@ def _priority(given: int, found: Violations) -> Priority:
 def _time_budget(message: GenerationMessage, found: Violations) -> float | None:
     if not message.HasField("time_budget"):
         return None
-    return found.duration("time_budget", message.time_budget, None, above=True)
+    return _duration("time_budget", message.time_budget, None, found, above=True)
 
 
 def _delivery(given: pb.DeliveryOptions, found: Violations) -> Delivery:
@@ -267,20 +251,24 @@ def _delivery(given: pb.DeliveryOptions, found: Violations) -> Delivery:
     found.number("delivery.max_tokens_per_message", tokens, 1, MAX_TOKENS_PER_MESSAGE)
     if not given.HasField("max_delay"):
         return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0)
-    return Delivery(tokens, found.duration("delivery.max_delay", given.max_delay, MAX_DELAY))
+    return Delivery(tokens, _duration("delivery.max_delay", given.max_delay, MAX_DELAY, found))
 
 
-def _cache(given: pb.CacheOptions, found: Violations) -> CacheAsk:
-    max_age = found.duration("cache.max_age", given.max_age, None) if given.HasField("max_age") else None
+def _cache(given: pb.CacheOptions, found: Violations) -> CacheUse:
+    max_age = _duration("cache.max_age", given.max_age, None, found) if given.HasField("max_age") else None
     threshold = given.semantic_threshold if given.HasField("semantic_threshold") else None
     found.number("cache.semantic_threshold", given.semantic_threshold, 0, 1)
-    return CacheAsk(
+    return CacheUse(
         response=_access("cache.response", given.response, found),
         semantic=_access("cache.semantic", given.semantic, found),
         bypass_prefix=given.bypass_prefix,
         max_age=max_age,
         threshold=threshold,
     )
+
+
+def _duration(field: str, given: Duration, high: float | None, found: Violations, *, above: bool = False) -> float:
+    return found.duration(field, given.seconds, given.nanos, high, above=above)
 
 
 def _access(field: str, given: int, found: Violations) -> Access | None:
@@ -293,13 +281,13 @@ def _access(field: str, given: int, found: Violations) -> Access | None:
     return Access(read=access.read, write=access.write)
 
 
-def _refuse_unimplemented(message: GenerationMessage, ask: Ask, facts: ModelFacts, semantic: bool) -> None:
-    wished = ask.cache.semantic
+def _refuse_unimplemented(message: GenerationMessage, request: Request, facts: ModelFacts, semantic: bool) -> None:
+    wished = request.cache.semantic
     if not semantic and wished is not None and (wished.read or wished.write):
         raise Unimplemented("cache.semantic", "this server has no semantic cache")
     if message.speculation.max_draft_tokens > 0:
         raise Unimplemented("speculation.max_draft_tokens", "this server has no draft model")
-    _refuse_chat(ask.prompt, facts)
+    _refuse_chat(request.prompt, facts)
 
 
 def _refuse_chat(prompt: Prompt, facts: ModelFacts) -> None:

@@ -1,4 +1,4 @@
-"""What an operator asks, as plain data: every violation found before any is reported."""
+"""An operator's messages to plain data: every violation found before any is reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
     if not message.HasField("timeout"):
         return None if origin.deadline is None else max(0.0, origin.deadline - origin.arrived_at - _ANSWER_MARGIN)
     found = Violations()
-    within = found.duration("timeout", message.timeout, None)
+    within = found.duration("timeout", message.timeout.seconds, message.timeout.nanos, None)
     found.raise_any()
     return within
 

@@ -1,4 +1,4 @@
-"""Builds the messages of an answer."""
+"""Plain data to messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from google.protobuf.duration_pb2 import Duration
 
 from engine.api import Engine, EngineState, SamplingParams, TokenLogprob
 from engine.settings import PAGE_SIZE
-from service.core.request import CacheSource, Ending, EndReason, PromptFacts, Served
+from service.core.delivery import AnswerMessage
+from service.core.model import ModelDescription
+from service.core.request import CacheOutcome, CacheSource, Ending, EndReason, Output, PromptFacts
 from service.core.switches import Switch
-from service.pb.whippet.v1 import admin_pb2
+from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
+from service.protocols.whippet_v1.parse import MAX_LOGPROBS
 
 _INT64 = 1 << 63
 _REASONS = {
@@ -33,25 +36,51 @@ _STATES = {
 }
 
 
+def stream_message(message: AnswerMessage, output: Output) -> pb.GenerateStreamResponse:
+    """One message of a streamed answer."""
+    response = pb.GenerateStreamResponse(text=message.text)
+    if message.token_ids and output.token_ids:
+        response.token_ids.extend(message.token_ids)
+    if message.logprobs:
+        response.logprobs.extend(logprobs(message.token_ids, message.logprobs))
+    if message.prompt is not None:
+        response.prompt_info.CopyFrom(prompt_info(message.prompt))
+    if message.ending is not None:
+        response.finish.CopyFrom(finish(message.ending))
+    return response
+
+
+def whole_message(message: AnswerMessage, output: Output) -> pb.GenerateResponse:
+    """A unary answer."""
+    response = pb.GenerateResponse(text=message.text)
+    if output.token_ids:
+        response.token_ids.extend(message.token_ids)
+    if message.logprobs:
+        response.logprobs.extend(logprobs(message.token_ids, message.logprobs))
+    if message.prompt is not None:
+        response.prompt_info.CopyFrom(prompt_info(message.prompt))
+    if message.ending is not None:
+        response.finish.CopyFrom(finish(message.ending))
+    return response
+
+
 def prompt_info(facts: PromptFacts) -> pb.PromptInfo:
-    """What was asked."""
     return pb.PromptInfo(request_id=facts.request_id, model=facts.model, prompt_tokens=facts.prompt_tokens)
 
 
-def logprobs(ids: Sequence[int], places: Sequence[TokenLogprob]) -> list[pb.TokenLogprobs]:
+def logprobs(ids: Sequence[int], values: Sequence[TokenLogprob]) -> list[pb.TokenLogprobs]:
     """One message a token."""
     return [
         pb.TokenLogprobs(
             token_id=token_id,
-            logprob=place.logprob,
-            top=[pb.TopLogprob(token_id=other, logprob=value) for other, value in place.top],
+            logprob=value.logprob,
+            top=[pb.TopLogprob(token_id=other, logprob=logprob) for other, logprob in value.top],
         )
-        for token_id, place in zip(ids, places, strict=True)
+        for token_id, value in zip(ids, values, strict=True)
     ]
 
 
 def finish(ending: Ending) -> pb.Finish:
-    """Why and how it ended."""
     message = pb.Finish(
         reason=_REASONS[ending.reason],
         usage=pb.Usage(
@@ -77,7 +106,7 @@ def finish(ending: Ending) -> pb.Finish:
     return message
 
 
-def _cache_hit(served: Served) -> pb.CacheHit:
+def _cache_hit(served: CacheOutcome) -> pb.CacheHit:
     return pb.CacheHit(entry_id=served.entry_id, age=_duration(served.age), similarity=served.similarity)
 
 
@@ -94,6 +123,33 @@ def sampling(params: SamplingParams) -> pb.SamplingOptions:
         seed=params.seed - 2 * _INT64 if params.seed >= _INT64 else params.seed,
     )
     message.logit_bias.update(params.logit_bias)
+    return message
+
+
+def model(described: ModelDescription) -> model_pb2.Model:
+    """All there is to know of a model; a default for the seed would mean nothing."""
+    facts, info = described.facts, described.info
+    message = model_pb2.Model(
+        name=facts.name,
+        architecture=info.architecture,
+        weight_format=info.weight_format,
+        dtype=info.dtype,
+        device=info.device,
+        decoder=info.decoder,
+        objections=[model_pb2.DecoderObjection(decoder=o.decoder, reason=o.reason) for o in info.objections],
+        limits=model_pb2.ModelLimits(
+            max_context_tokens=info.max_context,
+            vocab_size=info.vocab_size,
+            max_sequences=info.max_sequences,
+            max_logprobs=MAX_LOGPROBS,
+        ),
+        default_sampling=sampling(facts.defaults),
+        weights_digest=info.weights_digest,
+        tokenizer_digest=described.tokenizer_digest,
+        chat=facts.chat,
+        eos_token_ids=facts.eos_token_ids,
+    )
+    message.default_sampling.ClearField("seed")
     return message
 
 
@@ -119,7 +175,6 @@ def load(engine: Engine, draining: bool) -> admin_pb2.GetLoadResponse:
 
 
 def optimization(switch: Switch) -> admin_pb2.Optimization:
-    """One switch."""
     return admin_pb2.Optimization(name=switch.name, enabled=switch.enabled, description=switch.description)
 
 

@@ -62,7 +62,7 @@ def test_no_more_are_live_than_may_be() -> None:
     with tickets[0]:
         pass
     admit(admission, "4")
-    assert admission.places.refusals == {"LIVE_REQUESTS": 1}
+    assert admission.slots.refusals == {"LIVE_REQUESTS": 1}
 
 
 @pytest.mark.parametrize(("queued", "most"), [(0, 512), (600, 602)])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine import errors as engine_errors
 from service.core import errors
 from service.core.errors import InvalidRequest, Violation
+from service.protocols.whippet_v1.services import RESOURCES
 from service.transport.status import Failure, failure_of
 
 C = grpc.StatusCode
@@ -69,7 +70,7 @@ def details(failure: Failure) -> dict[str, object]:
 @pytest.mark.parametrize("error", EXPECTED, ids=lambda error: type(error).__name__)
 def test_each_error_has_its_status(error: Exception) -> None:
     code, kinds = EXPECTED[error]
-    failure = failure_of(error)
+    failure = failure_of(error, RESOURCES)
     assert failure.code is code
     assert set(details(failure)) == kinds
     assert ("grpc-retry-pushback-ms" in dict(failure.trailers)) == ("RetryInfo" in kinds)
@@ -87,18 +88,18 @@ def test_subclasses_share_the_status_of_their_parent() -> None:
     class Special(engine_errors.Aborted):
         pass
 
-    assert failure_of(Special("x")).code is C.ABORTED
+    assert failure_of(Special("x"), RESOURCES).code is C.ABORTED
 
 
 def test_a_foreign_error_tells_nothing() -> None:
-    failure = failure_of(ValueError("the prompt was: secret"))
+    failure = failure_of(ValueError("the prompt was: secret"), RESOURCES)
     assert "secret" not in repr(failure)
     assert failure.code is C.INTERNAL
 
 
 @pytest.mark.parametrize(("seconds", "milliseconds"), [(0.0001, 1), (0.25, 250), (1.0, 1000), (10.0, 10_000)])
 def test_both_ways_of_asking_for_patience_agree(seconds: float, milliseconds: int) -> None:
-    failure = failure_of(errors.Overloaded("m", "QUEUE_FULL", seconds))
+    failure = failure_of(errors.Overloaded("m", "QUEUE_FULL", seconds), RESOURCES)
     retry = details(failure)["RetryInfo"]
     assert retry.retry_delay.ToMilliseconds() == milliseconds  # type: ignore[attr-defined]
     assert dict(failure.trailers)["grpc-retry-pushback-ms"] == str(milliseconds)
@@ -106,7 +107,7 @@ def test_both_ways_of_asking_for_patience_agree(seconds: float, milliseconds: in
 
 @given(st.lists(st.builds(Violation, st.text(max_size=300), st.text(max_size=300)), min_size=1, max_size=200))
 def test_trailers_stay_small_whatever_is_wrong(violations: list[Violation]) -> None:
-    failure = failure_of(InvalidRequest(tuple(violations)))
+    failure = failure_of(InvalidRequest(tuple(violations)), RESOURCES)
     packed = dict(failure.trailers)["grpc-status-details-bin"]
     assert isinstance(packed, bytes)
     assert len(base64.b64encode(packed)) + len(urllib.parse.quote(failure.message)) < 7500  # clients take 8 KiB

@@ -12,9 +12,9 @@ from engine.api import Finish, FinishReason, Priority, Start, TokenEvents
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from engine.fake import plain_request
 from service.config.settings import LimitOptions
+from service.core.admission_slots import AdmissionSlots
 from service.core.answers.streams import AnswerStream, Generated, Leader
 from service.core.request import Delivery
-from service.core.slots import Places
 from service.core.text import Detokenizer, Tokenizer
 from tests.service.scripted import Script, ScriptedEngine
 
@@ -28,14 +28,14 @@ class Made:
 
     def __init__(self, script: Script, stops: tuple[str, ...] = (), batch: Delivery | None = None) -> None:
         self.engine = ScriptedEngine(script)
-        self.places = Places(LimitOptions(), lambda: 2)
+        self.slots = AdmissionSlots(LimitOptions(), lambda: 2)
         self.whole: list[CachedCompletion] = []
         self.leader = Leader(
             self.engine,
             plain_request((120,), 9),
             lambda: Detokenizer(Tokenizer.of_bytes(), stops),
             batch or Delivery(16, 0.02),
-            lambda: self.places.take(Priority.NORMAL, 1, None),
+            lambda: self.slots.take(Priority.NORMAL, 1, None),
             self.whole.append,
         )
 
@@ -43,7 +43,7 @@ class Made:
         found = [part async for part in self.leader.parts()]
         assert found[0] is BEGUN
         assert self.engine.stream.cancelled
-        assert self.places.taken == 0
+        assert self.slots.taken == 0
         return found[1:]
 
 
@@ -78,7 +78,7 @@ async def test_what_breaks_off_is_whole_to_nobody() -> None:
     with pytest.raises(EngineUnavailable):
         await made.parts()
     assert made.whole == []
-    assert made.places.taken == made.places.waiting == 0
+    assert made.slots.taken == made.slots.waiting == 0
 
 
 @pytest.mark.parametrize(

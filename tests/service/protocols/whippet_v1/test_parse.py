@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from engine.api import Priority, SamplingParams
 from service.core.errors import InvalidRequest
 from service.core.model import resolve_defaults
-from service.core.request import Ask, ChatPrompt, Delivery, ModelFacts, TextPrompt, TokenPrompt
+from service.core.request import ChatPrompt, Delivery, ModelFacts, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatMessage, SamplingDefaults
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.parse import decode, read_generation
+from service.protocols.whippet_v1.parse import read_generation
 from service.protocols.whippet_v1.render import sampling as sampling_message
+from service.transport.rpc import decode
 
 DEFAULTS = SamplingParams(
     temperature=0.6,
@@ -33,7 +34,7 @@ DEFAULTS = SamplingParams(
 FACTS = ModelFacts(name="m", vocab_size=1000, max_context=64, chat=True, eos_token_ids=(2, 3), defaults=DEFAULTS)
 
 
-def read(request: pb.GenerateRequest) -> Ask:
+def read(request: pb.GenerateRequest) -> Request:
     if request.WhichOneof("input") is None:
         request.text = "x"
     return read_generation(request, FACTS, semantic=True)

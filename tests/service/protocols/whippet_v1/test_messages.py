@@ -29,11 +29,13 @@ from service.core.answers.lookup import Sources
 from service.core.errors import StreamStalled
 from service.core.generation import Generator
 from service.core.model import ServedModel
-from service.core.request import Ask, Origin
+from service.core.request import Origin
 from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.sink import Context, Messages, StallWatch, Writer
+from service.protocols.whippet_v1.servicer import GenerationServicer
+from service.transport.rpc import Call
+from service.transport.writer import Context, StallWatch, Writer
 from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=3, queue=0.1, prefill=0.2)
@@ -65,12 +67,23 @@ class Recorder:
         self.at.append(asyncio.get_running_loop().time())
 
 
+def model_of(engine: ScriptedEngine) -> ServedModel:
+    return ServedModel("m", Tokenizer.of_bytes(), engine)
+
+
 def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:
     """Without caches."""
-    model = ServedModel("m", Tokenizer.of_bytes(), engine)
+    model = model_of(engine)
     caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
     switches = Switches(OptimizationOptions(response_cache=False, semantic_cache=False), engine)
-    return Generator(model, Sources(model, engine, caches, switches, admission.places), admission)
+    return Generator(model, Sources(model, engine, caches, switches, admission.slots), admission)
+
+
+async def stream(
+    generator: Generator, request: pb.GenerateStreamRequest, recorder: Recorder, watch: StallWatch
+) -> None:
+    servicer = GenerationServicer(generator, model_of(ScriptedEngine([])), watch)
+    await servicer.generate_stream(request, Call(cast(Context, recorder), Origin("t", 0.0, None)))
 
 
 async def answer(script: Script, slow: float = 0.0, **fields: Any) -> tuple[Recorder, ScriptedEngine]:
@@ -78,17 +91,11 @@ async def answer(script: Script, slow: float = 0.0, **fields: Any) -> tuple[Reco
     recorder, engine = Recorder(slow), ScriptedEngine(script)
     admission = Admission(LimitOptions(), lambda: 8)
     generator = generator_of(engine, admission)
-    request = pb.GenerateStreamRequest(text="x", **fields)
-    with Writer(cast(Context, recorder), StallWatch(30)) as writer:
-
-        def sink(ask: Ask, chunked: bool) -> Messages:
-            return Messages(writer, ask, chunked)
-
-        try:
-            await generator.run(request, Origin("t", 0.0, None), sink)
-        finally:
-            assert engine.stream.cancelled
-            assert admission.live == 0
+    try:
+        await stream(generator, pb.GenerateStreamRequest(text="x", **fields), recorder, StallWatch(30))
+    finally:
+        assert engine.stream.cancelled
+        assert admission.live == 0
     return recorder, engine
 
 
@@ -231,13 +238,8 @@ async def test_a_full_message_waits_for_no_token() -> None:
 async def test_a_failure_in_the_middle_comes_after_what_was_said() -> None:
     recorder, engine = Recorder(), ScriptedEngine([(0.0, TokenEvents((65,))), (0.0, EngineFailed("x"))])
     generator = generator_of(engine, Admission(LimitOptions(), lambda: 8))
-    with Writer(cast(Context, recorder), StallWatch(30)) as writer:
-
-        def sink(ask: Ask, chunked: bool) -> Messages:
-            return Messages(writer, ask, chunked)
-
-        with pytest.raises(EngineFailed):
-            await generator.run(pb.GenerateStreamRequest(text="x"), Origin("t", 0.0, None), sink)
+    with pytest.raises(EngineFailed):
+        await stream(generator, pb.GenerateStreamRequest(text="x"), recorder, StallWatch(30))
     assert [message.text for message in recorder.messages] == ["A"]
     assert engine.stream.cancelled
 
@@ -274,12 +276,7 @@ async def test_a_stalled_write_ends_the_stream_and_nothing_else(stops: list[str]
 
     async def handle() -> str:
         try:
-            with Writer(cast(Context, recorder), watch) as writer:
-
-                def sink(ask: Ask, chunked: bool) -> Messages:
-                    return Messages(writer, ask, chunked)
-
-                await generator.run(request, Origin("t", 0.0, None), sink)
+            await stream(generator, request, recorder, watch)
         except StreamStalled:
             task = asyncio.current_task()
             assert task is not None

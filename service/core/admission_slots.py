@@ -1,4 +1,4 @@
-"""Places in the engine and in its queue: taken by what the engine is to run, and by nothing else.
+"""Admission slots: one for each generation that runs in the engine or waits for that, and for nothing else.
 
 An answer out of a cache needs none, nor does a request that reads along with another one.
 """
@@ -24,18 +24,18 @@ _VAIN = 64  # lookups in vain that a full queue puts up with at once
 _VAIN_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
 
 
-class Place:
+class AdmissionSlot:
     """One of them. Leaving the `with` block gives it back."""
 
     __slots__ = ("_owner", "priority", "started", "tokens")
 
-    def __init__(self, owner: Places, priority: Priority, tokens: int) -> None:
+    def __init__(self, owner: AdmissionSlots, priority: Priority, tokens: int) -> None:
         self._owner = owner
         self.priority = priority
         self.tokens = tokens  # of the prompt
         self.started = False
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> AdmissionSlot:
         return self
 
     def __exit__(
@@ -50,7 +50,7 @@ class Place:
             self._owner.started(self)
 
 
-class Places:
+class AdmissionSlots:
     """As many as run at once, and as many as may wait for that."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Places:
                 self._vain = self._lookups_in_vain() + 1
             raise self.overloaded("too many requests wait", "QUEUE_FULL")
 
-    def take(self, priority: Priority, tokens: int, deadline: float | None) -> Place:
+    def take(self, priority: Priority, tokens: int, deadline: float | None) -> AdmissionSlot:
         """Raises as `check`, and Overloaded where too many prompt tokens wait already. A prompt that waits alone is
         never too long."""
         self.check(priority, deadline, looked=True)
@@ -115,17 +115,17 @@ class Places:
         self._taken += 1
         self._waiting[priority] += 1
         self._waiting_tokens += tokens
-        return Place(self, priority, tokens)
+        return AdmissionSlot(self, priority, tokens)
 
-    def started(self, place: Place) -> None:
-        """See Place.start."""
-        self._waiting[place.priority] -= 1
-        self._waiting_tokens -= place.tokens
+    def started(self, slot: AdmissionSlot) -> None:
+        """See AdmissionSlot.start."""
+        self._waiting[slot.priority] -= 1
+        self._waiting_tokens -= slot.tokens
 
-    def leave(self, place: Place) -> None:
+    def leave(self, slot: AdmissionSlot) -> None:
         """Gives it back."""
         saturated = self._taken > self._capacity()
-        place.start()
+        slot.start()
         self._taken -= 1
         self._pace.departure(self._clock(), saturated)
 
@@ -156,7 +156,7 @@ class Places:
 
 
 class _Pace:
-    """How often a place becomes free while others wait for one."""
+    """How often a slot becomes free while others wait for one."""
 
     def __init__(self) -> None:
         self._mean = 0.0

@@ -1,0 +1,192 @@
+"""Cuts an answer into messages: how many tokens one holds, how long one may wait, and that only one is sent at a time.
+
+What a message looks like on the wire is the protocol's business: it gives an `Outlet`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import NamedTuple, Protocol
+
+from engine.api import TokenLogprob
+from service.core.request import Delivery, Ending, PromptFacts, Request
+
+_UNBOUNDED = 1 << 62  # tokens
+_EACH_TOKEN = Delivery(1, 0.0)
+_WHOLE = Delivery(1024, 0.1)
+_WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
+
+
+class AnswerMessage(NamedTuple):
+    """One message of an answer. Ids are there if they or their log-probabilities are to be sent."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob]  # one an id, or none
+    prompt: PromptFacts | None  # in the first message
+    ending: Ending | None  # in the last one
+
+
+class Outlet(Protocol):
+    """The caller's end of one call."""
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        """Called once, when the request is let in: headers may leave."""
+
+    def send(self, message: AnswerMessage) -> Awaitable[None]:
+        """Done once the transport has taken it, so that a slow reader slows the answer. One at a time."""
+
+
+class Sink(Protocol):
+    """Takes an answer piece by piece."""
+
+    @property
+    def batch(self) -> Delivery:
+        """How many tokens, or how old a first one, it takes to wake the reader of the engine's stream."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be added before the next flush."""
+
+    async def begin(self, prompt: PromptFacts) -> None: ...
+
+    def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
+        """Takes a piece. True where it is time to flush."""
+
+    async def flush(self) -> None:
+        """Sends what there is, if that is anything."""
+
+    async def end(self, ending: Ending) -> None:
+        """Sends the last message: what is left, and the ending."""
+
+    def close(self) -> None:
+        """Nothing is sent from now on."""
+
+
+class Whole:
+    """The one message of a unary answer."""
+
+    def __init__(self, outlet: Outlet, request: Request) -> None:
+        self.batch = _WHOLE_WITH_STOPS if request.stops.strings else _WHOLE
+        self.room = _UNBOUNDED
+        self._outlet = outlet
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt: PromptFacts | None = None
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        self._prompt = prompt
+        await self._outlet.begin(prompt)
+
+    def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
+        self._text.append(text)
+        self._ids.extend(ids)
+        self._logprobs.extend(logprobs)
+        return False
+
+    async def flush(self) -> None:
+        pass
+
+    async def end(self, ending: Ending) -> None:
+        text = "".join(self._text)
+        await self._outlet.send(AnswerMessage(text, self._ids, self._logprobs, self._prompt, ending))
+
+    def close(self) -> None:
+        pass
+
+
+class Messages:
+    """The messages of a streamed answer."""
+
+    def __init__(self, outlet: Outlet, request: Request, gather: bool) -> None:
+        """`gather`: the answer's source does not batch tokens, so that they wait here for their message to fill."""
+        # An answer that a stop string may end is read token by token, and waits here too.
+        stops, output = request.stops.strings, request.output
+        self.batch = _EACH_TOKEN if stops else request.delivery
+        self._outlet = outlet
+        self._limit = request.delivery.max_tokens
+        self._delay = request.delivery.max_delay if stops or gather else 0.0
+        self._keep_ids = output.token_ids or output.logprobs is not None
+        self._prompt: PromptFacts | None = None  # until the first message has taken it
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._count = 0  # tokens since the last message
+        self._timer: asyncio.TimerHandle | None = None
+        self._late: asyncio.Task[None] | None = None  # sends what waited max_delay
+
+    @property
+    def room(self) -> int:
+        return self._limit - self._count
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        self._prompt = prompt
+        await self._outlet.begin(prompt)
+
+    def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
+        if text:
+            self._text = self._text + text if self._text else text
+        if self._keep_ids:
+            self._ids.extend(ids)
+            self._logprobs.extend(logprobs)
+        self._count += len(ids)
+        if self._count >= self._limit or not self._delay:
+            return True
+        if self._timer is None:
+            self._start_timer()
+        return False
+
+    async def flush(self) -> None:
+        """Waits for a late message first, since the outlet takes one at a time."""
+        if self._timer is not None:
+            self._stop_timer()
+        if self._late is not None:
+            await self._late
+            self._late = None
+        if self._text or self._ids:
+            await self._outlet.send(self._take(None))
+        else:
+            self._count = 0
+
+    async def end(self, ending: Ending) -> None:
+        self._stop_timer()
+        if self._late is not None:
+            await self._late
+        await self._outlet.send(self._take(ending))
+
+    def close(self) -> None:
+        self._stop_timer()
+        if self._late is not None and not self._late.cancel() and not self._late.cancelled():
+            self._late.exception()  # the reader went away while it was sent; nobody else needs to know
+
+    def _take(self, ending: Ending | None) -> AnswerMessage:
+        message = AnswerMessage(self._text, self._ids, self._logprobs, self._prompt, ending)
+        self._text = ""
+        self._count = 0
+        self._prompt = None
+        if self._keep_ids:
+            self._ids, self._logprobs = [], []
+        return message
+
+    async def _send_late(self) -> None:
+        if self._text or self._ids:
+            await self._outlet.send(self._take(None))
+        else:
+            self._count = 0
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._late is None or self._late.done():
+            self._late = asyncio.get_running_loop().create_task(self._send_late())
+        else:
+            self._start_timer()

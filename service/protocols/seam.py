@@ -1,0 +1,52 @@
+"""What a protocol is given and what it gives back.
+
+A protocol is a folder beside this file and one entry in the tuple `PROTOCOLS` of `service.main`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from engine.api import Engine
+from service.core.admission import Admission
+from service.core.answers.caches import AnswerCaches
+from service.core.answers.flush import Flusher
+from service.core.generation import Generator
+from service.core.model import ServedModel
+from service.core.switches import Switches
+from service.transport.rpc import Guard
+from service.transport.writer import StallWatch
+
+
+@dataclass(frozen=True, slots=True)
+class UseCases:
+    """What can be asked of this server, as plain data in and out."""
+
+    engine: Engine
+    model: ServedModel
+    generator: Generator
+    admission: Admission
+    switches: Switches
+    caches: AnswerCaches
+    flusher: Flusher
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The gRPC services of one port, and the full names that reflection lists."""
+
+    handlers: tuple[grpc.GenericRpcHandler[bytes, bytes], ...]
+    names: tuple[str, ...]
+
+
+class WireProtocol(Protocol):
+    """One way to call this server."""
+
+    def data_services(self, cases: UseCases, guard: Guard, watch: StallWatch) -> Services:
+        """For the port that is open to callers."""
+
+    def admin_services(self, cases: UseCases, guard: Guard) -> Services:
+        """For the operators' port."""

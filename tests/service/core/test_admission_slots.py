@@ -1,0 +1,196 @@
+"""Admission slots: as many as run and wait, what a deadline allows, and that every one comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.api import Priority
+from engine.errors import DeadlineExceeded
+from service.config.settings import LimitOptions
+from service.core.admission_slots import AdmissionSlot, AdmissionSlots
+from service.core.errors import Overloaded
+from tests.service.core.test_admission import Clock
+
+
+def make(capacity: int = 2, clock: Clock | None = None, **limits: Any) -> AdmissionSlots:
+    return AdmissionSlots(LimitOptions(**limits), lambda: capacity, clock or Clock())
+
+
+def take(
+    slots: AdmissionSlots, tokens: int = 1, deadline: float | None = None, priority: Priority = Priority.NORMAL
+) -> AdmissionSlot:
+    return slots.take(priority, tokens, deadline)
+
+
+def fill(slots: AdmissionSlots) -> None:
+    for _ in range(1000):
+        take(slots)
+
+
+def test_as_many_as_run_and_wait() -> None:
+    slots = make(capacity=2, queued_requests=1)
+    taken = [take(slots) for _ in range(3)]
+    for refused in (lambda: take(slots), lambda: slots.check(Priority.INTERACTIVE, None)):
+        with pytest.raises(Overloaded) as caught:
+            refused()
+        assert caught.value.reason == "QUEUE_FULL"
+        assert 0.1 <= caught.value.retry_after <= 15
+    assert slots.refusals == {"QUEUE_FULL": 2}
+    with taken[0]:
+        pass
+    slots.check(Priority.NORMAL, None)
+    take(slots)
+    assert (slots.taken, slots.waiting) == (3, 3)
+
+
+def test_prompt_tokens_count_until_the_first_token() -> None:
+    slots = make(capacity=9, queued_prompt_tokens=100)
+    first = take(slots, 1000)  # alone, so never too long
+    with pytest.raises(Overloaded) as caught:
+        take(slots, 1)
+    assert caught.value.reason == "QUEUED_TOKENS"
+    first.start()
+    first.start()
+    second = take(slots, 60)
+    with pytest.raises(Overloaded):
+        take(slots, 50)
+    with second:
+        pass
+    take(slots, 50)
+    assert (slots.taken, slots.waiting) == (2, 1)
+
+
+def test_a_deadline_that_the_queue_cannot_meet() -> None:
+    clock = Clock()
+    slots = make(capacity=1, clock=clock)
+    taken = [take(slots) for _ in range(20)]
+    take(slots, deadline=100.5).__exit__(None, None, None)  # before anything is known
+    for slot in taken[:10]:
+        clock.now += 1.0
+        slot.__exit__(None, None, None)  # one leaves a second
+    take(slots, deadline=clock.now + 30)
+    for refused in (lambda: take(slots, deadline=clock.now + 5), lambda: slots.check(Priority(1), clock.now + 5)):
+        with pytest.raises(DeadlineExceeded, match="cannot be met"):
+            refused()
+    assert slots.refusals == {"DEADLINE": 2}
+    take(slots, deadline=clock.now + 5, priority=Priority.INTERACTIVE)  # overtakes
+    with pytest.raises(Overloaded) as caught:
+        fill(slots)
+    assert 1.0 <= caught.value.retry_after <= 1.5  # about when the next one is free
+
+
+def test_an_idle_hour_is_no_slow_departure() -> None:
+    clock = Clock()
+    slots = make(capacity=1, clock=clock, queued_requests=100)
+    for _ in range(30):
+        clock.now += 3600
+        with take(slots):
+            clock.now += 1
+    for _ in range(5):
+        take(slots)
+    take(slots, deadline=clock.now + 0.1)
+
+
+def test_an_hour_between_two_rushes_is_no_slow_departure() -> None:
+    clock = Clock()
+    slots = make(capacity=1, clock=clock, queued_requests=100)
+    for _ in range(30):
+        for slot in [take(slots), take(slots)]:  # somebody waits when the first leaves, and nobody when the second
+            clock.now += 0.01
+            with slot:
+                pass
+        clock.now += 3600
+    for _ in range(5):
+        take(slots)
+    take(slots, deadline=clock.now + 0.1)
+
+
+@pytest.mark.parametrize(("capacity", "most"), [(1, 1), (2, 1), (8, 4), (9, 4)])
+def test_quiet_is_less_than_half(capacity: int, most: int) -> None:
+    slots = make(capacity=capacity)
+    for _ in range(most):
+        assert slots.quiet
+        take(slots)
+    assert not slots.quiet
+
+
+def test_a_full_house_grows_weary_of_looks_in_vain_and_rests() -> None:
+    clock = Clock()
+    slots = make(capacity=1, clock=clock, queued_requests=0)
+    only = take(slots)
+    for _ in range(64):
+        assert not slots.weary
+        with pytest.raises(Overloaded):
+            take(slots)
+    assert slots.weary
+    for _ in range(100):
+        with pytest.raises(Overloaded):
+            slots.check(Priority.NORMAL, None)  # did not look
+    clock.now += 0.25
+    assert not slots.weary
+    for _ in range(32):
+        with pytest.raises(Overloaded):
+            slots.check(Priority.NORMAL, None, looked=True)
+    assert slots.weary
+    with only:
+        pass
+    assert not slots.weary  # there is room
+
+
+class Hall(RuleBasedStateMachine):
+    """Any order of taking, starting and leaving keeps the books straight, and no more get in than may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.slots = AdmissionSlots(LimitOptions(queued_requests=3, queued_prompt_tokens=50), lambda: 2, self.clock)
+        self.inside: list[AdmissionSlot] = []
+        self.waiting: dict[int, int] = {}  # id of slot → prompt tokens, while it has no first token
+
+    @rule(tokens=st.integers(1, 60), priority=st.sampled_from(Priority))
+    def come(self, tokens: int, priority: Priority) -> None:
+        held = sum(self.waiting.values())
+        if len(self.inside) >= 5 or (held and held + tokens > 50):
+            with pytest.raises(Overloaded):
+                self.slots.take(priority, tokens, None)
+            return
+        slot = self.slots.take(priority, tokens, None)
+        self.inside.append(slot)
+        self.waiting[id(slot)] = tokens
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.inside))
+        slot.start()
+        self.waiting.pop(id(slot), None)
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data(), seconds=st.floats(0, 5))
+    def leave(self, data: st.DataObject, seconds: float) -> None:
+        self.clock.now += seconds
+        slot = data.draw(st.sampled_from(self.inside))
+        with slot:
+            pass
+        self.inside.remove(slot)
+        self.waiting.pop(id(slot), None)
+
+    @invariant()
+    def books(self) -> None:
+        assert self.slots.taken == len(self.inside) <= 5
+        assert self.slots.waiting == len(self.waiting)
+
+    def teardown(self) -> None:
+        for slot in self.inside:
+            slot.__exit__(None, None, None)
+        for _ in range(5):  # every slot and every token is back
+            self.slots.take(Priority.NORMAL, 10, None)
+
+
+TestHall = Hall.TestCase
+TestHall.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
