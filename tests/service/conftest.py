@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2_grpc
+from tests.service.forked import Template
 
 ROOT = Path(__file__).resolve().parents[2]
 _READY = re.compile(r"^ready: data (\S+) admin (\S+) health (\S+)$", re.MULTILINE)
@@ -35,22 +36,24 @@ STEP = 0.002  # seconds, of an engine that is watched
 UNCACHED = ("--optimizations.response-cache=false", "--cache.semantic.mode=off")
 
 
-def command(*flags: str) -> list[str]:
+def all_flags(*flags: str) -> list[str]:
     """A server with the fake engine on free ports and without caches, unless the flags say otherwise."""
-    code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
-    return [sys.executable, "-c", code, "--engine=fake", *ports, *UNCACHED, *flags]
+    return ["--engine=fake", *ports, *UNCACHED, *flags]
+
+
+def command(*flags: str) -> list[str]:
+    """The same, started by a fresh interpreter."""
+    code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
+    return [sys.executable, "-c", code, *all_flags(*flags)]
 
 
 class Server:
     """One running server."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, log: Path) -> None:
+    def __init__(self, template: Template, *flags: str, environ: dict[str, str] | None = None, log: Path) -> None:
         self.log = log
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command(*flags), cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environ or {})}
-            )
+        self.process = template.start(all_flags(*flags), {**os.environ, **(environ or {})}, log, log)
         self.data, self.admin_address, self.health = self._addresses()
         self.channel = grpc.insecure_channel(self.data, options=[("grpc.max_receive_message_length", -1)])
         self.admin_channel = grpc.insecure_channel(self.admin_address)
@@ -61,7 +64,7 @@ class Server:
     def _addresses(self) -> tuple[str, str, str]:
         end = time.monotonic() + 60
         while time.monotonic() < end and self.process.poll() is None:
-            if match := _READY.search(self.log.read_text()):
+            if self.log.exists() and (match := _READY.search(self.log.read_text())):
                 return match[1], match[2], match[3]
             time.sleep(0.02)
         raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
@@ -191,12 +194,21 @@ def ask_stream(text: str = "hello", tokens: int | None = 8, **fields: Any) -> ge
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., contextlib.AbstractContextManager[Server]]:
+def template() -> Iterator[Template]:
+    one = Template()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="session")
+def serve(
+    template: Template, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., contextlib.AbstractContextManager[Server]]:
     """Starts a server for the length of a `with` block."""
 
     @contextlib.contextmanager
     def start(*flags: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
-        server = Server(*flags, environ=environ, log=tmp_path_factory.mktemp("server") / "log")
+        server = Server(template, *flags, environ=environ, log=tmp_path_factory.mktemp("server") / "log")
         try:
             yield server
         finally:
