@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Never
 
 import torch
@@ -40,14 +43,39 @@ class Bars:
         self._bar.close()
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Every failure after ctrl-C is a KeyboardInterrupt: native code on the stack turns the first one into errors of
+    its own, such as a ValueError."""
+    came = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # otherwise a shell that put us into the background has it ignored
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception as error:
+        if came:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     bars = Bars()
     try:
-        _check(given)
-        text = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
+        with _interruptible():
+            _check(given)
+            text = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
     except QuantError as error:
         bars.close()
         sys.stderr.write(f"{error}\n")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from quant import __main__ as command
 from quant.__main__ import main
 
 
@@ -59,3 +61,22 @@ def test_wrong_usage_is_status_two(asked, capsys):
         main(asked)
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_ctrl_c_that_native_code_makes_another_error_of_is_still_ctrl_c(model, tmp_path, monkeypatch, capsys):
+    """safetensors makes a ValueError of it where it arrives inside a read."""
+
+    def read(given, bars):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(command, "_quantize", read)
+    assert main(["quantize", str(model), str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr(command, "_quantize", lambda given, bars: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["quantize", str(model), str(tmp_path / "out")])

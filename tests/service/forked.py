@@ -26,7 +26,9 @@ class Template:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.service.forked", str(theirs.fileno())], cwd=ROOT, pass_fds=[theirs.fileno()]
+                [sys.executable, "-m", "tests.service.forked", str(theirs.fileno())],
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
             )
         self._line = ours.makefile("rw")
         ours.close()
@@ -42,6 +44,14 @@ class Template:
         pid = self.call(flags=flags, environ=environ, out=str(out), err=str(err))
         assert pid is not None
         return ForkedProcess(self, pid)
+
+    def run(self, flags: list[str], folder: Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """A start that must fail; what it says goes through files in `folder`."""
+        out, err = folder / "stdout", folder / "stderr"
+        for path in (out, err):
+            path.unlink(missing_ok=True)
+        code = self.start(flags, dict(os.environ), out, err).wait(timeout)
+        return subprocess.CompletedProcess(flags, code, out.read_text(), err.read_text())
 
     def close(self) -> None:
         self._line.close()

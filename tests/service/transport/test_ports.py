@@ -19,7 +19,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from bench.grpc_frames import FrameClient
 from service.pb.whippet.v1 import admin_pb2, generation_pb2_grpc, model_pb2
-from tests.service.conftest import ROOT, Server, ask, ask_stream, command, refused
+from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
+from tests.service.forked import Template
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -170,7 +171,7 @@ def test_a_message_above_16_mib_is_refused_and_one_below_is_read(server: Server)
 
 def test_pings_every_ten_seconds_and_faster_are_no_offence(serve: Serve) -> None:
     """A plain gRPC server hangs up on the third ping within five minutes without data."""
-    with serve("--fake.step-time=3", "--log-level=warning") as one:
+    with serve("--fake.step-time=1", "--log-level=warning") as one:
         client = FrameClient(one.data, time.monotonic)
         client.start("/whippet.v1.GenerationService/GenerateStream", ask_stream("silent", 2).SerializeToString())
         client.socket.settimeout(10)
@@ -193,26 +194,21 @@ def test_pings_every_ten_seconds_and_faster_are_no_offence(serve: Serve) -> None
         idle.close()
 
 
-def test_a_port_that_is_taken_is_an_error() -> None:
+def test_a_port_that_is_taken_is_an_error(template: Template, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         for flag in ("listen", "admin-listen", "health-listen", "metrics-listen"):
-            done = subprocess.run(
-                command(f"--{flag}={address}"), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-            )
+            done = template.run(all_flags(f"--{flag}={address}"), tmp_path)
             assert done.returncode == 4
             lines = [line for line in done.stderr.splitlines() if line.startswith("whippet:")]
             assert len(lines) == 1
             assert address in lines[0]
 
 
-def test_two_servers_cannot_share_a_port(server: Server) -> None:
-    done = subprocess.run(
-        command(f"--listen={server.data}"), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 4
+def test_two_servers_cannot_share_a_port(template: Template, server: Server, tmp_path: Path) -> None:
+    assert template.run(all_flags(f"--listen={server.data}"), tmp_path).returncode == 4
 
 
 @pytest.fixture(scope="module")
