@@ -6,7 +6,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+
+from service.version import version
 
 # subcommand → module with `run(argv) -> exit code`, and what it does
 COMMANDS = {
@@ -17,13 +18,6 @@ COMMANDS = {
     "cache": ("service.cli.cache", "run a trace through the caches"),
     "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
 }
-
-
-def version() -> str:
-    try:
-        return metadata.version("whippet-serve")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.errors import InvalidModel
-from service.cli import version
 from service.cli.doctor_text import render
 from service.cli.interpreter import command, environment
 from service.cli.machine import look, probe
+from service.version import version
 
 ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their time
 

@@ -9,11 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from cache.api import BORDERS, Mode
 from engine.api import Engine, EngineLoad, EngineState
-from service.cli import version
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Labels, Shown
+from service.version import version
 
 Counts = Mapping[tuple[str, str], int]  # (event, label) → count
 
