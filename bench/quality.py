@@ -20,11 +20,13 @@ import torch
 from safetensors.torch import save_file
 
 from bench.about import device, revision
-from quant.awq import write_gemm
 from quant.calibration import text_windows
+from quant.checkpoint.awq import write_gemm
+from quant.checkpoint.config import read_config
+from quant.checkpoint.safetensors import Checkpoint
+from quant.checkpoint.tensors import layer_linears, layer_prefix
 from quant.decoder import Decoder
 from quant.evaluate import Evaluation, evaluate
-from quant.folder import Folder
 from quant.recipes import AwqRecipe
 from quant.rounding import round_groups
 
@@ -33,19 +35,21 @@ HEAD = f"{'':<16} {'perplexity':>10} {'change':>8} {'95 %':>18} {'KL':>8} {'top-
 
 def nearest(base: Path, out: Path, group: int) -> Path:
     """`base` with every linear of its layers rounded to nearest, in the layout that `quant` reads."""
-    folder, decoder = Folder(base), Decoder.open(base)
-    linears = {f"model.layers.{i}.{name}" for i in range(decoder.architecture.layers) for name, _ in decoder.linears(i)}
+    source, decoder = Checkpoint(base), Decoder.open(base)
+    packed = {
+        f"{layer_prefix(i)}.{name}" for i in range(decoder.config.layers) for name in layer_linears(decoder.config)
+    }
     tensors: dict[str, torch.Tensor] = {}
-    for name in folder.names():
-        layer, tensor = name.removesuffix(".weight"), folder.tensor(name)
-        if layer in linears:
+    for name in source.names():
+        layer, tensor = name.removesuffix(".weight"), source.tensor(name)
+        if layer in packed:
             rounded = write_gemm(round_groups(tensor, group))
             tensors |= {f"{layer}.{stem}": part.contiguous() for stem, part in rounded.items()}
         else:
             tensors[name] = tensor.half()
     out.mkdir()
     save_file(tensors, out / "model.safetensors")
-    config = AwqRecipe(decoder, group, torch.empty(0)).config(folder.config)
+    config = AwqRecipe(decoder, group, torch.empty(0)).config(read_config(base))
     (out / "config.json").write_text(json.dumps(config))
     shutil.copyfile(base / "tokenizer.json", out / "tokenizer.json")
     return out

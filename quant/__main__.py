@@ -17,7 +17,8 @@ import torch
 from tqdm import tqdm
 
 from quant.calibration import text_windows
-from quant.errors import CannotQuantize, QuantError
+from quant.checkpoint.errors import CheckpointError
+from quant.errors import CannotQuantize
 from quant.evaluate import evaluate
 from quant.quantizer import QuantizeOptions, quantize
 from quant.report import evaluation_lines
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _interruptible():
             _check(given)
             text = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
-    except QuantError as error:
+    except (CheckpointError, CannotQuantize) as error:
         bars.close()
         sys.stderr.write(f"{error}\n")
         return 1

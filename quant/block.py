@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from quant.architecture import Architecture
-from quant.nibbles import in_groups
-from quant.rope import Rotation
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.nibbles import in_groups
+from quant.rotation import Rotation
 
 BlockWeights = dict[str, torch.Tensor]  # tensor names within the layer: "mlp.up_proj.weight", ...
 Observer = Callable[[str, torch.Tensor], None]  # a linear's name and its input [..., K]
@@ -37,7 +37,7 @@ class KeyValues:
 class Block:
     """A layer's shape and rotation; its weights are handed in, since the quantizer changes them."""
 
-    architecture: Architecture
+    config: ModelConfig
     window: int | None
     rotation: Rotation
 
@@ -49,24 +49,24 @@ class Block:
         return x + self.mlp(weights, self.norm(weights, "post_attention_layernorm", x), observe)
 
     def norm(self, weights: BlockWeights, name: str, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weights[f"{name}.weight"], self.architecture.eps)
+        return rms_norm(x, weights[f"{name}.weight"], self.config.norm_eps)
 
     def attention(
         self, weights: BlockWeights, h: torch.Tensor, past: KeyValues | None = None, observe: Observer | None = None
     ) -> torch.Tensor:
         """h: the normed input [S, T, hidden]."""
-        shape = self.architecture
+        config = self.config
         first = 0 if past is None else past.length
         rotation = self.rotation.at(first, h.shape[1])
-        q = self._heads(weights, "q", h, shape.heads, observe)
-        k = self._heads(weights, "k", h, shape.kv_heads, observe)
-        v = self._heads(weights, "v", h, shape.kv_heads, observe)
+        q = self._heads(weights, "q", h, config.heads, observe)
+        k = self._heads(weights, "k", h, config.kv_heads, observe)
+        v = self._heads(weights, "v", h, config.kv_heads, observe)
         if "self_attn.q_norm.weight" in weights:
             q, k = self.norm(weights, "self_attn.q_norm", q), self.norm(weights, "self_attn.k_norm", k)
         q, k = rotation.turn(q), rotation.turn(k)
         if past is not None:
             k, v = past.extend(k, v)
-        share = shape.heads // shape.kv_heads
+        share = config.heads // config.kv_heads
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(h.shape[1], first, h.device))
         return apply(weights, "self_attn.o_proj", mixed.transpose(1, 2).flatten(2), observe)

@@ -10,8 +10,10 @@ from typing import Final
 import torch
 from tokenizers import Tokenizer
 
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.errors import BadFile
 from quant.decoder import Decoder
-from quant.errors import BadFile, CannotQuantize
+from quant.errors import CannotQuantize
 
 _TEXT_LIMIT: Final = 64 << 20  # bytes
 _ENCODE_AT_ONCE: Final = 1 << 20  # characters
@@ -53,13 +55,18 @@ def own_windows(
         return torch.multinomial(chances, 1, generator=random).squeeze(1).to(logits.device)
 
     first = _first_token(config)
-    together = max(1, _KEPT_BYTES // (decoder.architecture.kept_bytes * length))
+    together = max(1, _KEPT_BYTES // (kept_bytes(decoder.config) * length))
     parts = []
     for start in range(0, count, together):
         prompts = torch.full((min(together, count - start), 1), first)
         parts.append(decoder.generate(prompts, length - 1, pick).cpu())
         done(start + len(prompts))
     return torch.cat(parts)
+
+
+def kept_bytes(config: ModelConfig) -> int:
+    """Keys and values of one position, in float32."""
+    return 4 * 2 * config.layers * config.kv_heads * config.head_dim
 
 
 def split(windows: torch.Tensor, held_out: int) -> Windows:
@@ -77,7 +84,7 @@ def _tokenizer(model: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every fault of the file
-        raise BadFile(path.name, "is missing or cannot be read") from error
+        raise BadFile(path, "is missing or cannot be read", "give a folder with the model's tokenizer.json") from error
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> torch.Tensor:
@@ -104,12 +111,12 @@ def _prefix(tokenizer: Tokenizer) -> list[int]:
 def _read(text: Path) -> str:
     try:
         if text.stat().st_size > _TEXT_LIMIT:
-            raise BadFile(text.name, f"is larger than {_TEXT_LIMIT >> 20} MiB: give an excerpt")
+            raise BadFile(text, f"is larger than {_TEXT_LIMIT >> 20} MiB", "give an excerpt")
         return text.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadFile(text.name, error.strerror or "cannot be read") from error
+        raise BadFile(text, error.strerror or "cannot be read", "give a text file") from error
     except UnicodeDecodeError as error:
-        raise BadFile(text.name, "is not UTF-8 text") from error
+        raise BadFile(text, "is not UTF-8 text", "give a text file") from error
 
 
 def _first_token(config: Mapping[str, object]) -> int:

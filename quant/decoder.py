@@ -8,14 +8,16 @@ from typing import Final
 
 import torch
 
-from quant.architecture import Architecture, read_architecture
 from quant.block import Block, BlockWeights, KeyValues, rms_norm
-from quant.folder import Folder
-from quant.read import read_linear
-from quant.rope import rotation
-from quant.source import FLOATS, TensorSource, check, fetch
-from quant.spec import QuantSpec
-from quant.weights import Dense, Linear
+from quant.checkpoint.config import ModelConfig, load_config
+from quant.checkpoint.formats import read_spec
+from quant.checkpoint.forms import Dense, Linear
+from quant.checkpoint.linear import read_linear
+from quant.checkpoint.safetensors import Checkpoint
+from quant.checkpoint.source import FLOATS, TensorSource, check, fetch
+from quant.checkpoint.spec import QuantSpec
+from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_linears, layer_norms, layer_prefix
+from quant.rotation import rotation
 
 _CPU: Final = torch.device("cpu")
 _TOKENS_AT_ONCE: Final = 4096  # activations of a layer in flight
@@ -29,28 +31,27 @@ class Decoder:
     def __init__(
         self,
         source: TensorSource,
-        architecture: Architecture,
+        config: ModelConfig,
         spec: QuantSpec | None,
         device: torch.device = _CPU,
     ) -> None:
-        self.architecture = architecture
+        self.config = config
         self.device = device
         self._source = source
         self._spec = spec
         self._kept: dict[int, BlockWeights] = {}
-        self._keep = _layer_bytes(architecture) * architecture.layers < _KEEP_BELOW
-        self._head_name = "model.embed_tokens" if _is_tied(source, architecture) else "lm_head"
-        self._embedding = "model.embed_tokens.weight"
-        check(source, self._embedding, (architecture.vocab, architecture.hidden), FLOATS)
+        self._keep = _layer_bytes(config) * config.layers < _KEEP_BELOW
+        self._tied = config.tied_head and f"{HEAD}.weight" not in source.names()
+        check(source, EMBEDDING, (config.vocab_size, config.hidden_size), FLOATS)
 
     @staticmethod
     def open(path: Path, device: torch.device = _CPU) -> Decoder:
-        folder = Folder(path)
-        return Decoder(folder, read_architecture(folder.config), folder.spec(), device)
+        checkpoint = Checkpoint(path)
+        return Decoder(checkpoint, load_config(path), read_spec(path, checkpoint.names()), device)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int [S, T] -> float32 [S, T, hidden]."""
-        return self._source.tensor(self._embedding)[ids.long().cpu()].float().to(self.device)
+        return self._source.tensor(EMBEDDING)[ids.long().cpu()].float().to(self.device)
 
     def layer(self, index: int) -> BlockWeights:
         """One layer's tensors in float32, by their names within the layer."""
@@ -62,13 +63,12 @@ class Decoder:
         return self._kept[index]
 
     def block(self, index: int, positions: int) -> Block:
-        shape = self.architecture
-        return Block(shape, shape.windows[index], rotation(shape.rope, shape.head_dim, positions, self.device))
+        return Block(self.config, self.config.windows[index], rotation(self.config.rope, positions, self.device))
 
     def hidden(self, ids: torch.Tensor, progress: Callable[[int], None] | None = None) -> torch.Tensor:
         """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` hears of every finished layer."""
         x = self.embed(ids)
-        for index in range(self.architecture.layers):
+        for index in range(self.config.layers):
             block, weights = self.block(index, ids.shape[1]), self.layer(index)
             for rows in batches(*ids.shape):
                 x[rows] = block.forward(weights, x[rows])
@@ -77,13 +77,13 @@ class Decoder:
         return self.finish(x)
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
-        weight = fetch(self._source, "model.norm.weight", (self.architecture.hidden,), FLOATS)
-        return rms_norm(x, weight.float().to(self.device), self.architecture.eps)
+        weight = fetch(self._source, FINAL_NORM, (self.config.hidden_size,), FLOATS)
+        return rms_norm(x, weight.float().to(self.device), self.config.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., hidden] -> float32 [..., vocab]."""
         head = self._head()
-        out = torch.empty(*hidden.shape[:-1], self.architecture.vocab, device=self.device)
+        out = torch.empty(*hidden.shape[:-1], self.config.vocab_size, device=self.device)
         for first in range(0, out.shape[-1], _VOCAB_AT_ONCE):
             rows = slice(first, first + _VOCAB_AT_ONCE)
             out[..., rows] = hidden @ head[rows].to(self.device).float().T
@@ -92,7 +92,7 @@ class Decoder:
     def generate(self, prompts: torch.Tensor, steps: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """int [S, P] -> int64 [S, P + steps]; `pick` turns logits [S, vocab] into ids [S]."""
         ids = prompts.long().to(self.device)
-        past = [KeyValues() for _ in range(self.architecture.layers)]
+        past = [KeyValues() for _ in range(self.config.layers)]
         fresh = ids
         for _ in range(steps):
             x = self.embed(fresh)
@@ -103,17 +103,16 @@ class Decoder:
         return ids
 
     def _head(self) -> torch.Tensor:
-        if self._head_name == "model.embed_tokens":
-            return self._source.tensor(self._embedding)
-        shape = self.architecture
-        weight = read_linear(self._source, "lm_head", self._spec, shape.hidden, shape.vocab).weight
+        if self._tied:
+            return self._source.tensor(EMBEDDING)
+        weight = read_linear(self._source, HEAD, self._spec, self.config.hidden_size, self.config.vocab_size).weight
         return weight.weight if isinstance(weight, Dense) else weight.dequantize(torch.bfloat16)
 
     def _read_layer(self, index: int) -> BlockWeights:
-        prefix = f"model.layers.{index}"
+        prefix = layer_prefix(index)
         device = self.device
         weights: BlockWeights = {}
-        for name, size in self.architecture.norms().items():
+        for name, size in layer_norms(self.config).items():
             weights[f"{name}.weight"] = (
                 fetch(self._source, f"{prefix}.{name}.weight", (size,), FLOATS).to(device).float()
             )
@@ -124,8 +123,8 @@ class Decoder:
         return weights
 
     def linears(self, index: int) -> Iterator[tuple[str, Linear]]:
-        for name, (inputs, outputs) in self.architecture.linears().items():
-            yield name, read_linear(self._source, f"model.layers.{index}.{name}", self._spec, inputs, outputs)
+        for name, (inputs, outputs) in layer_linears(self.config).items():
+            yield name, read_linear(self._source, f"{layer_prefix(index)}.{name}", self._spec, inputs, outputs)
 
 
 def batches(sequences: int, length: int) -> Iterator[slice]:
@@ -135,9 +134,5 @@ def batches(sequences: int, length: int) -> Iterator[slice]:
         yield slice(first, first + step)
 
 
-def _layer_bytes(architecture: Architecture) -> int:
-    return 4 * sum(inputs * outputs for inputs, outputs in architecture.linears().values())
-
-
-def _is_tied(source: TensorSource, architecture: Architecture) -> bool:
-    return architecture.tied and "lm_head.weight" not in source.names()
+def _layer_bytes(config: ModelConfig) -> int:
+    return 4 * sum(inputs * outputs for inputs, outputs in layer_linears(config).values())

@@ -19,7 +19,7 @@ _ANSWER_TOKENS: Final = 32
 _HIDDEN_BYTES: Final = 512 << 20  # of a model's hidden states: longer texts are read in turns
 _LOGITS_AT_ONCE: Final = 1 << 23
 
-Progress = Callable[[str, int, int], None]  # stage, done, of how many
+Progress = Callable[[str, int, int], None]  # phase, done, of how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +64,20 @@ def evaluate(
         raise CannotQuantize("a window needs two tokens at least: the second is what the first predicts")
     decoder = Decoder.open(model, device)
     base = None if against is None else Decoder.open(against, device)
-    if base is not None and base.architecture.vocab != decoder.architecture.vocab:
+    if base is not None and base.config.vocab_size != decoder.config.vocab_size:
         raise CannotQuantize("the two models have vocabularies of different sizes: they cannot be compared")
-    if int(windows.max()) >= decoder.architecture.vocab:
+    if int(windows.max()) >= decoder.config.vocab_size:
         raise CannotQuantize("the tokenizer has more tokens than the model")
     scores = _Scores()
-    at_once = max(1, _HIDDEN_BYTES // (4 * windows.shape[1] * decoder.architecture.hidden))
+    at_once = max(1, _HIDDEN_BYTES // (4 * windows.shape[1] * decoder.config.hidden_size))
     chunks = [windows[first : first + at_once] for first in range(0, len(windows), at_once)]
-    for place, chunk in enumerate(chunks):
-        heard = _Heard(progress, place, len(chunks))
+    for index, chunk in enumerate(chunks):
+        heard = _Heard(progress, index, len(chunks))
         hidden = _hidden(decoder, chunk, "model", heard)
         base_hidden = None if base is None else _hidden(base, chunk, "base", heard)
         for row, ids in enumerate(chunk):
             scores.add(_window(decoder, hidden[row], base, None if base_hidden is None else base_hidden[row], ids))
-            progress("compare", place * at_once + row + 1, len(windows))
+            progress("compare", index * at_once + row + 1, len(windows))
     comparison = None
     if base is not None:
         comparison = scores.comparison(*_greedy(decoder, base, windows, progress))
@@ -86,14 +86,14 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """Progress over several chunks of windows, as one stage."""
+    """Progress over several chunks of windows, as one phase."""
 
     progress: Progress
     chunk: int
     chunks: int
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        self.progress(stage, self.chunk * total + done, self.chunks * total)
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self.progress(phase, self.chunk * total + done, self.chunks * total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,31 +137,31 @@ def _window(
     decoder: Decoder, hidden: torch.Tensor, base: Decoder | None, base_hidden: torch.Tensor | None, ids: torch.Tensor
 ) -> _Window:
     """hidden [T, H] of ids [T]. Logits are made for a few positions at a time."""
-    at_once = max(1, _LOGITS_AT_ONCE // decoder.architecture.vocab)
+    at_once = max(1, _LOGITS_AT_ONCE // decoder.config.vocab_size)
     totals = torch.zeros(4, dtype=torch.float64)
     for first in range(0, len(ids) - 1, at_once):
-        places = slice(first, min(first + at_once, len(ids) - 1))
-        targets = ids[first + 1 : places.stop + 1].to(hidden.device)
-        logits = decoder.logits(hidden[places])
+        positions = slice(first, min(first + at_once, len(ids) - 1))
+        targets = ids[first + 1 : positions.stop + 1].to(hidden.device)
+        logits = decoder.logits(hidden[positions])
         totals[0] += float(metrics.negative_log_likelihood(logits, targets).double().sum())
         if base is None or base_hidden is None:
             continue
-        expected = base.logits(base_hidden[places])
+        expected = base.logits(base_hidden[positions])
         totals[1] += float(metrics.negative_log_likelihood(expected, targets).double().sum())
         totals[2] += float(metrics.kl_divergence(expected, logits).double().sum())
         totals[3] += float(metrics.agreement(expected, logits).sum())
     return _Window(*(totals / (len(ids) - 1)).tolist())
 
 
-def _hidden(decoder: Decoder, windows: torch.Tensor, stage: str, progress: Progress) -> torch.Tensor:
-    layers = decoder.architecture.layers
-    return decoder.hidden(windows, lambda layer: progress(stage, layer + 1, layers))
+def _hidden(decoder: Decoder, windows: torch.Tensor, phase: str, progress: Progress) -> torch.Tensor:
+    layers = decoder.config.layers
+    return decoder.hidden(windows, lambda layer: progress(phase, layer + 1, layers))
 
 
 def _greedy(decoder: Decoder, base: Decoder, windows: torch.Tensor, progress: Progress) -> tuple[float, int]:
     """The base writes greedily; the model reads that once, and would differ where its own choice is another."""
-    prompts = windows[:_PROMPTS, : min(_PROMPT_TOKENS, windows.shape[1], base.architecture.positions // 2)]
-    answer = min(_ANSWER_TOKENS, base.architecture.positions // 2)
+    prompts = windows[:_PROMPTS, : min(_PROMPT_TOKENS, windows.shape[1], base.config.max_context // 2)]
+    answer = min(_ANSWER_TOKENS, base.config.max_context // 2)
     written = 0
 
     def pick(logits: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,11 @@ from typing import Final
 import torch
 
 from quant.activations import Activations
+from quant.checkpoint.forms import Int4Groups
+from quant.checkpoint.nibbles import pack_nibbles
 from quant.errors import CannotQuantize
-from quant.nibbles import pack_nibbles
 from quant.rounding import LEVELS
 from quant.search import Ranges
-from quant.weights import Int4Groups
 
 _DAMPING: Final = 0.05  # of the mean diagonal: keeps rare inputs from moving weights far
 _PANEL: Final = 128  # columns rounded before their losses are carried to the rest of the block at once

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.architecture import Architecture
 from quant.block import BlockWeights
+from quant.checkpoint.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,14 @@ class Fold:
         return inputs.view(-1, self.share, self.head_dim).mean(1).reshape(-1)
 
 
-def folds(architecture: Architecture) -> tuple[Fold, ...]:
+def folds(config: ModelConfig) -> tuple[Fold, ...]:
     """In the order of the forward pass."""
-    shape = architecture
-    queries = shape.heads * shape.head_dim
+    queries = config.heads * config.head_dim
     return (
-        Fold(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm", shape.hidden),
-        Fold(("self_attn.o_proj",), "self_attn.v_proj", queries, shape.heads // shape.kv_heads, shape.head_dim),
-        Fold(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm", shape.hidden),
-        Fold(("mlp.down_proj",), "mlp.up_proj", shape.mlp),
+        Fold(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm", config.hidden_size),
+        Fold(("self_attn.o_proj",), "self_attn.v_proj", queries, config.heads // config.kv_heads, config.head_dim),
+        Fold(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm", config.hidden_size),
+        Fold(("mlp.down_proj",), "mlp.up_proj", config.intermediate_size),
     )
 
 

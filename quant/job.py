@@ -17,8 +17,11 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
+from quant.checkpoint.config import CONFIG
+from quant.checkpoint.fields import read_json
+from quant.checkpoint.formats import BESIDE
+from quant.checkpoint.safetensors import Checkpoint
 from quant.errors import CannotQuantize
-from quant.folder import Folder, read_json
 from quant.shards import join, write_part, write_text
 
 _SHARD_BYTES: Final = 4 << 30
@@ -39,7 +42,7 @@ class Job:
         """A new job, or the unfinished one of the same key."""
         path = out / ".partial" / "state.json"
         if path.is_file():
-            state: dict[str, Any] = read_json(path)
+            state: dict[str, Any] = read_json(path, "remove the folder and start again")
             if state.get("key") != key:
                 raise CannotQuantize(
                     f"{out.name} holds an unfinished job of another model or other options: "
@@ -91,7 +94,7 @@ class Job:
         for file in sorted(source.iterdir()):
             if _travels(file):
                 shutil.copyfile(file, self._out / file.name)
-        write_text(self._out / "config.json", json.dumps(config, indent=2) + "\n")
+        write_text(self._out / CONFIG, json.dumps(config, indent=2) + "\n")
         self._state["assembled"] = True
         self._save()
         for part in parts:
@@ -109,12 +112,12 @@ class Job:
         write_text(self._work / "state.json", json.dumps(self._state))
 
 
-def job_key(folder: Folder, options: Record) -> str:
+def job_key(source: Checkpoint, options: Record) -> str:
     """Tells one job from another: the source's config, its files' sizes and times, and the options."""
-    digest = hashlib.sha256((folder.path / "config.json").read_bytes())
-    for file in folder.files:
-        about = (folder.path / file).stat()
-        digest.update(f"{file} {about.st_size} {about.st_mtime_ns}\n".encode())
+    digest = hashlib.sha256((source.folder / CONFIG).read_bytes())
+    for file in source.files:
+        about = file.stat()
+        digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns}\n".encode())
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()
 
@@ -130,6 +133,6 @@ def _hidden(index: int) -> str:
 def _travels(file: Path) -> bool:
     """Tokenizer, template, generation defaults, licence: everything but weights and what described them."""
     name = file.name
-    if not file.is_file() or name in ("config.json", "quant_config.json") or name.endswith(".index.json"):
+    if not file.is_file() or name in (CONFIG, BESIDE) or name.endswith(".index.json"):
         return False
     return file.suffix in (".json", ".jinja", ".model", ".txt") or name.upper().startswith(("LICENSE", "NOTICE"))

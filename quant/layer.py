@@ -10,12 +10,12 @@ import torch
 
 from quant.activations import Activations
 from quant.block import Block, BlockWeights
+from quant.checkpoint.forms import Int4Groups
 from quant.errors import CannotQuantize
 from quant.feedback import round_with_feedback
 from quant.fold import Fold, fold_in, folds
 from quant.rounding import round_groups
 from quant.search import output_error, search_ranges, search_scale
-from quant.weights import Int4Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LayerCalibration:
     """Gathers what the linears of one layer read, while calibration text runs through it."""
 
     def __init__(self, block: Block, group: int, device: torch.device) -> None:
-        self._folds = folds(block.architecture)
+        self._folds = folds(block.config)
         for fold in self._folds:
             if fold.inputs % group:
                 raise CannotQuantize(

@@ -12,12 +12,15 @@ from typing import Any, Final, Literal
 
 import torch
 
-from quant.architecture import Architecture
 from quant.calibration import Windows, own_windows, split, text_windows
+from quant.checkpoint.config import ModelConfig, read_config
+from quant.checkpoint.errors import BadFile
+from quant.checkpoint.formats import read_spec
+from quant.checkpoint.safetensors import Checkpoint
+from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_linears, layer_norms, layer_prefix
 from quant.decoder import Decoder
-from quant.errors import BadFile, CannotQuantize
+from quant.errors import CannotQuantize
 from quant.evaluate import Progress, evaluate
-from quant.folder import Folder
 from quant.job import Job, job_key
 from quant.packages import run_autoawq, run_bitsandbytes
 from quant.recipes import AwqRecipe, Int8Recipe, Recipe
@@ -28,7 +31,7 @@ Engine = Literal["own", "autoawq", "bitsandbytes"]
 
 _GROUPS: Final = (32, 64, 128)  # what other readers of the layout take
 _PACKAGE_FORMAT: Final[Mapping[str, Target]] = {"autoawq": "awq", "bitsandbytes": "int8"}
-_OUTSIDE: Final = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_OUTSIDE: Final = (EMBEDDING, FINAL_NORM, f"{HEAD}.weight")
 _DERIVED: Final = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_emb\.inv_freq")  # older files have it
 
 
@@ -49,21 +52,21 @@ class QuantizeOptions:
 
 def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progress) -> Report:
     """Makes `out`, or goes on with it where an earlier run was stopped. The source is never written to."""
-    folder = Folder(model)
-    _check(folder, options)
+    source = Checkpoint(model)
+    _check(source, options)
     decoder = Decoder.open(model, torch.device(options.device))
     about = _about(options)
-    job = Job.open(out, job_key(folder, about))
+    job = Job.open(out, job_key(source, about))
     with torch.inference_mode():
-        windows = _windows(decoder, folder, options, job, progress)
+        windows = _windows(decoder, source, options, job, progress)
     if not job.assembled:
         if options.engine == "own":
-            _run_own(decoder, folder, options, windows, job, progress)
+            _run_own(decoder, source, options, windows, job, progress)
         else:
             _run_package(model, out, options, windows)
             job.assembled_elsewhere()
     evaluation = evaluate(out, windows.held_out, model, progress, decoder.device)
-    report = Report(about, folder.nbytes(), Folder(out).nbytes(), job.layers, evaluation)
+    report = Report(about, source.nbytes(), Checkpoint(out).nbytes(), job.layers, evaluation)
     report.write(out)
     job.close()
     return report
@@ -71,13 +74,13 @@ def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progres
 
 @torch.inference_mode()
 def _run_own(
-    decoder: Decoder, folder: Folder, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress
+    decoder: Decoder, source: Checkpoint, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress
 ) -> None:
-    outside = _outside(folder, decoder.architecture)
-    recipe = _recipe(decoder, folder, options, windows, job)
-    _run_layers(recipe, decoder.architecture.layers, job, progress)
-    rest = {name: recipe.plain(name, folder.tensor(name)) for name in outside}
-    job.assemble(rest, folder.path, recipe.config(folder.config))
+    outside = _outside(source, decoder.config)
+    recipe = _recipe(decoder, source, options, windows, job)
+    _run_layers(recipe, decoder.config.layers, job, progress)
+    rest = {name: recipe.plain(name, source.tensor(name)) for name in outside}
+    job.assemble(rest, source.folder, recipe.config(read_config(source.folder)))
 
 
 def _run_package(model: Path, out: Path, options: QuantizeOptions, windows: Windows) -> None:
@@ -87,9 +90,9 @@ def _run_package(model: Path, out: Path, options: QuantizeOptions, windows: Wind
         run_bitsandbytes(model, out)
 
 
-def _check(folder: Folder, options: QuantizeOptions) -> None:
-    if folder.spec() is not None:
-        raise CannotQuantize(f"{folder.path.name} is quantized already: start from the original")
+def _check(source: Checkpoint, options: QuantizeOptions) -> None:
+    if read_spec(source.folder, source.names()) is not None:
+        raise CannotQuantize(f"{source.folder.name} is quantized already: start from the original")
     if options.format == "awq" and options.group not in _GROUPS:
         raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
     if options.engine != "own" and _PACKAGE_FORMAT[options.engine] != options.format:
@@ -110,9 +113,9 @@ def _run_layers(recipe: Recipe, layers: int, job: Job, progress: Progress) -> No
         progress("layers", index + 1, layers)
 
 
-def _recipe(decoder: Decoder, folder: Folder, options: QuantizeOptions, windows: Windows, job: Job) -> Recipe:
+def _recipe(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, windows: Windows, job: Job) -> Recipe:
     if options.format == "int8":
-        return Int8Recipe(decoder, folder)
+        return Int8Recipe(decoder, source)
     hidden = job.hidden()
     if hidden is None:
         if job.layers:
@@ -121,18 +124,23 @@ def _recipe(decoder: Decoder, folder: Folder, options: QuantizeOptions, windows:
     return AwqRecipe(decoder, options.group, hidden.to(decoder.device))
 
 
-def _windows(decoder: Decoder, folder: Folder, options: QuantizeOptions, job: Job, progress: Progress) -> Windows:
+def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job: Job, progress: Progress) -> Windows:
     """As an earlier run of the job drew them, or new ones."""
     calibration, held_out = job.kept("calibration"), job.kept("held_out")
     if calibration is not None and held_out is not None:
         return Windows(calibration, held_out)
-    length = min(options.length, decoder.architecture.positions)
+    length = min(options.length, decoder.config.max_context)
     count = options.held_out + (options.samples if options.format == "awq" else 0)
     if options.text is not None:
-        drawn = text_windows(folder.path, options.text, length, count)
+        drawn = text_windows(source.folder, options.text, length, count)
     else:
         drawn = own_windows(
-            decoder, folder.config, length, count, options.seed, lambda done: progress("samples", done, count)
+            decoder,
+            read_config(source.folder),
+            length,
+            count,
+            options.seed,
+            lambda done: progress("samples", done, count),
         )
     if options.format == "int8":
         windows = Windows(drawn[:0], drawn)
@@ -150,7 +158,7 @@ def _about(options: QuantizeOptions) -> dict[str, Any]:
         try:
             text = f"{options.text.name}, SHA-256 {hashlib.sha256(options.text.read_bytes()).hexdigest()[:16]}"
         except OSError as error:
-            raise BadFile(options.text.name, error.strerror or "cannot be read") from error
+            raise BadFile(options.text, error.strerror or "cannot be read", "give a text file") from error
     about = {
         "format": options.format,
         "engine": options.engine,
@@ -161,20 +169,20 @@ def _about(options: QuantizeOptions) -> dict[str, Any]:
     return {**about, **sizes}
 
 
-def _outside(folder: Folder, architecture: Architecture) -> tuple[str, ...]:
+def _outside(source: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
     """The tensors outside layers; refuses a model with any that would be left behind."""
-    layered = set(_layer_names(architecture))
+    layered = set(_layer_names(config))
     strangers = [
-        name for name in folder.names() if name not in layered and name not in _OUTSIDE and not _DERIVED.fullmatch(name)
+        name for name in source.names() if name not in layered and name not in _OUTSIDE and not _DERIVED.fullmatch(name)
     ]
     if strangers:
         raise CannotQuantize(f"the model has a tensor that its family does not: {min(strangers)}")
-    return tuple(name for name in _OUTSIDE if name in folder.names())
+    return tuple(name for name in _OUTSIDE if name in source.names())
 
 
-def _layer_names(architecture: Architecture) -> Iterator[str]:
-    for index in range(architecture.layers):
-        prefix = f"model.layers.{index}"
-        for linear in architecture.linears():
+def _layer_names(config: ModelConfig) -> Iterator[str]:
+    for index in range(config.layers):
+        prefix = layer_prefix(index)
+        for linear in layer_linears(config):
             yield from (f"{prefix}.{linear}.weight", f"{prefix}.{linear}.bias")
-        yield from (f"{prefix}.{norm}.weight" for norm in architecture.norms())
+        yield from (f"{prefix}.{norm}.weight" for norm in layer_norms(config))

@@ -8,14 +8,14 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from quant.awq import write_gemm
-from quant.bnb import write_int8
+from quant.checkpoint.awq import write_gemm
+from quant.checkpoint.bnb import write_int8
+from quant.checkpoint.forms import Int8Rows
+from quant.checkpoint.rounding import round_rows
+from quant.checkpoint.source import TensorSource
 from quant.decoder import Decoder, batches
 from quant.errors import CannotQuantize
 from quant.layer import LayerCalibration, LayerResult
-from quant.rounding import round_rows
-from quant.source import TensorSource
-from quant.weights import Int8Rows
 
 _ERROR_SEQUENCES: Final = 4  # calibration windows on which a layer's own error is measured
 

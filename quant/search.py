@@ -13,8 +13,8 @@ from typing import Final
 import torch
 
 from quant.activations import Activations
+from quant.checkpoint.nibbles import in_groups
 from quant.fold import Fold
-from quant.nibbles import in_groups
 from quant.rounding import LEVELS, affine
 
 _STEPS: Final = 20

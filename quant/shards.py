@@ -15,7 +15,7 @@ from typing import BinaryIO, Final
 import torch
 from safetensors.torch import save_file
 
-from quant.errors import BadFile
+from quant.checkpoint.errors import BadFile
 
 _METADATA: Final = {"format": "pt"}
 _COPY_AT_ONCE: Final = 1 << 20  # bytes
@@ -106,6 +106,6 @@ def _copy(source: BinaryIO, piece: _Piece, out: BinaryIO) -> None:
     while left:
         chunk = source.read(min(left, _COPY_AT_ONCE))
         if not chunk:
-            raise BadFile(piece.part.name, "was cut short while it was read")
+            raise BadFile(piece.part, "was cut short while it was read", "start again")
         out.write(chunk)
         left -= len(chunk)

@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import EngineFailed, Unsupported
 from engine.execution.step_state import Parts
-from engine.loading.checkpoint import Progress
+from engine.loading.progress import Progress
 from engine.model.attention import Share, StepAttention
 from engine.model.transformer import StepInput
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult

@@ -17,7 +17,7 @@ from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.graph_decode import executor as graph
 from engine.execution.step_state import Parts, Unfit
-from engine.loading.checkpoint import Progress
+from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, StepPlan, StepResult
 
 

@@ -10,8 +10,8 @@ from enum import IntEnum
 
 import torch
 
-from quant.nibbles import unpack_nibbles
-from quant.weights import Dense, Int4Groups, Int8Rows
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
+from quant.checkpoint.nibbles import unpack_nibbles
 
 INT4_SPAN = 128  # columns that a lane quartet has of a row at a time
 GROUPS = (32, 64, 128)

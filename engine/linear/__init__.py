@@ -6,25 +6,14 @@ into its final place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-
-class TensorSource(Protocol):
-    """Named tensors of a checkpoint, read one at a time."""
-
-    def names(self) -> Collection[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Good until the next call."""
+from quant.checkpoint.source import TensorSource
 
 
 class Linear(Protocol):
@@ -62,15 +51,6 @@ class Projection:
     out_features: tuple[int, ...]  # one a prefix
     in_features: int
     bias: bool = False
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the plain tensors it is read from."""
-        found: dict[str, tuple[int, ...]] = {}
-        for prefix, rows in zip(self.prefixes, self.out_features, strict=True):
-            found[f"{prefix}.weight"] = (rows, self.in_features)
-            if self.bias:
-                found[f"{prefix}.bias"] = (rows,)
-        return found
 
 
 LinearLoader = Callable[[TensorSource, Projection, Placement], Linear]

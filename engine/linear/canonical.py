@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quant.weights import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 _ROWS_AT_ONCE = 1024  # bounds the plain copy
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from quant.cpu import CpuInt4, CpuInt8, DensePlan
+from engine.linear.cpu_layouts import CpuInt4, CpuInt8, DensePlan
 
 
 class CpuLinear:

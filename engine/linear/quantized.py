@@ -11,16 +11,17 @@ import torch
 
 from engine.kernels.weights import to_matrix
 from engine.kernels.weights import why_not as why_not_cuda
-from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, TensorSource, load_dense
+from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, load_dense
 from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
+from engine.linear.cpu_layouts import DensePlan, dense_plan, pack_int4, pack_int8, why_not_int4, why_not_int8
 from engine.linear.cuda import CudaKernels, CudaLinear
 from engine.linear.joined import JoinedLinear
-from quant import weights as canonical
-from quant.cpu import DensePlan, dense_plan, pack_int4, pack_int8, why_not_int4, why_not_int8
-from quant.read import read_linear
-from quant.spec import Int8Spec, QuantSpec
-from quant.weights import Dense, Int4Groups, Int8Rows, Weight, stack_rows
+from quant.checkpoint import forms as canonical
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight, stack_rows
+from quant.checkpoint.linear import read_linear
+from quant.checkpoint.source import TensorSource
+from quant.checkpoint.spec import Int8Spec, QuantSpec
 
 Quantize = Literal["int8"]
 Reader = Callable[[TensorSource, str, int, int], canonical.Linear]  # source, prefix, inputs, outputs

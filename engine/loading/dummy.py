@@ -9,10 +9,11 @@ from typing import Final
 
 import torch
 
-from engine.linear import Placement, TensorSource
-from quant.errors import BadConfig
-from quant.spec import WHOLE_ROW, AwqSpec, PackedSpec, QuantSpec
-from quant.weights import Dense, Int4Groups, Int8Rows, Linear, Weight
+from engine.linear import Placement
+from quant.checkpoint.errors import BadConfig
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Linear, Weight
+from quant.checkpoint.source import TensorSource
+from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, PackedSpec, QuantSpec
 
 _SPREAD: Final = 2.0  # of a row's product with activations near 1
 _INT4_STD: Final = math.sqrt((16**2 - 1) / 12)  # of 0…15, all alike

@@ -1,21 +1,16 @@
-"""Which form a folder's weights have and will have in memory, and what that form is called. Torch-free in itself."""
+"""What is made of a folder's weights while they are loaded: kept in the folder's format, or rounded to eight bits."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import InvalidModel, Unsupported
-from engine.model.fields import read_json
+from engine.errors import Unsupported
+from engine.loading.border import checkpoint_errors
 from engine.settings import Quantization
-from quant.detect import detect
-from quant.errors import QuantError, UnsupportedFormat
-from quant.spec import WHOLE_ROW, AwqSpec, Int8Spec, PackedScheme, QuantSpec
-
-DENSE = "dense"
-SERVED = (DENSE, "awq-int4", "compressed-tensors", "bitsandbytes-int8", "int8")
-CONFIG, BESIDE = "config.json", "quant_config.json"
+from quant.checkpoint.config import ModelConfig, load_config
+from quant.checkpoint.formats import INT8, format_name, read_spec
+from quant.checkpoint.spec import Int8Spec, QuantSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +28,16 @@ class Format:
 
     @property
     def name(self) -> str:
-        """`dense`; `awq-int4-g128` (`-row`: one group a row); `compressed-tensors-int4-g128` or `-int8`;
-        `bitsandbytes-int8`; `int8` where they are quantized while loading."""
-        if self.int8:
-            return "int8"
-        if self.spec is None:
-            return DENSE
-        if isinstance(self.spec, AwqSpec):
-            return f"awq-int4-{_group(self.spec.group)}"
-        if isinstance(self.spec, Int8Spec):
-            return self.spec.name
-        return "-".join((self.spec.name, *dict.fromkeys(_scheme(scheme) for scheme in self.spec.schemes)))
+        """As `ModelInfo.weight_format` has it."""
+        return INT8 if self.int8 else format_name(self.spec)
 
 
-def read_format(folder: Path, quantization: Quantization, names: Collection[str] = ()) -> Format:
-    """From the folder's JSON files; `names`: its tensors, where they are known. Raises InvalidModel for a format that
-    is not served, Unsupported where `quantization` cannot hold."""
-    config = read_json(folder / CONFIG, "give the folder that holds the model's config.json")
-    beside = read_json(folder / BESIDE, "mend or remove the file") if (folder / BESIDE).is_file() else None
-    own = config.get("quantization_config") is not None or config.get("compression_config") is not None
-    file = folder / (CONFIG if own or beside is None else BESIDE)
-    try:
-        spec = detect(config, beside, names)
-    except UnsupportedFormat as error:
-        raise InvalidModel(f"{file}: {error.name} cannot be served; {error.remedy}") from error
-    except QuantError as error:
-        raise InvalidModel(f"{file}: {error}; mend the config") from error
+def read_folder(folder: Path, quantization: Quantization) -> tuple[ModelConfig, Format]:
+    """From the folder's JSON files. Raises InvalidModel for what is not served, Unsupported where `quantization` cannot
+    hold."""
+    with checkpoint_errors(folder):
+        config, spec = load_config(folder), read_spec(folder)
     if quantization == "int8" and spec is not None:
-        name = Format(spec).name
-        raise Unsupported(f"quantization int8: {folder} holds {name} weights already; use auto, or the bf16 model")
-    return Format(spec, int8=quantization == "int8")
-
-
-def _scheme(scheme: PackedScheme) -> str:
-    return "int8" if scheme.bits == 8 else f"int4-{_group(scheme.group)}"
-
-
-def _group(size: int) -> str:
-    return "row" if size == WHOLE_ROW else f"g{size}"
+        held = format_name(spec)
+        raise Unsupported(f"quantization int8: {folder} holds {held} weights already; use auto, or the bf16 model")
+    return config, Format(spec, int8=quantization == "int8")

@@ -14,8 +14,8 @@ from torch.nn import functional
 from engine.kv.kv_cache import KvCache
 from engine.linear import Placement
 from engine.model.attention import StepAttention
-from engine.model.config import ModelConfig
 from engine.model.weights import Layer, Weights
+from quant.checkpoint.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

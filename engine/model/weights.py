@@ -1,4 +1,4 @@
-"""The tensors of the transformer: what a checkpoint must hold, and how it becomes layers."""
+"""The weights of the transformer, and how the tensors of a checkpoint become layers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, TensorSource
-from engine.model.config import ModelConfig
+from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection
 from engine.model.norm import RmsNorm
-
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head"
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.source import TensorSource
+from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, has_bias, layer_linears, layer_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,59 +57,28 @@ class Weights:
         return self.embedding.nbytes + head + sum(part.nbytes for part in [*linears, *norms])
 
 
-def layer_prefix(index: int) -> str:
-    """As Hugging Face names layers."""
-    return f"model.layers.{index}"
-
-
 def layer_projections(config: ModelConfig, index: int) -> LayerProjections:
-    """Names and shapes of a layer's linears."""
-    attention, mlp = f"{layer_prefix(index)}.self_attn", f"{layer_prefix(index)}.mlp"
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    names = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+    """Which linears of a layer are read as one."""
+    shapes = layer_linears(config)
+
+    def joined(*names: str) -> Projection:
+        """Linears of one input, one under another; all have a bias or none."""
+        prefixes = tuple(f"{layer_prefix(index)}.{name}" for name in names)
+        return Projection(
+            prefixes, tuple(shapes[name][1] for name in names), shapes[names[0]][0], has_bias(config, names[0])
+        )
+
     return LayerProjections(
-        qkv=Projection(names, (queries, keys, keys), hidden, config.qkv_bias),
-        output=Projection((f"{attention}.o_proj",), (hidden,), queries, config.output_bias),
-        gate_up=Projection((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (inner, inner), hidden, config.mlp_bias),
-        down=Projection((f"{mlp}.down_proj",), (hidden,), inner, config.mlp_bias),
+        qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output=joined("self_attn.o_proj"),
+        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
+        down=joined("mlp.down_proj"),
     )
 
 
 def head_projection(config: ModelConfig) -> Projection:
     """Name and shape of an untied head."""
     return Projection((HEAD,), (config.vocab_size,), config.hidden_size)
-
-
-def plain_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what is never quantized: embedding and norms."""
-    found: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    for index in range(config.layers):
-        prefix = layer_prefix(index)
-        found[f"{prefix}.input_layernorm.weight"] = (config.hidden_size,)
-        found[f"{prefix}.post_attention_layernorm.weight"] = (config.hidden_size,)
-        if config.qk_norm:
-            found[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
-            found[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
-    found[FINAL_NORM] = (config.hidden_size,)
-    return found
-
-
-def projections(config: ModelConfig) -> list[Projection]:
-    """All linears, an untied head included."""
-    found: list[Projection] = []
-    for index in range(config.layers):
-        layer = layer_projections(config, index)
-        found += [layer.qkv, layer.output, layer.gate_up, layer.down]
-    return found if config.tied_head else [*found, head_projection(config)]
-
-
-def dense_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of every tensor of an unquantized checkpoint."""
-    found = plain_tensors(config)
-    for projection in projections(config):
-        found.update(projection.tensors())
-    return found
 
 
 def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearLoader, placement: Placement) -> Weights:

@@ -19,15 +19,15 @@ from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
 from engine.linear import Placement
-from engine.loading.checkpoint import Progress
-from engine.loading.formats import read_format
+from engine.loading.formats import read_folder
 from engine.loading.load import Loaded, Loading, load
-from engine.model.config import ModelConfig, load_config
+from engine.loading.progress import Progress
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.hardware import pick_device, pick_dtype, pick_threads
+from quant.checkpoint.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch says where a CPU has too little
@@ -51,9 +51,8 @@ def build(settings: EngineSettings, progress: Progress) -> ModelRunner:
 def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     """Weights and page pool in their places."""
     folder = Path(settings.model)
-    config = load_config(folder)
+    config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
-    form = read_format(folder, settings.quantization)
     placement = Placement(pick_dtype(settings.dtype, config.dtype, device, form.in_memory is not None), device)
     what = Loading(config, form, placement, exact=settings.dtype == "float32")
     if device.type == "cpu":

@@ -23,17 +23,18 @@ from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.quantized import loader_of, quantized_loader
-from engine.loading.checkpoint import Checkpoint
 from engine.loading.dummy import DummyLinears
-from engine.loading.formats import SERVED, Format, read_format
-from engine.loading.load import check_folder
-from engine.model.config import ModelConfig, load_config
+from engine.loading.formats import Format, read_folder
+from engine.loading.load import check
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
-from engine.model.weights import dense_tensors, load_weights
+from engine.model.weights import load_weights
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, Quantization
 from engine.worker import hardware
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.formats import FORMATS
+from quant.checkpoint.tensors import dense_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,9 @@ def examine(settings: EngineSettings) -> Report:
         report.gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
         device = hardware.pick_device(settings.device)
         report.device = device.type
-        config = load_config(Path(settings.model)) if settings.model else None
-        form = read_format(Path(settings.model), settings.quantization) if settings.model else Format(None)
+        config, form = (
+            read_folder(Path(settings.model), settings.quantization) if settings.model else (None, Format(None))
+        )
         stated = None if config is None else config.dtype
         dtype = hardware.pick_dtype(settings.dtype, stated, device, form.in_memory is not None)
         report.dtypes = _dtypes(device, dtype, settings)
@@ -153,8 +155,8 @@ def _dtype_reason(name: str, device: torch.device, settings: EngineSettings) -> 
 def _formats(form: Format | None) -> list[Option]:
     """Every format that is served, the folder's own by its full name."""
     if form is None:
-        return [Option(name, False, None) for name in SERVED]
-    found = [Option(name, False, _format_reason(name, form)) for name in SERVED if not _is(form, name)]
+        return [Option(name, False, None) for name in FORMATS]
+    found = [Option(name, False, _format_reason(name, form)) for name in FORMATS if not _is(form, name)]
     return sorted([*found, Option(form.name, True, None)], key=lambda one: not one.chosen)
 
 
@@ -219,13 +221,7 @@ def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
 def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
     """Raises InvalidModel or Unsupported for what would keep it from being served."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
-    checkpoint = Checkpoint(folder)
-    try:
-        if form.spec is None:
-            read_format(folder, "auto", checkpoint.names())
-        check_folder(checkpoint, config, form)
-    finally:
-        checkpoint.close()
+    check(folder, config, form)
     parameters = sum(_count(shape) for shape in dense_tensors(config).values())
     size = parts.model.weights.nbytes
     free = hardware.free_bytes(placement.device)

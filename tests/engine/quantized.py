@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, Stopping
 from engine.execution.eager import Eager
-from engine.model.config import parse_config
-from engine.model.weights import Layer, dense_tensors, projections
+from engine.model.weights import Layer
 from engine.scheduling.plan import Row
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import prepare
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors, linears
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -114,14 +115,13 @@ def make(root: Path, family: str = "qwen3", group: int = 32, skip: tuple[str, ..
         plain[name] = noise / shape[1] ** 0.5 * 1.5 if len(shape) == 2 else noise.abs() + 0.5
         plain[name] = plain[name].half()
     held = dict(plain)
-    for projection in projections(parsed):
-        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
-            if ".layers." not in prefix or any(part in prefix for part in skip):
-                continue
-            packed, weight = awq(prefix, rows, projection.in_features, group, seed)
-            held |= packed
-            del held[f"{prefix}.weight"]
-            plain[f"{prefix}.weight"] = weight
+    for name, (inputs, outputs), _ in linears(parsed):
+        if ".layers." not in name or any(part in name for part in skip):
+            continue
+        packed, weight = awq(name, outputs, inputs, group, seed)
+        held |= packed
+        del held[f"{name}.weight"]
+        plain[f"{name}.weight"] = weight
     section = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     quantized = {**config, "quantization_config": {**section, "modules_to_not_convert": list(skip) or None}}
     write(root / "plain", config, plain)

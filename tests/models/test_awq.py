@@ -10,10 +10,10 @@ from safetensors import safe_open
 
 from models.train.awq import AWQ, GROUP, card
 from quant.calibration import text_windows
+from quant.checkpoint.formats import read_spec
+from quant.checkpoint.spec import AwqSpec
 from quant.evaluate import Comparison, evaluate
-from quant.folder import Folder
 from quant.metrics import PERPLEXITY_BAR, Interval
-from quant.spec import AwqSpec
 
 MODELS = Path(__file__).parents[2] / "models"
 EXCERPT = Path(__file__).parent / "data" / "graphlib.txt"
@@ -37,7 +37,7 @@ def test_holds_what_the_quantizer_and_the_card_write() -> None:
 
 
 def test_every_linear_has_four_bits() -> None:
-    spec = Folder(FOLDER).spec()
+    spec = read_spec(FOLDER)
     assert isinstance(spec, AwqSpec)
     assert spec.group == GROUP
     with safe_open(FOLDER / "model.safetensors", framework="pt") as tensors:

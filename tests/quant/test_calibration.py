@@ -8,9 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from quant.calibration import own_windows, split, text_windows
+from quant.calibration import kept_bytes, own_windows, split, text_windows
+from quant.checkpoint.errors import BadFile
 from quant.decoder import Decoder
-from quant.errors import BadFile, CannotQuantize
+from quant.errors import CannotQuantize
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_model_writes_its_own_text(stored, monkeypatch):
     assert len({tuple(row) for row in windows.tolist()}) == 6
     assert torch.equal(own_windows(decoder, config, 24, 6, 1, heard.append), windows)
     assert not torch.equal(own_windows(decoder, config, 24, 6, 2, heard.append), windows)
-    monkeypatch.setattr("quant.calibration._KEPT_BYTES", 4 * 24 * decoder.architecture.kept_bytes)
+    monkeypatch.setattr("quant.calibration._KEPT_BYTES", 4 * 24 * kept_bytes(decoder.config))
     heard.clear()
     assert own_windows(decoder, config, 24, 6, 1, heard.append).shape == (6, 24)
     assert heard == [4, 6]

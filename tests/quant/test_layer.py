@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.architecture import read_architecture
 from quant.block import Block
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import layer_linears, layer_norms
 from quant.errors import CannotQuantize
 from quant.layer import LayerCalibration
-from quant.rope import rotation
+from quant.rotation import rotation
 from quant.rounding import round_groups
 
 CPU = torch.device("cpu")
@@ -19,17 +20,16 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vo
 @pytest.fixture(params=[("llama", 4), ("qwen2", 2), ("qwen3", 2)], ids=lambda p: p[0])
 def layer(request, random):
     family, kv_heads = request.param
-    architecture = read_architecture(
-        {"model_type": family, "num_attention_heads": 4, "num_key_value_heads": kv_heads, **SIZES}
-    )
+    shown = {"architectures": [f"{family.capitalize()}ForCausalLM"], "num_attention_heads": 4}
+    config = parse_config({**shown, "num_key_value_heads": kv_heads, **SIZES}, "config.json")
     weights = {}
-    for name, (inputs, outputs) in architecture.linears().items():
+    for name, (inputs, outputs) in layer_linears(config).items():
         weights[f"{name}.weight"] = torch.randn(outputs, inputs, generator=random) / inputs**0.5
         if family == "qwen2":
             weights[f"{name}.bias"] = torch.randn(outputs, generator=random) * 0.1
-    for name, size in architecture.norms().items():
+    for name, size in layer_norms(config).items():
         weights[f"{name}.weight"] = torch.rand(size, generator=random) * 2 + 0.1
-    block = Block(architecture, None, rotation(architecture.rope, 16, 32, CPU))
+    block = Block(config, None, rotation(config.rope, 32, CPU))
     loud = torch.ones(64)
     loud[[5, 23]] = 12.0
     mix = torch.randn(64, 64, generator=random) / 8
@@ -63,8 +63,8 @@ def test_losses_name_every_linear_and_fall(layer):
     calibration = LayerCalibration(block, 32, CPU)
     block.forward(weights, x, None, calibration.observe)
     result = calibration.quantize(weights)
-    assert [loss.name for loss in result.losses] == list(block.architecture.linears())
-    assert set(result.quantized) == set(block.architecture.linears())
+    assert [loss.name for loss in result.losses] == list(layer_linears(block.config))
+    assert set(result.quantized) == set(layer_linears(block.config))
     assert all(0 < loss.error < loss.nearest for loss in result.losses)
     assert any(loss.alpha > 0 for loss in result.losses)  # two inputs are loud
     assert not any(name.endswith("proj.weight") for name in result.dense)

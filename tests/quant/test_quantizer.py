@@ -12,14 +12,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quant.awq import write_gemm
+from quant.checkpoint.awq import write_gemm
+from quant.checkpoint.errors import BadFile, NotFinite
+from quant.checkpoint.formats import read_spec
+from quant.checkpoint.safetensors import Checkpoint
+from quant.checkpoint.spec import AwqSpec, Int8Spec
 from quant.decoder import Decoder
-from quant.errors import BadFile, CannotQuantize
+from quant.errors import CannotQuantize
 from quant.evaluate import evaluate
-from quant.folder import Folder
 from quant.quantizer import QuantizeOptions, quantize
 from quant.rounding import round_groups
-from quant.spec import AwqSpec, Int8Spec
 
 CPU = torch.device("cpu")
 
@@ -62,7 +64,7 @@ def source(stored, reference, tmp_path_factory):
         for name, tensor in load_file(stored / "bnb-int8-tiny" / "model.safetensors").items()
         if tensor.dtype == torch.bfloat16
     }
-    for index in range(decoder.architecture.layers):
+    for index in range(decoder.config.layers):
         for name, linear in decoder.linears(index):
             tensors[f"model.layers.{index}.{name}.weight"] = linear.weight.dequantize(torch.bfloat16)
     save_file(tensors, folder / "model.safetensors")
@@ -111,9 +113,9 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def test_it_loses_less_than_rounding_to_nearest(source, made, reference, tmp_path):
     out, report = made
-    folder, decoder = Folder(source), Decoder.open(source)
-    tensors = {name: folder.tensor(name).half() for name in folder.names() if "_proj" not in name}
-    for index in range(decoder.architecture.layers):
+    plain, decoder = Checkpoint(source), Decoder.open(source)
+    tensors = {name: plain.tensor(name).half() for name in plain.names() if "_proj" not in name}
+    for index in range(decoder.config.layers):
         for name, linear in decoder.linears(index):
             for stem, tensor in write_gemm(round_groups(linear.weight.dequantize(torch.float32), 64)).items():
                 tensors[f"model.layers.{index}.{name}.{stem}"] = tensor
@@ -150,7 +152,7 @@ def test_the_folder_is_whole(source, made):
         "quantization.md",
         "tokenizer.json",
     ]
-    assert Folder(out).spec() == AwqSpec("gemm", 64)
+    assert read_spec(out) == AwqSpec("gemm", 64)
     assert (source / "model.safetensors").is_file()
 
 
@@ -263,7 +265,7 @@ def test_nothing_is_written_over(source, tmp_path):
 
 def test_eight_bits(source, stored, tmp_path):
     report = quantize(source, tmp_path / "out", options(source, format="int8"), quiet)
-    assert Folder(tmp_path / "out").spec() == Int8Spec()
+    assert read_spec(tmp_path / "out") == Int8Spec()
     assert header(tmp_path / "out" / "model.safetensors") == header(stored / "bnb-int8-tiny" / "model.safetensors")
     assert report.evaluation.windows == 6
     found = report.evaluation.comparison
@@ -299,10 +301,10 @@ def test_every_family_by_its_own_text(tmp_path, family):
     report = quantize(tmp_path / "source", tmp_path / "out", asked, lambda stage, done, total: heard.append(stage))
     assert heard.index("samples") < heard.index("layers") < heard.index("greedy")
     assert report.evaluation.tokens == 6 * 31  # a fifth of the windows, as long as the model's positions
-    expected = set(Folder(tmp_path / "source").names())
+    expected = set(Checkpoint(tmp_path / "source").names())
     found = {
         name.replace(".qweight", ".weight")
-        for name in Folder(tmp_path / "out").names()
+        for name in Checkpoint(tmp_path / "out").names()
         if not name.endswith((".qzeros", ".scales"))
     }
     assert found == expected
@@ -329,7 +331,7 @@ def test_tensors_that_follow_from_the_config_are_dropped(source, tmp_path):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     model = copy_with(source, tmp_path / "m", {name: torch.ones(16)})
     quantize(model, tmp_path / "out", small(source), quiet)
-    assert name not in Folder(tmp_path / "out").names()
+    assert name not in Checkpoint(tmp_path / "out").names()
 
 
 def test_numbers_that_float16_cannot_hold_stop_the_job(source, tmp_path):
@@ -342,7 +344,7 @@ def test_numbers_that_float16_cannot_hold_stop_the_job(source, tmp_path):
 def test_damaged_weights_stop_the_job(source, tmp_path):
     weight = torch.full((384, 256), float("nan"), dtype=torch.bfloat16)
     model = copy_with(source, tmp_path / "m", {"model.layers.1.mlp.up_proj.weight": weight})
-    with pytest.raises(CannotQuantize, match="NaN"):
+    with pytest.raises(NotFinite, match="NaN"):
         quantize(model, tmp_path / "out", small(source), quiet)
 
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from quant.errors import BadFile
-from quant.folder import Folder
+from quant.checkpoint.errors import BadFile
+from quant.checkpoint.safetensors import Checkpoint
 from quant.shards import join, write_part
 
 TYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
@@ -59,7 +59,7 @@ def test_the_limit_cuts_files(tmp_path):
     names = [file.name for file in sorted(tmp_path.glob("model-*"))]
     assert names == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     (tmp_path / "config.json").write_text("{}")
-    assert set(Folder(tmp_path).names()) == {f"t{i}" for i in range(5)}
+    assert set(Checkpoint(tmp_path).names()) == {f"t{i}" for i in range(5)}
 
 
 def test_every_tensor_lies_on_its_own_alignment(tmp_path):

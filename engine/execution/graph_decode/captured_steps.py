@@ -19,7 +19,7 @@ from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.sampling import Sampling
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
-from engine.loading.checkpoint import Progress
+from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
 RING = 64  # entries; more than can be under way

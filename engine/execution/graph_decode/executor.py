@@ -15,7 +15,7 @@ from engine.execution.graph_decode.captured_steps import CapturedSteps
 from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, can_sample
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
-from engine.loading.checkpoint import Progress
+from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, StepPlan, StepResult
 
 SWITCHES = ("graphs", "fused_kernels")

@@ -10,9 +10,9 @@ from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.step import LayerWeights, Product, StepWeights
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
-from engine.model.config import ModelConfig
 from engine.model.weights import Layer
-from quant.weights import Dense
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.forms import Dense
 
 MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
 

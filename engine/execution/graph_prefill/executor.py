@@ -27,7 +27,7 @@ from engine.kernels.launch import Launch, Launcher
 from engine.kernels.tokens import Fed
 from engine.kernels.weights import Format
 from engine.linear import Linear
-from engine.loading.checkpoint import Progress
+from engine.loading.progress import Progress
 from engine.model.weights import Layer
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.settings import PAGE_SIZE

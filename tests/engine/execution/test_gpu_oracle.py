@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.api import GenerationRequest
-from engine.model.config import parse_config
-from engine.model.weights import dense_tensors
 from engine.settings import EngineSettings
 from engine.worker.build import build
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from engine.kernels.build import Kernel, KernelLibrary, open_library, parameters
 from engine.kernels.launch import Launcher
 from engine.kernels.step import LayerWeights, Product, StepWeights
 from engine.kernels.weights import to_matrix
-from quant.weights import Dense, Int4Groups, Int8Rows
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from engine.kernels.build import compile_with_nvrtc, source_text
 from engine.kernels.launch import Launch
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
 from engine.kernels.weights import to_matrix
-from quant.weights import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]
 Compiler = Callable[[str, str, Mapping[str, int], str], bytes]

@@ -11,7 +11,7 @@ from engine.kernels.build import KernelLibrary
 from engine.kernels.gemm import TILES, Batch, Division, card_shape, divide, gemm, order, ordered, stage_bytes
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Matrix, to_matrix
-from quant.weights import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.tokens import Choice
 from engine.kernels.weights import Format, Matrix, to_matrix
 from engine.sampling.noise import seed_key
-from quant.weights import Dense, Int4Groups, Int8Rows
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,7 @@ from engine.kernels.step import (
     prepare_step,
 )
 from engine.kernels.weights import to_matrix
-from quant.weights import Dense, Int4Groups, Int8Rows
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels.weights import Format, pack_int4, to_matrix, why_not
-from quant.weights import Dense, Int4Groups, Int8Rows
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 
 
 def int4(rows: int, columns: int, group: int, seed: int = 0) -> Int4Groups:

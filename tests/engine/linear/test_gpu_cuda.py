@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels.weights import to_matrix
 from engine.linear.cuda import CudaKernels, CudaLinear
-from quant.weights import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ from engine.kernels.weights import dequantize, to_matrix
 from engine.linear import DenseLinear, Linear, Placement
 from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
+from engine.linear.cpu_layouts import DensePlan
 from engine.linear.cuda import CudaLinear
 from engine.linear.joined import JoinedLinear
 from engine.linear.quantized import place_weight, quantized_loader
-from quant.cpu import DensePlan
-from quant.spec import Int8Spec
-from quant.weights import Dense, Int4Groups, Int8Rows, Weight
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight
+from quant.checkpoint.spec import Int8Spec
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 PLAN = DensePlan(torch.float32, int4_rows=4, int8_rows=4)

@@ -17,10 +17,10 @@ from engine.linear import DenseLinear
 from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.joined import JoinedLinear
-from engine.model.config import parse_config
-from engine.model.weights import dense_tensors, projections
 from engine.worker import doctor
 from engine.worker.build import build, prepare
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors, linears
 from tests.engine.quantized import (
     BASE,
     FAMILIES,
@@ -141,18 +141,16 @@ def test_compressed_tensors(bits: int, name: str, tmp_path: Path) -> None:
     plain = {key: torch.rand(shape, generator=seed) + 0.5 for key, shape in dense_tensors(parsed).items()}
     plain = {key: tensor - 1 if tensor.dim() == 2 else tensor for key, tensor in plain.items()}
     held, half = dict(plain), 1 << bits - 1
-    for projection in projections(parsed):
-        inputs = projection.in_features
-        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
-            if prefix == "lm_head":
-                continue
-            q = torch.randint(1 - half, half, (rows, inputs), generator=seed)
-            scale = (torch.rand(rows, inputs // 32 if bits == 4 else 1, generator=seed) + 0.5) / half / inputs**0.5
-            del held[f"{prefix}.weight"]
-            held[f"{prefix}.weight_packed"] = in_order(q + half, bits)
-            held[f"{prefix}.weight_scale"] = scale
-            held[f"{prefix}.weight_shape"] = torch.tensor([rows, inputs])
-            plain[f"{prefix}.weight"] = q * scale.repeat_interleave(inputs // scale.shape[1], 1)
+    for prefix, (inputs, rows), _ in linears(parsed):
+        if prefix == "lm_head":
+            continue
+        q = torch.randint(1 - half, half, (rows, inputs), generator=seed)
+        scale = (torch.rand(rows, inputs // 32 if bits == 4 else 1, generator=seed) + 0.5) / half / inputs**0.5
+        del held[f"{prefix}.weight"]
+        held[f"{prefix}.weight_packed"] = in_order(q + half, bits)
+        held[f"{prefix}.weight_scale"] = scale
+        held[f"{prefix}.weight_shape"] = torch.tensor([rows, inputs])
+        plain[f"{prefix}.weight"] = q * scale.repeat_interleave(inputs // scale.shape[1], 1)
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group" if bits == 4 else "channel"}
     scheme = {"targets": ["Linear"], "weights": {**weights, "group_size": 32 if bits == 4 else None}}
     section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}

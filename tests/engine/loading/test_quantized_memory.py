@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.model.config import parse_config
-from engine.model.weights import dense_tensors, projections
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors, linears
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -39,8 +39,8 @@ def field(name):
     return int(fields[name].split()[0]) * 1024
 
 import torch
-import quant.cpu
-quant.cpu.dense_plan()
+from engine.linear.cpu_layouts import dense_plan
+dense_plan()
 Path("/proc/self/clear_refs").write_text("5")
 before = field("VmRSS")
 settings = EngineSettings(
@@ -61,14 +61,12 @@ def wide(root: Path, *, packed: bool) -> Path:
     if not packed:
         return write(root, CONFIG, held)
     section = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
-    for projection in projections(parsed):
-        inputs = projection.in_features
-        for prefix, rows in zip(projection.prefixes, projection.out_features, strict=True):
-            if ".layers." in prefix:
-                del held[f"{prefix}.weight"]
-                for stem, height in (("qweight", inputs), ("qzeros", inputs // 128)):
-                    held[f"{prefix}.{stem}"] = torch.ones(height, rows // 8, dtype=torch.int32)
-                held[f"{prefix}.scales"] = torch.ones(inputs // 128, rows, dtype=torch.float16)
+    for name, (inputs, outputs), _ in linears(parsed):
+        if ".layers." in name:
+            del held[f"{name}.weight"]
+            for stem, height in (("qweight", inputs), ("qzeros", inputs // 128)):
+                held[f"{name}.{stem}"] = torch.ones(height, outputs // 8, dtype=torch.int32)
+            held[f"{name}.scales"] = torch.ones(inputs // 128, outputs, dtype=torch.float16)
     return write(root, {**CONFIG, "quantization_config": section}, held)
 
 

@@ -22,16 +22,17 @@ from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.page_pool import PagePool
 from engine.linear import DenseLinear, Placement
 from engine.model.attention import Share, StepAttention
-from engine.model.config import parse_config
 from engine.model.norm import RmsNorm
 from engine.model.transformer import StepInput, Transformer
-from engine.model.weights import Layer, Weights, dense_tensors
+from engine.model.weights import Layer, Weights
 from engine.sampling.noise import gumbel, seed_key
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors
 
 pytestmark = pytest.mark.gpu
 

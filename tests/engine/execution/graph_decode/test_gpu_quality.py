@@ -15,10 +15,10 @@ from engine.execution.graph_decode.weights import step_weights
 from engine.kernels.build import open_library
 from engine.kernels.launch import Launcher
 from engine.kernels.step import ChainPlan, allocate, prepare_start, prepare_step
-from engine.model.config import parse_config
-from engine.model.weights import dense_tensors
 from engine.settings import EngineSettings
 from engine.worker.build import prepare
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors
 
 pytestmark = pytest.mark.gpu
 

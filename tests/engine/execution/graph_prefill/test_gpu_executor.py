@@ -16,12 +16,12 @@ from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.errors import Unsupported
 from engine.execution.eager import Eager
 from engine.execution.graph_prefill.executor import GraphPrefill, why_not
-from engine.model.config import parse_config
-from engine.model.weights import dense_tensors
 from engine.scheduling.plan import Row, StepPlan
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, prepare
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,7 @@
+"""How far loading has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]  # phase, done, of how many

@@ -1,0 +1,48 @@
+"""A model folder's fingerprint: SHA-256 over what decides its answers, computed beside the load."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from quant.checkpoint.errors import BadFile
+
+READ_BYTES = 4 << 20
+
+
+class WeightsDigest:
+    """Hashes files in threads of its own from construction on."""
+
+    def __init__(self, files: Iterable[Path], threads: int = 4) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="digest")
+        ordered = sorted(files, key=lambda file: file.name)
+        self._parts = [(file.name, self._pool.submit(_of_file, file)) for file in ordered]
+
+    def result(self) -> str:
+        """SHA-256 over the lines `file name, its SHA-256`, hexadecimal. Waits."""
+        whole = hashlib.sha256()
+        for name, part in self._parts:
+            whole.update(f"{name} {part.result()}\n".encode())
+        return whole.hexdigest()
+
+    def close(self) -> None:
+        """Ends the threads; what has not begun is not begun."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def of_text(*parts: str) -> str:
+    """SHA-256 of what stands in for weights that no file holds."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _of_file(file: Path) -> str:
+    found = hashlib.sha256()
+    try:
+        with file.open("rb") as opened:
+            while piece := opened.read(READ_BYTES):
+                found.update(piece)
+    except OSError as error:
+        raise BadFile(file, f"cannot be read ({error.strerror})", "check its permissions") from error
+    return found.hexdigest()

@@ -1,0 +1,98 @@
+"""Typed reading of a model folder's JSON files, with errors that name file, key and remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from quant.checkpoint.errors import BadFile, short
+
+MAX_JSON_BYTES: Final = 64 << 20  # an index of a very large model has a few MiB
+MAX_SIZE: Final = 1 << 31  # no size in a config is larger
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in `path`. Raises BadFile where there is none."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise BadFile(path, f"larger than {MAX_JSON_BYTES} bytes", "this is not a model's JSON file")
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise BadFile(path, "no such file", remedy) from None
+    except OSError as error:
+        raise BadFile(path, f"cannot be read ({error.strerror})", remedy) from error
+    except (ValueError, RecursionError) as error:
+        raise BadFile(path, f"not valid JSON ({_first_line(error)})", "download the file again") from error
+    if not isinstance(parsed, dict):
+        raise BadFile(path, "holds no JSON object", "download the file again")
+    return parsed
+
+
+class Fields:
+    """One JSON object, read key by key. null counts as absent unless a method says otherwise."""
+
+    def __init__(self, raw: dict[str, Any], file: str, prefix: str = "") -> None:
+        self.raw = raw
+        self.file = file
+        self._prefix = prefix
+
+    def refuse(self, key: str, fault: str, remedy: str) -> NoReturn:
+        raise BadFile(self.file, f"{self._prefix}{key}: {fault}", remedy)
+
+    def integer(self, key: str, *, default: int | None = None, minimum: int = 0, maximum: int = MAX_SIZE) -> int:
+        """A whole number in [minimum, maximum]; required where there is no default."""
+        value = self.raw.get(key)
+        if value is None:
+            if default is None:
+                self.refuse(key, "is missing", "mend the config")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.refuse(
+                key, f"must be a whole number from {minimum} to {maximum}, not {short(value)}", "mend the config"
+            )
+        return value
+
+    def number(self, key: str, *, default: float | None = None) -> float:
+        """A finite number; required where there is no default."""
+        value = self.raw.get(key)
+        if value is None:
+            if default is None:
+                self.refuse(key, "is missing", "mend the config")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+            self.refuse(key, f"must be a finite number, not {short(value)}", "mend the config")
+        return float(value)
+
+    def optional(self, key: str) -> float | None:
+        """A finite number, or None where there is none."""
+        return None if self.raw.get(key) is None else self.number(key)
+
+    def boolean(self, key: str, *, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(key, f"must be true or false, not {short(value)}", "mend the config")
+        return value
+
+    def section(self, key: str) -> Fields | None:
+        """A nested object; None where absent, null or empty."""
+        value = self.raw.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            self.refuse(key, "must be an object", "mend the config")
+        return Fields(value, self.file, f"{self._prefix}{key}.")
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,58 @@
+"""Which quantization a model folder has, and what each format is called."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from quant.checkpoint.config import CONFIG, read_config
+from quant.checkpoint.detect import detect
+from quant.checkpoint.errors import BadConfig, BadFile, UnsupportedFormat
+from quant.checkpoint.fields import read_json
+from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, Int8Spec, PackedScheme, QuantSpec
+
+BESIDE: Final = "quant_config.json"  # where older writers put what config.json holds today
+DENSE: Final = "dense"
+INT8: Final = "int8"  # eight bits made while loading
+FORMATS: Final = (DENSE, "awq-int4", "compressed-tensors", "bitsandbytes-int8", INT8)
+
+
+def read_spec(folder: Path, names: Collection[str] = ()) -> QuantSpec | None:
+    """From the folder's JSON files; None: not quantized. `names`: its tensors, where they are known. Raises BadFile for
+    a format that is not served."""
+    config = read_config(folder)
+    beside = read_json(folder / BESIDE, "mend or remove the file") if (folder / BESIDE).is_file() else None
+    own = config.get("quantization_config") is not None or config.get("compression_config") is not None
+    file = folder / (CONFIG if own or beside is None else BESIDE)
+    try:
+        return detect(config, beside, names)
+    except UnsupportedFormat as error:
+        raise BadFile(file, f"{error.name} cannot be served", error.remedy) from error
+    except BadConfig as error:
+        raise BadFile(file, str(error), "mend the config") from error
+
+
+def described_by(folder: Path) -> tuple[Path, ...]:
+    """The JSON files that decide what the weights compute."""
+    return tuple(folder / name for name in (CONFIG, BESIDE) if (folder / name).is_file())
+
+
+def format_name(spec: QuantSpec | None) -> str:
+    """`dense`; `awq-int4-g128` (`-row`: one group a row); `compressed-tensors-int4-g128` or `-int8`;
+    `bitsandbytes-int8`."""
+    if spec is None:
+        return DENSE
+    if isinstance(spec, AwqSpec):
+        return f"awq-int4-{_group(spec.group)}"
+    if isinstance(spec, Int8Spec):
+        return spec.name
+    return "-".join((spec.name, *dict.fromkeys(_scheme(scheme) for scheme in spec.schemes)))
+
+
+def _scheme(scheme: PackedScheme) -> str:
+    return "int8" if scheme.bits == 8 else f"int4-{_group(scheme.group)}"
+
+
+def _group(size: int) -> str:
+    return "row" if size == WHOLE_ROW else f"g{size}"

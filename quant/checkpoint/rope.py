@@ -1,0 +1,144 @@
+"""How positions are turned into angles, as a config says it; `quant.checkpoint.angles` computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from quant.checkpoint.fields import Fields
+
+THETA: Final = 10000.0  # base of the angles where a config states none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """All angles divided by one factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScaling:
+    """Unscaled as far as the model was trained; beyond that the base would grow with the length of the text.
+
+    Keys are cached with the angles of the length at which they were made, so no length beyond is served: what is
+    served is then exact.
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Long wavelengths divided by the factor, short ones kept, a ramp between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Slow dimensions interpolated, fast ones kept, a ramp between, and attention sharpened."""
+
+    factor: float
+    original_context: int
+    attention_factor: float | None
+    beta_fast: float
+    beta_slow: float
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Base and scaling of the rotary embedding."""
+
+    theta: float
+    dim: int
+    scaling: Scaling
+
+
+def context_limit(max_positions: int, rope: RopeConfig) -> int:
+    """Positions the model can serve: YaRN stretches a limit that the config states unstretched."""
+    if isinstance(rope.scaling, YarnScaling):
+        return max(max_positions, int(rope.scaling.original_context * rope.scaling.factor))
+    return max_positions
+
+
+def parse_rope(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+    """Reads `rope_parameters`, or `rope_theta` with `rope_scaling`; where both are stated, `rope_scaling` counts."""
+    if head_dim % 2:
+        fields.refuse("head_dim", f"{head_dim} is odd, positions need pairs", "mend the config")
+    section = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({}, fields.file)
+    # The section's own theta wins; older configs hold it beside the section.
+    theta = section.number("rope_theta", default=fields.number("rope_theta", default=THETA))
+    if theta <= 1.0:
+        fields.refuse("rope_theta", f"must be above 1, not {theta}", "mend the config")
+    for holder in (fields, section):
+        if holder.number("partial_rotary_factor", default=1.0) != 1.0:
+            holder.refuse("partial_rotary_factor", "only whole heads are rotated", "use a model where it is 1")
+    return RopeConfig(theta=theta, dim=head_dim, scaling=_scaling(fields, section, max_positions))
+
+
+def _scaling(fields: Fields, section: Fields, max_positions: int) -> Scaling:
+    kind = section.raw.get("rope_type", section.raw.get("type", "default"))
+    if kind in ("default", None):
+        if any(isinstance(value, dict) for value in section.raw.values()):
+            fields.refuse("rope_parameters", "per-layer-type parameters are not served", "use one set for all layers")
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=_factor(section))
+    if kind == "dynamic":
+        return DynamicScaling(factor=_factor(section))
+    if kind == "llama3":
+        return _llama3(fields, section, max_positions)
+    if kind == "yarn":
+        return _yarn(fields, section, max_positions)
+    section.refuse("rope_type", f"{kind!r} is not served", "use default, linear, dynamic, llama3 or yarn")
+
+
+def _factor(section: Fields) -> float:
+    factor = section.number("factor")
+    if factor < 1.0:
+        section.refuse("factor", f"must be at least 1, not {factor}", "mend the config")
+    return factor
+
+
+def _original(fields: Fields, section: Fields, max_positions: int) -> int:
+    """Positions before scaling; what stands beside the section wins over what stands in it."""
+    key = "original_max_position_embeddings"
+    holder = section if fields.raw.get(key) is None else fields
+    return holder.integer(key, default=max_positions, minimum=1)
+
+
+def _llama3(fields: Fields, section: Fields, max_positions: int) -> Llama3Scaling:
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if not 0.0 < low < high:
+        section.refuse("high_freq_factor", "must exceed low_freq_factor, both above 0", "mend the config")
+    return Llama3Scaling(
+        factor=_factor(section),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=_original(fields, section, max_positions),
+    )
+
+
+def _yarn(fields: Fields, section: Fields, max_positions: int) -> YarnScaling:
+    original = _original(fields, section, max_positions)
+    stated = section.raw.get("factor") is not None
+    return YarnScaling(
+        factor=_factor(section) if stated else max_positions / original,
+        original_context=original,
+        attention_factor=section.optional("attention_factor"),
+        beta_fast=section.optional("beta_fast") or 32.0,
+        beta_slow=section.optional("beta_slow") or 1.0,
+        mscale=section.optional("mscale"),
+        mscale_all_dim=section.optional("mscale_all_dim"),
+        truncate=section.boolean("truncate", default=True),
+    )
