@@ -27,6 +27,7 @@ from cache.api import (
 )
 from cache.open.caches import Caches, open_caches
 from cache.open.counters import Counters
+from tests.cache.waiting import until
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
 END = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=3)
@@ -72,6 +73,15 @@ class Engine:
             yield part
 
 
+async def written(*caches: Caches) -> None:
+    """Until nothing waits to be written."""
+
+    async def empty() -> bool:
+        return not any(sum(each.held.values()) for each in caches)
+
+    await until(empty)
+
+
 async def ask(caches: Caches, engine: Engine) -> tuple[AnswerPart, ...]:
     found = await caches.responses.get(QUESTION, caches.allowance())
     if found is not None:
@@ -89,7 +99,7 @@ async def test_a_hundred_identical_calls_are_one_generation(make: Make, fronts: 
     answers = await asyncio.gather(*(ask(caches[i % fronts], engine) for i in range(100)))
     assert {"".join(part.text for part in answer) for answer in answers} == {"ab"}
     assert engine.runs == 1
-    await asyncio.sleep(0.05)
+    await written(*caches)
     assert (await ask(caches[-1], engine))[-1].ending == END
     assert engine.runs == 1
 
@@ -129,7 +139,7 @@ async def test_flushing(make: Make) -> None:
     for question in (QUESTION, other):
         await here.responses.get(question, here.allowance())
         await here.responses.put(question, completion())
-    await asyncio.sleep(0.05)
+    await written(here)
     found = await there.responses.get(QUESTION, there.allowance())
     assert found is not None
     assert await there.flush("acme", (Kind.RESPONSE, Kind.SEMANTIC), found.entry_id) == 1
@@ -146,11 +156,11 @@ async def test_a_flushed_answer_cannot_be_joined_any_more(make: Make) -> None:
     engine = Engine()
     here, there = make(), make()
     await ask(here, engine)
-    await asyncio.sleep(0.05)
+    await written(here)
     assert await here.flush("acme", (Kind.RESPONSE,)) == 1
     await ask(here, engine)
     assert engine.runs == 2
-    await asyncio.sleep(0.05)
+    await written(here)
     assert await here.flush("acme", (Kind.RESPONSE,)) == 1
     await ask(there, engine)
     assert engine.runs == 3
@@ -172,7 +182,7 @@ async def test_the_real_embedder_from_end_to_end(make: Make) -> None:
     assert semantic is not None
     what = Turn(question=QUESTION, context=b"", text=TEXT, greedy=True)
     assert await semantic.put(what, completion())
-    await asyncio.sleep(0.05)
+    await written(caches)
     found = await semantic.lookup(replace(what, text="how can i cook rice"), caches.allowance())
     assert found.verdict is Verdict.STRICT
     assert found.served is not None

@@ -39,6 +39,7 @@ from cache.semantic.evidence import label
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 from cache.store.redis_store import RedisStore
+from tests.cache.waiting import plain_wait, until
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
 ON = SemanticSettings(mode=Mode.ON, audit=0.0)
@@ -237,11 +238,14 @@ async def test_a_replica_that_starts_late_catches_up(make: Make, monkeypatch: py
     for number in range(200):
         await here.put(turn(f"tell me about item number {number} of the list"), answer(str(number)))
     asked = turn("tell me about item number 199 of the list")
-    deadline = time.monotonic() + 10
-    while (found := await there.look(asked)).served is None:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-    assert found.served.text == "199"
+
+    async def there_too() -> bool:
+        return (await there.look(asked)).served is not None
+
+    await until(there_too)
+    found = (await there.look(asked)).served
+    assert found is not None
+    assert found.text == "199"
 
 
 async def test_a_lost_directory_or_database_is_followed_anew(
@@ -345,13 +349,14 @@ async def test_faults_are_misses_within_the_budget(
     await warm.put(turn(SELL))
     assert (await warm.look(turn(SELL))).served is not None
     server.pause()
-    taken = []
+    taken, plain = [], []
     for _ in range(50):
+        plain.append(await plain_wait(0.02))
         begun = time.perf_counter()
         found = await warm.cache.lookup(turn(SELL), Allowance(0.02))
         taken.append(time.perf_counter() - begun)
         assert found.verdict is Verdict.FAULT
-    assert sorted(taken)[-2] < 0.06
+    assert sorted(taken)[-2] < 3 * max(plain)
     server.resume()
     await warm.cache.aclose()
     await store.aclose()

@@ -8,6 +8,7 @@ import pytest
 
 from cache.api import CacheKey, DirectoryPage, Kind, Store
 from cache.store.redis_store import RedisStore
+from tests.cache.waiting import until
 
 PARTITION = "ab" * 16
 
@@ -49,7 +50,11 @@ async def test_kinds_and_partitions_are_apart(store: Store) -> None:
 async def test_expires(store: Store) -> None:
     await store.set(key(1), b"short", 0.05)
     await store.set(key(2), b"long", 60)
-    await asyncio.sleep(0.12)
+
+    async def expired() -> bool:
+        return await store.get_many([key(1)]) == (None,)
+
+    await until(expired)
     assert await store.get_many([key(1), key(2)]) == (None, b"long")
     assert [found.digest async for found in store.scan(Kind.RESPONSE, PARTITION)] == [key(2).digest]
 
@@ -138,7 +143,11 @@ async def test_values_and_counters_are_read_at_once(store: Store) -> None:
 async def test_counters_expire(store: Store) -> None:
     counter = key(1, Kind.EVIDENCE)
     await store.add(counter, {"a": 1}, 0.05)
-    await asyncio.sleep(0.12)
+
+    async def expired() -> bool:
+        return await store.counts([counter]) == ({},)
+
+    await until(expired)
     await store.add(counter, {"a": 1}, 60)
     assert await store.counts([counter]) == ({"a": 1},)
 

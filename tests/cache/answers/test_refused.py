@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cache.answers.single_flight import Flights
 from cache.api import BEGUN, Generate, Refused
 from cache.open.counters import Counters
-from tests.cache.answers.test_shared_flight import Make, make_shared
+from tests.cache.answers.test_shared_flight import LONG, Make, make_shared, until
 from tests.cache.answers.test_single_flight import flights
 from tests.cache.flown import KEY, TEXT, Model, ask, read
 
@@ -125,26 +125,35 @@ async def test_a_replacement_begins_without_a_word(flights: Flights) -> None:
 
 
 async def test_a_refused_leader_lets_another_replica_lead(
-    make_shared: Make, make_flights: Callable[[], Flights]
+    make_shared: Make, make_flights: Callable[[], Flights], counters: Counters
 ) -> None:
-    model = Model(pause=0.01)
-    full, free = (make_flights(), make_shared()), (make_flights(), make_shared())
-    first = asyncio.ensure_future(told(full[0], lambda: full[1].around(KEY, refusing(7))))
-    await asyncio.sleep(0.002)
-    begun = asyncio.get_running_loop().time()
-    assert await told(free[0], lambda: free[1].around(KEY, announcing(model))) == TEXT
-    assert asyncio.get_running_loop().time() - begun < 1
+    leading, gate, model = asyncio.Event(), asyncio.Event(), Model()
+
+    async def refused_late() -> AsyncGenerator[Any, None]:
+        leading.set()
+        await gate.wait()
+        raise Refused(NoPlaceError(7))
+        yield
+
+    full, free = (make_flights(), make_shared(settings=LONG)), (make_flights(), make_shared(settings=LONG))
+    first = asyncio.ensure_future(told(full[0], lambda: full[1].around(KEY, refused_late)))
+    await asyncio.wait_for(leading.wait(), 20)
+    second = asyncio.ensure_future(told(free[0], lambda: free[1].around(KEY, announcing(model))))
+    await until(lambda: counters.counts().get(("flight_shared", "follow")))
+    gate.set()
+    # Neither the lease nor anybody's patience ends so soon.
+    assert await asyncio.wait_for(second, LONG.patience / 2) == TEXT
     assert await first == "NoPlaceError(7)"
     assert model.started == 1
 
 
 async def test_who_reads_along_with_another_replica_needs_no_place(
-    make_shared: Make, make_flights: Callable[[], Flights]
+    make_shared: Make, make_flights: Callable[[], Flights], counters: Counters
 ) -> None:
     model, gate = Model(), asyncio.Event()
     full, free = (make_flights(), make_shared()), (make_flights(), make_shared())
     leader = asyncio.ensure_future(ask(free[0], lambda: free[1].around(KEY, announcing(model, gate))))
-    await asyncio.sleep(0.05)
+    await until(lambda: counters.counts().get(("flight_shared", "lead")))
     async with full[0].join(KEY, lambda: full[1].around(KEY, refusing())) as parts:
         assert await asyncio.wait_for(anext(parts), 1) is BEGUN
         gate.set()
