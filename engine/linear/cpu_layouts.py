@@ -6,13 +6,11 @@ quantization at all.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 import torch
-from torch.nn import functional
 
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 from quant.checkpoint.nibbles import unpack_nibbles
@@ -181,25 +179,14 @@ class DensePlan:
     int8_rows: int
 
 
-def dense_plan() -> DensePlan:
-    """Of this CPU: bfloat16 where it multiplies faster in that than in float32, which needs instructions for it.
+def dense_plan(bf16: bool) -> DensePlan:
+    """`bf16`: whether the CPU has instructions for products of bfloat16; without, float32 is faster.
 
     The row counts were measured for weights of 1024 and 4096 squared on two cores of a CPU of either kind.
     """
-    if _product_time(torch.bfloat16) < _product_time(torch.float32):
+    if bf16:
         return DensePlan(torch.bfloat16, int4_rows=96, int8_rows=16)
     return DensePlan(torch.float32, int4_rows=256, int8_rows=64)
-
-
-def _product_time(dtype: torch.dtype) -> float:
-    """Seconds, the best of a few."""
-    x, weight = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        functional.linear(x, weight)
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def _places(values: torch.Tensor) -> torch.Tensor:

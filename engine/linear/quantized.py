@@ -14,7 +14,7 @@ from engine.kernels.weights import why_not as why_not_cuda
 from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, load_dense
 from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
-from engine.linear.cpu_layouts import DensePlan, dense_plan, pack_int4, pack_int8, why_not_int4, why_not_int8
+from engine.linear.cpu_layouts import DensePlan, pack_int4, pack_int8, why_not_int4, why_not_int8
 from engine.linear.cuda import CudaKernels, CudaLinear
 from engine.linear.joined import JoinedLinear
 from quant.checkpoint import forms as canonical
@@ -27,7 +27,7 @@ Quantize = Literal["int8"]
 Reader = Callable[[TensorSource, str, int, int], canonical.Linear]  # source, prefix, inputs, outputs
 
 
-def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, exact: bool = False) -> LinearLoader:
+def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, plan: DensePlan | None) -> LinearLoader:
     """Reads weights as `spec` says; `quantize` makes eight bits of plain ones, but of the head. `exact`: activations
     are never rounded below the placement's own type, whatever that costs."""
     if spec is not None and quantize is not None:
@@ -39,7 +39,7 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, exact: b
     def read(source: TensorSource, prefix: str, inputs: int, outputs: int) -> canonical.Linear:
         return read_linear(source, prefix, how, inputs, outputs)
 
-    return loader_of(read, None if exact else dense_plan())
+    return loader_of(read, plan)
 
 
 def loader_of(read: Reader, plan: DensePlan | None) -> LinearLoader:

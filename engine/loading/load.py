@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.linear import Placement
-from engine.linear.cpu_layouts import dense_plan
+from engine.linear import Placement, load_dense
+from engine.linear.cpu_layouts import DensePlan
 from engine.linear.quantized import loader_of, quantized_loader
 from engine.loading.border import checkpoint_errors
 from engine.loading.dummy import DummyLinears, DummyWeights
@@ -34,12 +34,17 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What is loaded, and to where. `exact`: products in the placement's own type, however slow (dtype float32)."""
+    """What is loaded, and to where. plan: how a CPU multiplies quantized weights; None: exactly, in the placement's own
+    type, however slow (dtype float32)."""
 
     config: ModelConfig
     form: Format
     placement: Placement
-    exact: bool
+    plan: DensePlan | None
+
+    @property
+    def exact(self) -> bool:
+        return self.plan is None
 
 
 def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> Loaded:
@@ -69,10 +74,7 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, form: Format) -> None:
 def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
     config, placement, spec = what.config, what.placement, what.form.in_memory
     source = DummyWeights(dense_tensors(config), seed, placement)
-    if spec is None:
-        load_linear = quantized_loader(None, None)
-    else:
-        load_linear = loader_of(DummyLinears(spec, seed, placement.device), None if what.exact else dense_plan())
+    load_linear = load_dense if spec is None else loader_of(DummyLinears(spec, seed, placement.device), what.plan)
     with checkpoint_errors(folder):
         weights = load_weights(config, source, load_linear, placement)
     seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(placement.dtype))
@@ -87,7 +89,7 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
     try:
         with checkpoint_errors(folder, checkpoint):
             _check(checkpoint, config, form)
-            load_linear = quantized_loader(form.spec, "int8" if form.int8 else None, what.exact)
+            load_linear = quantized_loader(form.spec, "int8" if form.int8 else None, what.plan)
             weights = load_weights(config, checkpoint, load_linear, what.placement)
             checkpoint.close()
             return Loaded(weights, _identity(fingerprint.result(), what), form.name)

@@ -19,6 +19,7 @@ from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
 from engine.linear import Placement
+from engine.linear.cpu_layouts import dense_plan
 from engine.loading.formats import read_folder
 from engine.loading.load import Loaded, Loading, load
 from engine.loading.progress import Progress
@@ -26,7 +27,7 @@ from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.settings import PAGE_SIZE, EngineSettings
-from engine.worker.hardware import pick_device, pick_dtype, pick_threads
+from engine.worker.hardware import cpu_features, pick_device, pick_dtype, pick_threads
 from quant.checkpoint.config import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -53,8 +54,9 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
-    placement = Placement(pick_dtype(settings.dtype, config.dtype, device, form.in_memory is not None), device)
-    what = Loading(config, form, placement, exact=settings.dtype == "float32")
+    cpu = cpu_features()
+    placement = Placement(pick_dtype(settings.dtype, config.dtype, device, cpu, form.in_memory is not None), device)
+    what = Loading(config, form, placement, None if settings.dtype == "float32" else dense_plan(cpu.bf16))
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:

@@ -21,8 +21,8 @@ from engine.execution.registry import EXECUTORS
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
-from engine.linear import Placement
-from engine.linear.quantized import loader_of, quantized_loader
+from engine.linear import Placement, load_dense
+from engine.linear.quantized import loader_of
 from engine.loading.dummy import DummyLinears
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import check
@@ -112,7 +112,7 @@ def examine(settings: EngineSettings) -> Report:
             read_folder(Path(settings.model), settings.quantization) if settings.model else (None, Format(None))
         )
         stated = None if config is None else config.dtype
-        dtype = hardware.pick_dtype(settings.dtype, stated, device, form.in_memory is not None)
+        dtype = hardware.pick_dtype(settings.dtype, stated, device, hardware.cpu_features(), form.in_memory is not None)
         report.dtypes = _dtypes(device, dtype, settings)
         report.formats = _formats(None if config is None else form)
         parts = None if config is None else _parts(config, form, Placement(dtype, device))
@@ -147,7 +147,7 @@ def _dtype_reason(name: str, device: torch.device, settings: EngineSettings) -> 
         return f"{settings.dtype} was asked for"
     if device.type == "cpu" and name == "float16":
         return "not the default on a CPU: --dtype float16 asks for it"
-    if device.type == "cpu" and name == "bfloat16" and not hardware.cpu_has_bf16():
+    if device.type == "cpu" and name == "bfloat16" and not hardware.cpu_features().bf16:
         return "this CPU has no bfloat16 arithmetic: --dtype bfloat16 asks for it all the same"
     return f"not what the model was saved in: --dtype {name} asks for it"
 
@@ -210,7 +210,7 @@ def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
     """What a decoder judges a model by: weights without memory, one page, one slot."""
     nowhere = Placement(placement.dtype, torch.device("meta"))
     spec = form.in_memory
-    read = quantized_loader(None, None) if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device), None)
+    read = load_dense if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device), None)
     weights = load_weights(config, _Shapes(dense_tensors(config), placement.dtype), read, nowhere)
     model = Transformer(config, weights, rope_table(config.rope, 1, placement.device), placement)
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)

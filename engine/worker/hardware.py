@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -11,7 +13,35 @@ from engine.errors import Unsupported
 from engine.settings import Device, Dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of /proc/cpuinfo, x86 and Arm
+CPUINFO: Final = Path("/proc/cpuinfo")
+HIDE: Final = "CPU_HIDE_FEATURES"  # environment variable: flags of /proc/cpuinfo, with commas, to treat as absent
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFeatures:
+    """Units of the instruction set, under their names in /proc/cpuinfo (x86 and Arm).
+
+    The engine asks here alone, so that what one CPU does can be tested on another: with flags of the test's own, or in
+    a whole process by hiding some (`HIDE`). What torch itself dispatches to stays: ATEN_CPU_CAPABILITY=avx2 and
+    ONEDNN_MAX_CPU_ISA=AVX2 bound that.
+    """
+
+    flags: frozenset[str]
+
+    @property
+    def bf16(self) -> bool:
+        """Whether products of bfloat16 have instructions of their own, so that they are faster than in float32."""
+        return not self.flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def cpu_features(cpuinfo: Path = CPUINFO) -> CpuFeatures:
+    """Of this machine, less what `HIDE` names; none where they cannot be read."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return CpuFeatures(frozenset())
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return CpuFeatures(frozenset(flags).difference(os.environ.get(HIDE, "").replace(",", " ").split()))
 
 
 def pick_device(wanted: Device) -> torch.device:
@@ -25,7 +55,9 @@ def pick_device(wanted: Device) -> torch.device:
     return torch.device("cpu")
 
 
-def pick_dtype(wanted: Dtype, stated: str | None, device: torch.device, quantized: bool = False) -> torch.dtype:
+def pick_dtype(
+    wanted: Dtype, stated: str | None, device: torch.device, cpu: CpuFeatures, quantized: bool = False
+) -> torch.dtype:
     """auto: the checkpoint's own on a GPU, but bfloat16 around quantized weights, whose kernels read nothing else; on a
     CPU bfloat16 only where it is native, else float32."""
     if wanted != "auto":
@@ -37,23 +69,13 @@ def pick_dtype(wanted: Dtype, stated: str | None, device: torch.device, quantize
         if own == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.float16
         return own
-    return torch.bfloat16 if own != torch.float32 and cpu_has_bf16() else torch.float32
+    return torch.bfloat16 if own != torch.float32 and cpu.bf16 else torch.float32
 
 
 def pick_threads(wanted: int | None) -> int:
     """All cores but one: torch's threads wait for each other at every product, and one that shares its core with the
     front holds up all of them."""
     return wanted if wanted is not None else max(1, len(os.sched_getaffinity(0)) - 1)
-
-
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bfloat16 by itself."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return False
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return not BF16_FLAGS.isdisjoint(flags)
 
 
 def free_bytes(device: torch.device) -> int:

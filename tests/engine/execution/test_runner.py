@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from engine.scheduling.plan import Row, StepPlan
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import build, make_runner, prepare
-from engine.worker.hardware import cpu_has_bf16, pick_dtype, pick_threads
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -146,24 +144,3 @@ def test_pages_in_any_order_and_layout(
     for one, expected in zip(found, truth, strict=True):
         assert expected is not None
         torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_one_core_is_left_to_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, expected in ((1, 1), (2, 1), (16, 15)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        assert pick_threads(None) == expected
-    assert pick_threads(7) == 7
-
-
-def test_dtype_auto_follows_the_checkpoint_where_the_machine_can(tmp_path: Path) -> None:
-    cpu = torch.device("cpu")
-    assert pick_dtype("auto", "float32", cpu) == torch.float32
-    assert pick_dtype("auto", None, cpu) == torch.float32
-    assert pick_dtype("float16", "bfloat16", cpu) == torch.float16
-    native = torch.bfloat16 if cpu_has_bf16() else torch.float32
-    assert pick_dtype("auto", "bfloat16", cpu) == native
-    info = tmp_path / "cpuinfo"
-    for flags, expected in (("fpu avx512f avx512_bf16", True), ("fpu avx512f avx512_vnni", False), ("bf16 i8mm", True)):
-        info.write_text(f"processor : 0\nflags\t\t: {flags}\n")
-        assert cpu_has_bf16(info) is expected
-    assert not cpu_has_bf16(tmp_path / "absent")

@@ -83,19 +83,8 @@ def test_what_the_kernels_cannot_take_is_said():
     assert "multiple of 32" in str(why_not_int8(round_rows(torch.randn(16, 40))))
 
 
-@pytest.mark.parametrize(
-    ("times", "dtype"),
-    [
-        ({torch.bfloat16: 1.0, torch.float32: 2.0}, torch.bfloat16),
-        ({torch.bfloat16: 2.0, torch.float32: 1.0}, torch.float32),
-    ],
-)
-def test_the_dense_type_is_the_faster_one(monkeypatch, times, dtype):
-    monkeypatch.setattr("engine.linear.cpu_layouts._product_time", times.__getitem__)
-    plan = dense_plan()
+@pytest.mark.parametrize(("bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_dense_type_is_the_one_with_instructions(bf16: bool, dtype: torch.dtype) -> None:
+    plan = dense_plan(bf16)
     assert plan.dtype == dtype
     assert plan.int8_rows < plan.int4_rows
-
-
-def test_this_cpu_has_a_plan():
-    assert dense_plan().dtype in (torch.bfloat16, torch.float32)

@@ -142,4 +142,4 @@ def test_bytes_of_four_bits(group: int) -> None:
 
 def test_quantized_weights_are_not_quantized_again() -> None:
     with pytest.raises(ValueError, match="already"):
-        quantized_loader(Int8Spec(), "int8")
+        quantized_loader(Int8Spec(), "int8", None)

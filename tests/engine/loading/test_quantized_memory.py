@@ -39,8 +39,8 @@ def field(name):
     return int(fields[name].split()[0]) * 1024
 
 import torch
-from engine.linear.cpu_layouts import dense_plan
-dense_plan()
+torch.ones(64, 512) @ torch.ones(512, 512)
+torch.ones(64, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
 Path("/proc/self/clear_refs").write_text("5")
 before = field("VmRSS")
 settings = EngineSettings(

@@ -58,6 +58,17 @@ def test_it_tells_what_building_comes_to(dtype: Any) -> None:
     assert report.model.weights_bytes <= info.weights_bytes <= report.model.weights_bytes * 1.05
 
 
+@pytest.mark.parametrize(("flags", "chosen"), [({"avx512_bf16"}, "bfloat16"), ({"avx512f"}, "float32")])
+def test_the_type_of_a_bfloat16_model_follows_the_cpu(
+    flags: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "cpu_features", lambda: hardware.CpuFeatures(frozenset(flags)))
+    dtypes = {one.name: one for one in doctor.examine(settings()).dtypes}
+    assert [name for name, one in dtypes.items() if one.chosen] == [chosen]
+    lacking = "no bfloat16 arithmetic" in (dtypes["bfloat16"].reason or "")
+    assert lacking is (chosen == "float32")
+
+
 def test_without_a_model() -> None:
     report = doctor.examine(settings(""))
     assert (report.model, report.problems) == (None, [])

@@ -1,0 +1,61 @@
+"""What follows from the machine: device, type of number, threads. Every kind of CPU is played by its flags."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.worker.hardware import HIDE, CpuFeatures, cpu_features, pick_dtype, pick_threads
+
+CPU = torch.device("cpu")
+PLAIN = CpuFeatures(frozenset({"fpu", "avx512f", "avx512_vnni"}))
+NATIVE = CpuFeatures(frozenset({"fpu", "avx512f", "avx512_bf16"}))
+
+
+def test_one_core_is_left_to_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (2, 1), (16, 15)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert pick_threads(None) == expected
+    assert pick_threads(7) == 7
+
+
+@pytest.mark.parametrize(("cpu", "native"), [(PLAIN, torch.float32), (NATIVE, torch.bfloat16)])
+def test_dtype_auto_follows_the_checkpoint_where_the_machine_can(cpu: CpuFeatures, native: torch.dtype) -> None:
+    assert pick_dtype("auto", "float32", CPU, cpu) == torch.float32
+    assert pick_dtype("auto", None, CPU, cpu) == torch.float32
+    assert pick_dtype("float16", "bfloat16", CPU, cpu) == torch.float16
+    assert pick_dtype("bfloat16", "float32", CPU, cpu) == torch.bfloat16
+    assert pick_dtype("auto", "bfloat16", CPU, cpu) == native
+    assert pick_dtype("auto", "float16", CPU, cpu, quantized=True) == native
+
+
+@pytest.mark.parametrize(
+    ("line", "bf16"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: fpu amx_tile amx_bf16", True),
+        ("flags\t\t: fpu avx512f avx512_vnni", False),
+        ("Features\t: bf16 i8mm", True),
+        ("Features\t: fp asimd", False),
+        ("model name\t: bf16", False),
+    ],
+)
+def test_flags_are_those_of_cpuinfo(line: str, bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HIDE, raising=False)
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor : 0\n{line}\n")
+    assert cpu_features(info).bf16 is bf16
+    assert cpu_features(tmp_path / "absent") == CpuFeatures(frozenset())
+
+
+def test_flags_can_be_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("flags\t\t: fpu avx512f avx512_bf16 amx_bf16 avx512_vnni\n")
+    monkeypatch.setenv(HIDE, "avx512_bf16, amx_bf16,avx512_vnni")
+    assert cpu_features(info) == CpuFeatures(frozenset({"fpu", "avx512f"}))
+    assert not cpu_features(info).bf16
+    monkeypatch.setenv(HIDE, "avx512")  # whole names only
+    assert cpu_features(info).bf16
