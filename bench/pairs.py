@@ -15,7 +15,7 @@ from cache.semantic.embedder import ModelEmbedder, open_embedder
 from cache.semantic.export import exported
 from cache.semantic.guard import strictly_equal, veto
 
-PAIRS = ROOT / "tests" / "cache" / "data" / "pairs_held_out.jsonl"
+PAIRS = ROOT / "tests" / "cache" / "semantic" / "data" / "pairs_held_out.jsonl"
 COSINE = 0.90
 STRICT_COSINE = 0.80
 
