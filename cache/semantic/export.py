@@ -33,7 +33,7 @@ from cache.semantic.embedder import (
     native_embedder,
     onnx_embedder,
 )
-from cache.semantic.native import LIBRARY, SOURCE, WEIGHTS, NotNative, compile_encoder, lacking, write_weights
+from cache.semantic.native import LIBRARY, SOURCE, WEIGHTS, NotNative, compile_encoder, hidden, lacking, write_weights
 from cache.semantic.source import REFERENCE
 
 if TYPE_CHECKING:
@@ -78,9 +78,14 @@ def missing(source: Path | None = None) -> tuple[str, ...]:
 
 def _made(source: Path | None) -> bool:
     try:
-        return (cache_folder() / source_digest(source or default_source())[:16] / MANIFEST).is_file()
+        return (cache_folder() / _name(source_digest(source or default_source())) / MANIFEST).is_file()
     except (ExportFailed, OSError):
         return False
+
+
+def _name(digest: str) -> str:
+    """What is made as if the processor lacked something lies apart, since others would miss it there."""
+    return f"{digest[:16]}-hidden" if hidden() else digest[:16]
 
 
 def cache_folder() -> Path:
@@ -107,7 +112,7 @@ def exported(source: Path | None = None, target: Path | None = None) -> Path:
     """
     folder = source or default_source()
     digest = source_digest(folder)
-    final = (target or cache_folder()) / digest[:16]
+    final = (target or cache_folder()) / _name(digest)
     if (final / MANIFEST).is_file():
         return final
     log.info("cache: exporting the embedder, once")

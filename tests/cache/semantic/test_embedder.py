@@ -18,8 +18,8 @@ from cache.semantic.export import ExportFailed, default_source, exported, missin
 from cache.semantic.graph import NotExportable, read_shape
 
 
-def test_it_agrees_with_the_original(embedder: ModelEmbedder) -> None:
-    manifest = json.loads((exported() / MANIFEST).read_text())
+def test_it_agrees_with_the_original(embedder: ModelEmbedder, exported_embedder: Path) -> None:
+    manifest = json.loads((exported_embedder / MANIFEST).read_text())
     assert manifest["reference"] >= 20
     runtimes = manifest["runtimes"]
     assert runtimes["onnxruntime"]["mean_cosine"] > 0.985
@@ -48,12 +48,12 @@ def test_nothing_is_truncated(embedder: ModelEmbedder) -> None:
     assert embedder.tokens("word " * 700) == 700
 
 
-def test_it_is_made_once(embedder: ModelEmbedder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_made_once(exported_embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("exported again")
 
     monkeypatch.setattr(export, "_export", fail)
-    assert exported().is_dir()
+    assert exported() == exported_embedder
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
@@ -127,6 +127,7 @@ def test_other_shapes_are_refused_by_name(change: Callable[[dict[str, Any]], Non
         read_shape(described)
 
 
+@pytest.mark.usefixtures("exported_embedder")
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert missing() == ()
     absent: set[str] = set()
@@ -140,5 +141,4 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert missing(tmp_path) == ("onnx",)  # nothing was made of this folder
     absent.clear()
     absent.add("onnx")
-    exported()
     assert missing() == ()  # it was made before, and making is all that is lacking

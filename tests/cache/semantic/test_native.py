@@ -201,6 +201,7 @@ def test_no_compiler_and_one_that_fails_are_said(tmp_path: Path, monkeypatch: py
 
 
 def test_what_a_processor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CPU_HIDE_FEATURES", raising=False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(Path, "read_text", lambda _: "processor: 0\nflags\t: fpu avx2 avx512f avx512bw fma\n")
     assert native.lacking() == "avx512vl, avx512dq, avx512_vnni"
@@ -208,18 +209,49 @@ def test_what_a_processor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "aarch64" in native.lacking()
 
 
-def test_a_processor_that_lacks_it_uses_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_hidden_counts_as_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(Path, "read_text", lambda _: f"flags\t: fpu {' '.join(native.NEEDS)}\n")
+    monkeypatch.delenv("CPU_HIDE_FEATURES", raising=False)
+    assert (native.lacking(), native.hidden()) == ("", frozenset())
+    monkeypatch.setenv("CPU_HIDE_FEATURES", "avx512_bf16,avx512_vnni,avx512f")
+    assert native.lacking() == "avx512f, avx512_vnni"
+    assert native.hidden() == {"avx512f", "avx512_vnni"}
+    monkeypatch.setenv("CPU_HIDE_FEATURES", "avx512_bf16")
+    assert (native.lacking(), native.hidden()) == ("", frozenset())
+
+
+def test_what_is_made_with_something_hidden_lies_apart(
+    exported_embedder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[Path] = []
+
+    def make(folder: Path, work: Path, digest: str) -> Path:
+        made.append(work / "made")
+        made[-1].mkdir()
+        (made[-1] / MANIFEST).write_text("{}")
+        return made[-1]
+
+    monkeypatch.setattr(export, "_export", make)
+    found = set()
+    for hide in ("", "avx512_vnni"):
+        monkeypatch.setenv("CPU_HIDE_FEATURES", hide)
+        found |= {exported(None, tmp_path), exported(None, tmp_path)}
+    assert len(found) == len(made) == 2
+
+
+def test_a_processor_that_lacks_it_uses_onnxruntime(exported_embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedders, "lacking", lambda: "avx512_vnni")
-    found = open_embedder(exported())
+    found = open_embedder(exported_embedder)
     assert "-int" in found.digest
     assert abs(float(np.linalg.norm(found.embed("How do I sell a used car?"))) - 1) < 1e-3
 
 
 def test_a_library_that_cannot_be_loaded_is_onnxruntimes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    exported_embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "made"
-    shutil.copytree(exported(), folder)
+    shutil.copytree(exported_embedder, folder)
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["runtimes"].setdefault("native", manifest["runtimes"]["onnxruntime"])
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -230,13 +262,13 @@ def test_a_library_that_cannot_be_loaded_is_onnxruntimes(
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> Path:
+def raw(exported_embedder: Path, tmp_path: Path) -> Path:
     """What `source` leaves of a small random model."""
     size = Size(words=40_000, places=512)
     folder = tmp_path / "raw"
     folder.mkdir()
     weights = random_weights(size)
-    shutil.copy(exported() / TOKENIZER, folder / TOKENIZER)
+    shutil.copy(exported_embedder / TOKENIZER, folder / TOKENIZER)
     config = {"hidden_act": "gelu", "num_hidden_layers": size.layers, "num_attention_heads": size.heads}
     config |= {"hidden_size": size.width, "layer_norm_eps": 1e-12}
     shape = {"architecture": "BertModel", "modules": ["Transformer", "Pooling"], "config": config}
@@ -275,6 +307,7 @@ def test_an_export_without_a_compiler_or_too_far_off_is_onnxruntimes(
         write(target, {name: np.round(value, 0) for name, value in weights.items()}, *rest)
 
     monkeypatch.setattr(export, "write_weights", worse)
+    monkeypatch.setattr(export, "compile_encoder", lambda target: shutil.copy(tmp_path / "both" / LIBRARY, target))
     assert set(quantized(raw, tmp_path / "worse")) == {"onnxruntime"}
     assert "c is too far from the original" in caplog.text
     assert open_embedder(tmp_path / "worse").digest == "d-int8"

@@ -228,14 +228,10 @@ async def test_writes_are_dropped_under_pressure_not_queued_for_ever(
     server = make_redis()
     store = await warmed(open_store(server.url, queue_items=10, queue_bytes=5000))
     server.pause()
-    begun = time.perf_counter()
     assert [store.offer(key(i), bytes(100), 60) for i in range(12)] == [True] * 10 + [False] * 2
     assert not store.offer(key(20), bytes(5000), 60)
-    took = time.perf_counter() - begun
-    begun = time.perf_counter()
-    with pytest.raises(StoreFault):
-        await store.get_many([key(1)])
-    assert took < time.perf_counter() - begun  # than one lookup that waits for its budget
+    assert store.queued == 10 * 100
+    assert ("cache_write_failed", "") not in counters.counts()  # as after a wait for this server
     assert counters.counts()["cache_write_dropped", "response"] == 3
     server.resume()
 
