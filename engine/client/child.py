@@ -108,7 +108,7 @@ class Child(asyncio.Protocol):
 def _launch(fd: int) -> subprocess.Popen[bytes]:
     """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
     environment = dict(os.environ)
-    home = Path(__file__).resolve().parents[1]
+    home = Path(__file__).resolve().parents[2]
     if home.name not in ("site-packages", "dist-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
     # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
