@@ -33,6 +33,7 @@ _DETAILS = (
 
 
 STEP = 0.002  # seconds, of an engine that is watched
+PATIENCE = 20.0  # seconds after which a test that waits has failed, on however slow a machine
 UNCACHED = ("--optimizations.response-cache=false", "--cache.semantic.mode=off")
 
 
@@ -80,12 +81,12 @@ class Server:
     def load(self) -> admin_pb2.GetLoadResponse:
         return self.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=10)
 
-    def idle(self, within: float = 5.0) -> admin_pb2.GetLoadResponse:
+    def idle(self, within: float = PATIENCE) -> admin_pb2.GetLoadResponse:
         """Waits until the engine holds nothing; the load it then reports."""
         return self.until(lambda load: not (load.running or load.waiting or load.paused or load.used_pages), within)
 
     def until(
-        self, found: Callable[[admin_pb2.GetLoadResponse], bool], within: float = 5.0
+        self, found: Callable[[admin_pb2.GetLoadResponse], bool], within: float = PATIENCE
     ) -> admin_pb2.GetLoadResponse:
         """Waits until the load is as wished."""
         end = time.monotonic() + within

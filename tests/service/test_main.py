@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.main import serve as serve_here
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.conftest import ROOT, Server, ask, ask_stream, command, refused
+from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream, command, refused
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
@@ -115,7 +115,7 @@ def test_an_idle_server_stops_at_once(serve: Serve, number: int) -> None:
         engine = server.engine_pid()
         started = time.monotonic()
         assert server.stop(number) == 0
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < PATIENCE  # and not after the drain's time
         assert not Path(f"/proc/{engine}").exists()
 
 
@@ -214,7 +214,7 @@ def test_what_outlives_the_drain_is_cut_off_with_unavailable(serve: Serve) -> No
         assert refusal.code is grpc.StatusCode.UNAVAILABLE
         assert refusal.retry_ms > 0
         assert server.process.wait(20) == 1
-        assert 0.4 < time.monotonic() - started < 10
+        assert 0.4 < time.monotonic() - started < PATIENCE
 
 
 def test_a_second_signal_ends_the_wait(serve: Serve) -> None:

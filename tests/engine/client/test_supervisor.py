@@ -78,7 +78,7 @@ async def test_killed_in_mid_stream() -> None:
         os.kill(pid_of(client), signal.SIGKILL)
         started = time.monotonic()
         results = await asyncio.gather(*[ids_of(stream) for stream in streams], return_exceptions=True)
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < PATIENCE
         assert all(isinstance(result, EngineUnavailable) and result.retry_after > 0 for result in results)
         assert client.live == 0
         assert client.load.running == 0
@@ -109,7 +109,7 @@ async def test_a_stopped_process_is_a_hang() -> None:
         started = time.monotonic()
         with pytest.raises(EngineUnavailable):
             await ids_of(stream)
-        assert 1.3 < time.monotonic() - started < 5.0
+        assert 1.3 < time.monotonic() - started < PATIENCE
         await works_again(client)
         assert not alive(pid)
 
@@ -163,7 +163,7 @@ async def test_it_can_be_closed_between_two_processes() -> None:
     await until(lambda: client.state is EngineState.RESTARTING)
     started = time.monotonic()
     await client.close()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < PATIENCE
     assert client.state is EngineState.STOPPED
 
 

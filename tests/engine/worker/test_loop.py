@@ -143,7 +143,7 @@ def test_a_loop_with_only_paused_work_keeps_saying_that_it_lives(front: Front) -
     while len(front.loads()) < 5:
         front.receive()
     front.wait_for_load(paused=1)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < PATIENCE
     front.send(Resume(1))
     front.read_to_end(1)
 
@@ -154,7 +154,7 @@ def test_a_timer_fires_without_any_step(front: Front) -> None:
     finish = front.read_to_end(1)[-1].finish
     assert finish is not None
     assert finish.reason is FinishReason.TIME_BUDGET
-    assert 0.3 <= time.monotonic() - now < 5.0
+    assert 0.3 <= time.monotonic() - now < PATIENCE
 
 
 def test_a_broken_step_costs_its_own_requests(front: Front, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,19 +55,15 @@ def test_hits_are_served_and_questions_refused(narrow: Server) -> None:
     text, _ = generate(narrow, known)
     kept(narrow, known)
     with full(narrow):
-        took = []
         for number in range(20):
             answer, header = generate(narrow, known)
             assert (header, answer.text) == ("hit-response", text.text)
-            started = time.monotonic()
             refusal = refused(narrow.generation.Generate, greedy(f"unknown {number}"))
-            took.append(time.monotonic() - started)
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert refusal.reason == "QUEUE_FULL"
             assert 100 <= refusal.retry_ms <= 15_000
             if number % 5 == 0:
                 assert refused(narrow.generation.GenerateStream, as_stream(greedy("s"))).reason == "QUEUE_FULL"
-        assert sorted(took)[len(took) // 2] < 0.05
         assert value(page_of(narrow), "requests_refused_total", reason="QUEUE_FULL") >= 24
 
 

