@@ -42,6 +42,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+@pytest.fixture(params=[False, True], ids=["without bf16", "with bf16"])
+def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A CPU without units for bfloat16, and one with them, as this process sees it; torch computes the same on both."""
+    from engine.worker import build, hardware
+
+    claimed: bool = request.param
+    here = hardware.CpuFeatures(frozenset({"avx512_bf16"} if claimed else ()))
+    for module in (build, hardware):
+        monkeypatch.setattr(module, "cpu_features", lambda: here)
+    return claimed
+
+
 @pytest.fixture(scope="session")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis")).start()

@@ -86,6 +86,7 @@ FOUR_BITS = {
 }
 
 
+@pytest.mark.isa
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_four_bits_say_their_own(served_awq: object, name: str) -> None:
     stub = GenerationServiceStub(grpc.insecure_channel(served_awq.data))  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ from quant.checkpoint.nibbles import unpack_nibbles
 from quant.checkpoint.rounding import round_rows
 from quant.rounding import round_groups
 
+pytestmark = pytest.mark.isa
+
 # outputs, inputs, group: whole blocks, short last blocks, several chunks, groups that the kernel does not know
 SHAPES = [(64, 256, 128), (16, 64, 32), (80, 128, 64), (112, 192, 96), (1040, 64, 64), (2064, 64, 32), (64, 512, 512)]
 

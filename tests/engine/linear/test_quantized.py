@@ -18,6 +18,8 @@ from engine.linear.quantized import place_weight, quantized_loader
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight
 from quant.checkpoint.spec import Int8Spec
 
+pytestmark = pytest.mark.isa
+
 CPU = Placement(torch.float32, torch.device("cpu"))
 PLAN = DensePlan(torch.float32, int4_rows=4, int8_rows=4)
 

@@ -16,6 +16,8 @@ from engine.settings import EngineSettings
 from engine.worker import doctor, hardware
 from engine.worker.build import build
 
+pytestmark = pytest.mark.isa
+
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
@@ -38,6 +40,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_it_tells_what_building_comes_to(dtype: Any) -> None:
     report = doctor.examine(settings(dtype=dtype))

@@ -33,6 +33,8 @@ from tests.engine.quantized import (
     write,
 )
 
+pytestmark = pytest.mark.isa
+
 STORED = Path(__file__).resolve().parents[2] / "quant" / "fixtures"
 
 
@@ -53,6 +55,7 @@ def test_checkpoints_of_the_packages_give_their_logits(name: str, oracle: str, e
     assert torch.allclose(logits_of(STORED / name, ids, at_once=True, dtype="float32")[0], expected[-1], atol=exact)
 
 
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("name", ["awq-tiny", "bnb-int8-tiny"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
 def test_packed_kernels_stay_close_to_exact_logits(name: str, dtype: Any) -> None:
@@ -207,6 +210,7 @@ def test_weights_that_compute_otherwise_have_another_digest(tmp_path: Path) -> N
     assert plain[0] == plain[1]
 
 
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize(
     ("section", "quantization", "form", "kind"),
     [
@@ -240,6 +244,7 @@ def test_random_weights_come_packed(
     assert 0.3 < float(found[0].std()) < 10
 
 
+@pytest.mark.usefixtures("bf16_units")
 def test_the_doctor_tells_what_building_comes_to(tmp_path: Path) -> None:
     make(tmp_path)
     cases = ((tmp_path / "awq", "auto"), (tmp_path / "plain", "int8"), (tmp_path / "plain", "auto"))
