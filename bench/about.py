@@ -23,7 +23,7 @@ def revision() -> str:
 
 
 def device() -> str:
-    """The card, or the processor with its cores."""
+    """The GPU, or the processor with its cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -31,8 +31,8 @@ def device() -> str:
     return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
 
-def card_bytes(pid: int | None = None) -> int | None:
-    """What the driver counts of a process's memory on the cards, or of all processes'; None where it does not tell."""
+def gpu_bytes(pid: int | None = None) -> int | None:
+    """Bytes of GPU memory that the driver counts for a process, or for all; None where it does not say."""
     if pid is None:
         return _mebibytes([used for (used,) in _smi("--query-gpu=memory.used")])
     return _mebibytes([used for one, used in _smi("--query-compute-apps=pid,used_memory") if one == str(pid)])

@@ -5,7 +5,7 @@ own loop and, with --grpc, through a server on loopback as well.
 
 Prints a table and ends in one JSON line. A rate counts the tokens after the first arrival, median of --rounds answers;
 a token's time is its share of the gap to the arrival before. The roofline is the bytes a token must read, at the
-bandwidth that one large read reaches on the card. CPU is processor time of all processes that serve, in cores.
+bandwidth that one large read reaches on the GPU. CPU is processor time of all processes that serve, in cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench.about import card_bytes, device, revision
+from bench.about import device, gpu_bytes, revision
 from bench.driven import asked, planner
 from bench.pace import Answer, figures, first_tokens
 from engine.api import SamplingParams
@@ -132,8 +132,8 @@ def engine_settings(given: argparse.Namespace) -> EngineSettings:
 
 
 def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, Any]:
-    """The engine's own figures, each with its share of the roofline where the card's bandwidth is known."""
-    before = card_bytes()
+    """The engine's own figures, each with its share of the roofline where the GPU's bandwidth is known."""
+    before = gpu_bytes()
     arm = EngineArm(engine_settings(given), sampling)
     info, reading = arm.runner.info, arm.reading
     found = measure(arm.ask, given, info.vocab_size)
@@ -154,7 +154,7 @@ def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, 
 
 def _driver_bytes(before: int | None) -> int | None:
     """What the driver counts of this process, code and all; where it counts none apart, how much more than before."""
-    own, whole = card_bytes(os.getpid()), card_bytes()
+    own, whole = gpu_bytes(os.getpid()), gpu_bytes()
     if own is not None or before is None or whole is None:
         return own
     return whole - before

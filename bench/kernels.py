@@ -1,4 +1,4 @@
-"""Decode steps made of `engine.kernels`, timed on a card with random weights of real shapes.
+"""Decode steps made of `engine.kernels`, timed on a GPU with random weights of real shapes.
 
     python -m bench.kernels --model qwen3-0.6b --format bf16 --context 128 1024 8192
 
@@ -124,7 +124,7 @@ class Timing:
 
 
 class Bench:
-    """One card, one model in one format."""
+    """One model in one format, on one GPU."""
 
     def __init__(
         self, library: Kernels, launcher: Launcher, weights: StepWeights, pages: int, bandwidth: float

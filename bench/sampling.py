@@ -1,4 +1,4 @@
-"""What the sampling stages add to a decode step, on a card: microseconds of the chain, and up to each stage.
+"""What the sampling stages add to a decode step, on a GPU: microseconds of the chain, and up to each stage.
 
     python -m bench.sampling --vocabulary 151936 --batch 1 8
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.about import card_bytes
+from bench.about import gpu_bytes
 
 
 def says(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, processes: str, code: int = 0) -> None:
@@ -20,9 +20,9 @@ def says(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, processes: st
 
 def test_a_process_and_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says(tmp_path, monkeypatch, "6100\\n20\\n", "77, 5304\\n78, 12\\n77, 6\\n")
-    assert card_bytes() == 6120 << 20
-    assert card_bytes(77) == 5310 << 20
-    assert card_bytes(7) is None
+    assert gpu_bytes() == 6120 << 20
+    assert gpu_bytes(77) == 5310 << 20
+    assert gpu_bytes(7) is None
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,10 @@ def test_what_is_not_told_is_no_number(
     gpus: str, processes: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says(tmp_path, monkeypatch, gpus, processes, code)
-    assert card_bytes() is None
-    assert card_bytes(77) is None
+    assert gpu_bytes() is None
+    assert gpu_bytes(77) is None
 
 
 def test_no_tool_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert card_bytes() is None
+    assert gpu_bytes() is None
