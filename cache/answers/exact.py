@@ -95,7 +95,7 @@ class ExactCache:
             return False
         stopped = completion.ending.reason in STOPPED
         key = self.key(question, epoch, None if stopped else question.max_tokens)
-        sealed = self._envelope.seal(key, pack_completion(completion))
+        sealed = self._envelope.seal(key, pack_completion(completion), self._settings.max_bytes)
         return sealed is not None and self._store.offer(key, sealed, self._settings.ttl)
 
     def key(self, question: Question, epoch: bytes, max_tokens: int | None) -> CacheKey:

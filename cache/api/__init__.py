@@ -26,6 +26,7 @@ from cache.api.blocks import BlockLayout, BlockRun, BlockStore, Fetched, OpenBlo
 from cache.api.counting import BORDERS, Counter, Times
 from cache.api.semantic import Candidate, Mode, SemanticCache, SemanticLookup, Verdict
 from cache.api.settings import (
+    DIRECTORY_MEMBERS,
     BlockSettings,
     BreakerSettings,
     CacheOptions,
@@ -42,6 +43,7 @@ from cache.api.stores import BreakerState, CacheKey, DirectoryPage, InvalidKeyFi
 __all__ = [
     "BEGUN",
     "BORDERS",
+    "DIRECTORY_MEMBERS",
     "LENGTH",
     "LINGER",
     "STOPPED",

@@ -13,6 +13,8 @@ from typing import Any
 from cache.api.semantic import Mode
 
 LOOKUP_BUDGET = 0.020  # seconds
+MEMORY_BYTES = 256 * 2**20
+DIRECTORY_MEMBERS = 20_000
 _STRICT = 0.80  # cosine
 _LIFETIME = {"gt": 0, "le": 90 * 86_400, "allow_inf_nan": False}
 
@@ -111,7 +113,7 @@ class SemanticOptions:
     error_bound: float = setting(0.01, "share of wrong answers that is tolerated", gt=0, lt=1)
     audit: float = setting(0.02, "share of served hits that are generated as well", ge=0, le=1)
     ttl: float = setting(3600.0, "seconds that an answer is kept", **_LIFETIME)
-    max_entries: int = setting(20_000, "of a tenant, a context and a set of parameters", ge=1)
+    max_entries: int = setting(DIRECTORY_MEMBERS, "of a tenant, a context and a set of parameters", ge=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,7 @@ class CacheSettings:
 
     redis: RedisSettings | None = None
     key_file: Path | None = None  # None: a key that lives as long as the process
-    memory_bytes: int = 256 * 2**20  # used where there is no Redis
+    memory_bytes: int = MEMORY_BYTES  # used where there is no Redis
     response: ResponseSettings = field(default_factory=ResponseSettings)
     flight: FlightSettings = field(default_factory=FlightSettings)
     semantic: SemanticSettings = field(default_factory=SemanticSettings)
@@ -187,7 +189,7 @@ class CacheOptions:
     key_file: Path | None = setting(
         None, "secrets that replicas share; unset: made up, entries are lost with the process"
     )
-    memory_bytes: int = setting(256 * 2**20, "where there is no Redis", ge=1 << 20)
+    memory_bytes: int = setting(MEMORY_BYTES, "where there is no Redis", ge=1 << 20)
     response: ResponseSettings = field(default_factory=ResponseSettings)
     semantic: SemanticOptions = field(default_factory=SemanticOptions)
     prefix: PrefixOptions = field(default_factory=PrefixOptions)

@@ -203,7 +203,10 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
     redis = settings.redis
     if redis is not None and not keyring.shared:
         log.warning("cache: no key file: what lies in Redis is of no use to other replicas, nor to this one later")
-    store: Store = MemoryStore(settings.memory_bytes) if redis is None else RedisStore(redis, counter)
+    members = settings.semantic.max_entries
+    store: Store = (
+        MemoryStore(settings.memory_bytes, members=members) if redis is None else RedisStore(redis, counter, members)
+    )
     largest = max(settings.response.max_bytes, settings.semantic.max_bytes)
     envelope = Envelope(keyring, largest, counter)
     context = CacheContext(store, partitions, Epochs(store, partitions), envelope, counter)

@@ -31,9 +31,9 @@ class Envelope:
         self._max_bytes = max_bytes
         self._counter = counter
 
-    def seal(self, key: CacheKey, value: bytes) -> bytes | None:
-        """None, counted, where the value is larger than the bound."""
-        if len(value) > self._max_bytes:
+    def seal(self, key: CacheKey, value: bytes, max_bytes: int | None = None) -> bytes | None:
+        """None, counted, where the value is larger than the bound, or than one that is tighter."""
+        if len(value) > min(self._max_bytes, self._max_bytes if max_bytes is None else max_bytes):
             self._counter.count("cache_too_large", key.kind.name.lower())
             return None
         header = MAGIC + bytes([VERSION]) + self._current

@@ -129,7 +129,8 @@ class SimilarCache:
         directory = self._directory(turn, epoch)
         digest = directory.digest + entry_digest(self._context.partitions, question, None)
         key = CacheKey(Kind.SEMANTIC, directory.partition, digest)
-        sealed = self._context.envelope.seal(key, pack_entry(Entry(turn.text, vector, completion)))
+        packed = pack_entry(Entry(turn.text, vector, completion))
+        sealed = self._context.envelope.seal(key, packed, self._settings.max_bytes)
         if sealed is None or not self._context.store.offer(key, sealed, self._settings.ttl, directory):
             return False
         await self._candidates.add(self._candidates.index(directory), digest, vector)

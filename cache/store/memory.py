@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from cache.api import CacheKey, DirectoryPage, Kind
+from cache.api import DIRECTORY_MEMBERS, CacheKey, DirectoryPage, Kind
 
 OVERHEAD = 640  # bytes an entry costs beside name and value; tracemalloc says 622
 MEMBER = 240  # bytes a member of a directory costs, or a counter; tracemalloc says 225
-DIRECTORY_MEMBERS = 20_000
 
 
 @dataclass(slots=True)
@@ -34,8 +33,11 @@ class _Entry:
 class MemoryStore:
     """A `Store` within a bound of bytes. A bound of 0 keeps nothing."""
 
-    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_bytes: int, clock: Callable[[], float] = time.monotonic, members: int = DIRECTORY_MEMBERS
+    ) -> None:
         self._max_bytes = max_bytes
+        self._members = members  # of a directory; the oldest goes first
         self._clock = clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._bytes = 0
@@ -118,7 +120,7 @@ class MemoryStore:
         members.pop(digest, None)
         self._cursor += 1
         members[digest] = self._cursor
-        if len(members) > DIRECTORY_MEMBERS:
+        if len(members) > self._members:
             members.pop(next(iter(members)))
         self._put(_Entry(directory, self._clock() + ttl, members=members))
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from cache.api import BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings
-from cache.store.memory import DIRECTORY_MEMBERS
+from cache.api import DIRECTORY_MEMBERS, BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings
 from cache.store.redis_link import Link
 from cache.store.writer import Write, WriteQueue
 
@@ -32,8 +31,9 @@ return 1
 class RedisStore:
     """A `Store` in Redis. Lookups, bulk and scans have pools of their own: a large value blocks no small one."""
 
-    def __init__(self, settings: RedisSettings, counter: Counter) -> None:
+    def __init__(self, settings: RedisSettings, counter: Counter, members: int = DIRECTORY_MEMBERS) -> None:
         self._settings = settings
+        self._members = members  # of a directory; the oldest goes first
         self._small = Link(settings, settings.budget, "small", counter)
         self._bulk = Link(settings, settings.write_budget, "bulk", counter)
         self._admin = Link(settings, settings.admin_budget, "admin", counter)
@@ -156,7 +156,7 @@ class RedisStore:
                     ttl = self._milliseconds(write.ttl)
                     pipe.set(write.key.name, write.value, px=ttl)
                     if write.directory is not None:
-                        pipe.eval(ADD_MEMBER, 1, write.directory.name, write.key.digest, DIRECTORY_MEMBERS, ttl)
+                        pipe.eval(ADD_MEMBER, 1, write.directory.name, write.key.digest, self._members, ttl)
                 return await pipe.execute()
 
         await self._bulk.write(command)

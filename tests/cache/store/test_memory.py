@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,9 +88,8 @@ async def test_what_was_read_last_goes_last() -> None:
     assert found == (b"", None, b"", b"")
 
 
-async def test_a_directory_is_bounded_and_forgets_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.store.memory.DIRECTORY_MEMBERS", 3)
-    store = MemoryStore(1 << 20)
+async def test_a_directory_is_bounded_and_forgets_its_oldest() -> None:
+    store = MemoryStore(1 << 20, members=3)
     directory = CacheKey(Kind.DIRECTORY, "ab" * 16, "0" * 64)
     for number in range(5):
         store.offer(key(number), b"", 60, directory)

@@ -1,0 +1,272 @@
+"""Proofs for the front: limits and streams by the objects that keep to them, the rest by servers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import grpc
+
+from engine.api import Priority
+from engine.client import EngineClient
+from engine.fake import plain_request
+from service.config.settings import Settings
+from service.core.admission import Admission
+from service.core.errors import Overloaded
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.pb.whippet.v1 import model_pb2
+from service.transport.ports import PortTaken, credentials_of, open_port
+from service.transport.writer import StallWatch
+from tests.service.config.proofs import FAKE, Proof, Tools, becomes
+from tests.service.conftest import Server, ask
+
+TOKEN = "open sesame"
+KNOWN = (("authorization", f"Bearer {TOKEN}"),)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a caller sees of a running server, and what its log says."""
+
+    data: str
+    admin: str
+    health: str
+    metrics: str
+    model: str
+    refusal: grpc.StatusCode | None  # without a token
+    cached: bool  # the second answer to one question
+    asks_caches: bool  # what the answer's header says
+    informs: bool  # lines of level INFO
+
+
+_seen: dict[tuple[str, ...], Seen] = {}  # a server of the same flags need not be started twice
+
+
+def server(field: str) -> Callable[[Settings, Tools], Any]:
+    async def effect(settings: Settings, tools: Tools) -> Any:
+        (tools.folder / "tokens.yaml").write_text(
+            f'[{{tenant: a, sha256: "{hashlib.sha256(TOKEN.encode()).hexdigest()}", rights: [generate, admin]}}]\n'
+        )
+        flags = tools.flags
+        if flags not in _seen:
+            _seen[flags] = await asyncio.to_thread(look_at, tools)
+        return getattr(_seen[flags], field)
+
+    return effect
+
+
+def look_at(tools: Tools) -> Seen:
+    """Starts a server and stops it."""
+    with tools.serve(*tools.flags) as one:
+        refusal = None
+        try:
+            one.models.ListModels(model_pb2.ListModelsRequest(), timeout=20)
+        except grpc.RpcError as error:
+            refusal = error.code()
+        (model,) = one.models.ListModels(model_pb2.ListModelsRequest(), metadata=KNOWN, timeout=20).models
+        cached = answered_from_cache(one)
+        asking = asks_caches(one)
+        assert one.stop() == 0
+        text = one.log.read_text()
+        metrics = re.search(r"^metrics: http://(\S+)/metrics$", text, re.MULTILINE)
+        assert metrics is not None
+        return Seen(
+            data=host(one.data),
+            admin=host(one.admin_address),
+            health=host(one.health),
+            metrics=host(metrics[1]),
+            model=model.name,
+            refusal=refusal,
+            cached=cached,
+            asks_caches=asking,
+            informs=" INFO " in text,
+        )
+
+
+def answered_from_cache(one: Server) -> bool:
+    """One of many answers to the same question; it is stored a moment after it was given."""
+    request = ask("twice", 4)
+    request.sampling.temperature = 0
+    answers = (one.generation.Generate(request, metadata=KNOWN, timeout=20) for _ in range(50))
+    return any(answer.finish.cache_source == pb.CACHE_SOURCE_RESPONSE for answer in answers)
+
+
+def asks_caches(one: Server) -> bool:
+    request = ask("once", 4)
+    request.sampling.temperature = 0
+    _, call = one.generation.Generate.with_call(request, metadata=KNOWN, timeout=20)
+    return dict(call.initial_metadata())["x-cache"] != "off"
+
+
+def host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def named(settings: Settings, tools: Tools) -> str:
+    return settings.served_name
+
+
+def refused_after(admit: Callable[[Admission, int], None]) -> Callable[[Settings, Tools], int]:
+    """How many are let in before one is refused, 5000 at most; two run at once."""
+
+    def effect(settings: Settings, tools: Tools) -> int:
+        admission = Admission(settings.limits, lambda: 2)
+        for count in range(5000):
+            try:
+                admit(admission, count)
+            except Overloaded:
+                return count
+        return 5000
+
+    return effect
+
+
+def generation(admission: Admission, count: int) -> None:
+    admission.slots.take(Priority.NORMAL, 0, None)
+
+
+def prompt(admission: Admission, count: int) -> None:
+    admission.slots.take(Priority.NORMAL, 100, None)
+
+
+def request_of_one(admission: Admission, count: int) -> None:
+    admission.admit("acme", str(count), None).looked()
+
+
+async def pauses(settings: Settings, tools: Tools) -> bool:
+    """Whether an answer that nobody reads is paused before its end."""
+    client = EngineClient(settings.engine_settings(), stream_buffer=settings.stream.buffer_bytes)
+    try:
+        await client.start()
+        stream = client.submit(plain_request((40, 41), 1000))
+        paused = False
+        for _ in range(1000):
+            paused = client.load.paused > 0
+            if paused or (client.load.steps > 1 and not client.load.running):
+                break
+            await asyncio.sleep(0.01)
+        stream.cancel()
+        return paused
+    finally:
+        await client.close()
+
+
+async def stalls(settings: Settings, tools: Tools) -> bool:
+    """Whether a stream whose reader has taken nothing for ten seconds is ended."""
+    ended = asyncio.Event()
+    since = asyncio.get_running_loop().time() - 10
+    writer = MagicMock(waiting_since=since, stalled=False, stall=ended.set)
+    watch = StallWatch(settings.stream.stall_timeout)
+    watch.add(writer)
+    watching = asyncio.create_task(watch.run())
+    try:
+        await asyncio.wait_for(ended.wait(), 2.0)
+    except TimeoutError:
+        return False
+    finally:
+        watching.cancel()
+    return True
+
+
+async def waits_for_the_live(settings: Settings, tools: Tools) -> bool:
+    """Whether a drain goes on while a request is live."""
+    admission = Admission(settings.limits, lambda: 2)
+    admission.admit("acme", "one", None)
+    try:
+        await asyncio.wait_for(admission.idle(settings.drain.timeout), 0.5)
+    except TimeoutError:
+        return True
+    return False
+
+
+async def certificate(settings: Settings, tools: Tools) -> str:
+    """Which certificate a caller without one of its own is shown, or that it is refused."""
+    try:
+        port = open_port("127.0.0.1:0", [], [], credentials_of(settings.tls))
+    except PortTaken:
+        return "refused"
+    await port.server.start()
+    try:
+        return await asyncio.to_thread(_shake_hands, int(port.address.rpartition(":")[2]))
+    except OSError:  # ssl.SSLError is one
+        return "refused"
+    finally:
+        await port.server.stop(None)
+
+
+def _shake_hands(port: int) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection(("127.0.0.1", port), 5) as raw, context.wrap_socket(raw) as link:
+        shown = link.getpeercert(binary_form=True) or b""
+        link.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        if not link.recv(1):
+            raise ConnectionError
+        return hashlib.sha256(shown).hexdigest()
+
+
+def certify(folder: Path) -> None:
+    """Two certificates of one key, and another pair."""
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout")
+    for name, key in (
+        ("server", (*curve, "server.key")),
+        ("again", ("-key", "server.key")),
+        ("other", (*curve, "other.key")),
+    ):
+        words = ("openssl", "req", "-x509", *key, "-days", "2", "-subj", f"/CN={name}", "-out", f"{name}.pem")
+        subprocess.run(words, cwd=folder, check=True, capture_output=True)
+
+
+async def shown(settings: Settings, tools: Tools) -> str:
+    """See `certificate`; makes the files first."""
+    if not (tools.folder / "server.pem").exists():
+        await asyncio.to_thread(certify, tools.folder)
+    return await certificate(settings, tools)
+
+
+def refuses(before: Any, after: Any) -> bool:
+    return before != "refused" and after == "refused"
+
+
+def other_certificate(before: Any, after: Any) -> bool:
+    return len({before, after, "refused"}) == 3
+
+
+SHADOW = (*FAKE, "--cache.semantic.mode=shadow")
+TLS = (*FAKE, "--tls.cert={folder}/server.pem", "--tls.key={folder}/server.key")
+ELSEWHERE = becomes("127.0.0.1", "127.0.0.2")
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+
+PROOFS = {
+    "model-name": Proof("other", server("model"), becomes("fake", "other")),
+    "config": Proof("{folder}/c.yaml", named, becomes("fake", "from-file")),
+    "listen": Proof("127.0.0.2:0", server("data"), ELSEWHERE),
+    "admin-listen": Proof("127.0.0.2:0", server("admin"), ELSEWHERE),
+    "health-listen": Proof("127.0.0.2:0", server("health"), ELSEWHERE),
+    "metrics-listen": Proof("127.0.0.2:0", server("metrics"), ELSEWHERE),
+    "log-level": Proof("error", server("informs"), becomes(True, False)),
+    "auth.tokens-file": Proof("{folder}/tokens.yaml", server("refusal"), becomes(None, UNAUTHENTICATED)),
+    "optimizations.response-cache": Proof("on", server("cached"), becomes(False, True)),
+    "optimizations.semantic-cache": Proof("off", server("asks_caches"), becomes(True, False), SHADOW),
+    "limits.queued-requests": Proof("3", refused_after(generation), becomes(258, 5)),
+    "limits.queued-prompt-tokens": Proof("1000", refused_after(prompt), lambda before, after: before > after == 10),
+    "limits.tenant-requests": Proof("7", refused_after(request_of_one), becomes(4096, 7)),
+    "limits.live-requests": Proof("300", refused_after(request_of_one), becomes(4096, 300)),
+    "stream.buffer-bytes": Proof("4096", pauses, becomes(False, True)),
+    "stream.stall-timeout": Proof("1", stalls, becomes(False, True)),
+    "drain.timeout": Proof("0", waits_for_the_live, becomes(True, False)),
+    "tls.cert": Proof("{folder}/again.pem", shown, other_certificate, TLS),
+    "tls.key": Proof("{folder}/other.key", shown, refuses, TLS),
+    "tls.client-ca": Proof("{folder}/other.pem", shown, refuses, TLS),
+}
