@@ -26,6 +26,7 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
 from service.transport.ports import PortTaken, credentials_of, open_port
 from service.transport.writer import StallWatch
+from tests.service.asked import chat
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
 from tests.service.conftest import Server, ask
 
@@ -101,9 +102,8 @@ def answered_from_cache(one: Server) -> bool:
 
 
 def asks_caches(one: Server) -> bool:
-    request = ask("once", 4)
-    request.sampling.temperature = 0
-    _, call = one.generation.Generate.with_call(request, metadata=KNOWN, timeout=20)
+    """The semantic one has an eye for chats alone."""
+    _, call = one.generation.Generate.with_call(chat("How do I sell a car?"), metadata=KNOWN, timeout=20)
     return dict(call.initial_metadata())["x-cache"] != "off"
 
 
