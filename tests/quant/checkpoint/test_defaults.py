@@ -1,0 +1,197 @@
+"""What a config leaves out, against transformers: every field with its config classes, logits with its models.
+
+Each family states every key that it knows, with values that are not the defaults. Then one key is left out, or is null
+where the class allows that, or all are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from quant.checkpoint.angles import inverse_frequencies
+from quant.checkpoint.config import FAMILIES, ModelConfig, parse_config
+from quant.checkpoint.tensors import dense_tensors
+from quant.decoder import Decoder
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 128,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+}
+COMMON = {
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40,
+    "rms_norm_eps": 1e-2,
+    "tie_word_embeddings": True,
+    "rope_theta": 50.0,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+BY_LAYER = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+OPTIONAL: dict[str, dict[str, Any]] = {
+    "llama": {**COMMON, "head_dim": 6, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**COMMON, "head_dim": 6, "sliding_window": 5},
+    "qwen2": {**COMMON, **WINDOWS},
+    "qwen2-by-layer": {**COMMON, **WINDOWS, **BY_LAYER},
+    "qwen3": {**COMMON, "head_dim": 6, "attention_bias": True, **WINDOWS},
+    "qwen3-by-layer": {**COMMON, "head_dim": 6, "attention_bias": True, **WINDOWS, **BY_LAYER},
+}
+CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+}
+NULLABLE = ("num_key_value_heads", "sliding_window", "layer_types")
+REFUSED = {
+    ("mistral", "null num_key_value_heads"),  # by the config class
+    *((f"{family}-by-layer", "without use_sliding_window") for family in ("qwen2", "qwen3")),  # sliding layers without
+    *((f"{family}-by-layer", "null sliding_window") for family in ("qwen2", "qwen3")),  # a window: by us at once
+}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "yarn-original-beside": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10},
+        "original_max_position_embeddings": 20,
+    },
+    "llama3": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "theta-inside": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    "both-spellings": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 70.0},
+    },
+    "empty-section": {"rope_parameters": {}, "rope_scaling": None},
+}
+
+
+def architecture(family: str) -> str:
+    return f"{family.partition('-')[0].capitalize()}ForCausalLM"
+
+
+def config_of(family: str, case: str) -> dict[str, Any]:
+    """config.json of a case."""
+    whole = {"architectures": [architecture(family)], **SIZES, **OPTIONAL[family]}
+    how, _, key = case.partition(" ")
+    if how == "without":
+        return {name: value for name, value in whole.items() if name != key}
+    if how == "null":
+        return {**whole, key: None}
+    if how == "bare":
+        return {"architectures": [architecture(family)], **SIZES}
+    return {**whole, **SCALINGS[key]}
+
+
+def cases() -> list[tuple[str, str]]:
+    found = []
+    for family, optional in OPTIONAL.items():
+        found += [(family, f"without {key}") for key in optional]
+        found += [(family, f"null {key}") for key in optional if key in NULLABLE]
+        found.append((family, "bare"))
+        if not family.endswith("by-layer"):
+            found += [(family, f"scaled {name}") for name in SCALINGS]
+    return [(family, case) for family, case in found if (family, case) not in REFUSED]
+
+
+CASES = cases()
+NAMES = [f"{family}: {case}" for family, case in CASES]
+
+
+def theirs_of(raw: dict[str, Any]) -> PreTrainedConfig:
+    theirs = CLASSES[raw["architectures"][0]].from_dict(copy.deepcopy(raw))
+    theirs.standardize_rope_params()  # as their models do once more, after what the class has no field for
+    return theirs
+
+
+def windows_of(theirs: Any, layers: int) -> tuple[int | None, ...]:
+    kinds = getattr(theirs, "layer_types", None)
+    window = getattr(theirs, "sliding_window", None)
+    if kinds is None:
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+@pytest.mark.parametrize(("family", "case"), CASES, ids=NAMES)
+def test_every_field_is_that_of_the_config_class(family: str, case: str) -> None:
+    raw = config_of(family, case)
+    for layers in (SIZES["num_hidden_layers"], 30):  # thirty: beyond the default of max_window_layers
+        if layers == 30 and "layer_types" in raw:
+            continue
+        deep = {**raw, "num_hidden_layers": layers}
+        compare(parse_config(deep, "config.json"), theirs_of(deep))
+
+
+def compare(ours: ModelConfig, theirs: Any) -> None:
+    assert ours.vocab_size == theirs.vocab_size
+    assert (ours.hidden_size, ours.intermediate_size) == (theirs.hidden_size, theirs.intermediate_size)
+    assert (ours.heads, ours.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tied_head == theirs.tie_word_embeddings
+    assert theirs.hidden_act == "silu"
+    assert ours.output_bias == getattr(theirs, "attention_bias", False)
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    assert ours.layers == theirs.num_hidden_layers
+    assert ours.windows == windows_of(theirs, ours.layers)
+    rope = theirs.rope_parameters
+    assert ours.rope.theta == rope["rope_theta"]
+    kind = type(ours.rope.scaling).__name__.removesuffix("Scaling").lower() if ours.rope.scaling else "default"
+    assert kind == rope["rope_type"]
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if kind != "default" and name in rope:
+            assert getattr(ours.rope.scaling, name) == rope[name]
+    if kind in ("yarn", "llama3"):
+        assert ours.rope.scaling.original_context == rope["original_max_position_embeddings"]  # type: ignore[union-attr]
+    stretch = rope["original_max_position_embeddings"] * rope["factor"] if kind == "yarn" else 0
+    assert ours.max_context == max(theirs.max_position_embeddings, stretch)
+
+
+@pytest.mark.parametrize(("family", "case"), CASES, ids=NAMES)
+def test_tensors_and_logits_are_those_of_the_model(family: str, case: str, tmp_path: Path) -> None:
+    """All positions that are served, up to forty, which is as far as the angles of `dynamic` stay as trained."""
+    raw = config_of(family, case)
+    ours, theirs = parse_config(raw, "config.json"), theirs_of(raw)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.uniform_(0.5, 1.5) if tensor.dim() == 1 else tensor.normal_(0.0, 1.2 / tensor.shape[1] ** 0.5)
+    held = {name: one.contiguous() for name, one in model.state_dict().items()}
+    if ours.tied_head:
+        del held["lm_head.weight"]
+    assert {name: tuple(one.shape) for name, one in held.items()} == dense_tensors(ours)
+    save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ids = torch.randint(0, 61, (1, 40), generator=torch.Generator().manual_seed(2))
+    decoder = Decoder.open(tmp_path)
+    with torch.no_grad():
+        expected, found = model(ids).logits, decoder.logits(decoder.hidden(ids))
+    assert float((found - expected).abs().max()) < 2e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_windows_of_a_family_are_far_away(family: str) -> None:
+    """So a tiny model cannot show them; the field alone can."""
+    raw = {"architectures": [family], **SIZES, "num_hidden_layers": 30, "use_sliding_window": True}
+    ours, theirs = parse_config(raw, "config.json"), theirs_of(raw)
+    assert ours.windows == windows_of(theirs, 30)
+    assert (4096 in ours.windows) is (family != "LlamaForCausalLM")
+
+
+def test_a_dynamic_scaling_ends_where_its_angles_would_change() -> None:
+    raw = {"architectures": ["LlamaForCausalLM"], **SIZES, **OPTIONAL["llama"], **SCALINGS["dynamic"]}
+    ours = parse_config(raw, "config.json")
+    plain = parse_config({**raw, "rope_scaling": None}, "config.json")
+    assert ours.max_context == 40
+    assert torch.equal(inverse_frequencies(ours.rope)[0], inverse_frequencies(plain.rope)[0])
