@@ -20,7 +20,8 @@ def planner(runner: ModelRunner, pool: PagePool) -> Scheduler:
         max_sequences=info.max_sequences,
         max_batch_tokens=CHUNK,
         max_context=info.max_context,
-        tokens_per_step=info.tokens_per_step,
+        lookahead_tokens=info.lookahead_tokens,
+        max_tokens_per_row=info.max_tokens_per_row,
     )
     return Scheduler(limits, pool)
 

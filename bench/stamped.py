@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 
 import engine.worker.process
 from engine.api import TokenLogprob
 from engine.fake import FakeRunner
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import RowResult, StepPlan, StepResult
 
 MODULUS = 1 << 31
 
@@ -30,9 +29,7 @@ class StampedRunner(FakeRunner):
         """One step of the fake, the time of its end written into it."""
         result = super().run(plan)
         mark = (TokenLogprob(0.0, ((stamp(), 0.0),)),)
-        return StepResult(
-            tuple(row and replace(row, logprobs=mark * len(row.logprobs)) if row else None for row in result.rows)
-        )
+        return StepResult({key: RowResult(row.token_ids, mark * len(row.logprobs)) for key, row in result.rows.items()})
 
 
 if __name__ == "__main__":

@@ -144,7 +144,8 @@ class ModelInfo:
     total_pages: int
     weights_bytes: int
     weights_digest: str  # SHA-256, hexadecimal
-    tokens_per_step: int = 1  # most ids that a step brings a sequence
+    lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
+    max_tokens_per_row: int = 1  # most ids that a step brings a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 
-from engine.api import GenerationRequest
+from engine.execution.sequences import SequenceState
 from engine.kernels.sampling import SampledRow, Sampling
 from engine.sampling.noise import seed_key
-from engine.scheduling.sequence import Sequence
 
 
-def sampled_row(request: GenerationRequest, made: int = 0) -> SampledRow | None:
-    """What the head cannot serve, of a request that has made so many tokens; None where it can: greedy, or temperature
-    alone."""
-    one, stopping = request.sampling, request.stopping
-    barred = stopping.min_tokens > made and bool(stopping.stop_token_ids)
+def sampled_row(sequence: SequenceState, unreported: int = 0) -> SampledRow | None:
+    """What the head cannot serve of a sequence, so many tokens after its last. None where it can: it is greedy, or has
+    a temperature alone."""
+    one, stopping = sequence.sampling, sequence.stopping
+    barred = stopping.min_tokens > sequence.output_length + unreported and bool(stopping.stop_token_ids)
     penalised = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) != (1.0, 0.0, 0.0)
     filtered = one.temperature > 0 and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)
     if not (barred or penalised or filtered or one.logit_bias):
@@ -27,28 +26,28 @@ def sampled_row(request: GenerationRequest, made: int = 0) -> SampledRow | None:
         repetition=one.repetition_penalty,
         presence=one.presence_penalty,
         frequency=one.frequency_penalty,
-        free_from=len(request.token_ids) + stopping.min_tokens,
+        free_from=sequence.prompt_length + stopping.min_tokens,
         noise_key=seed_key(one.seed),
         biased=bool(one.logit_bias),
         marked=penalised or barred,
     )
 
 
-def needed(sequence: Sequence, fresh: int = 0) -> bool:
+def needed(sequence: SequenceState, unreported: int = 0) -> bool:
     """Whether a sequence needs the sampling stages, so many tokens after its last."""
-    return sampled_row(sequence.request, sequence.output_length + fresh) is not None
+    return sampled_row(sequence, unreported) is not None
 
 
-def place(state: Sampling, at: int, sequence: Sequence, fresh: Tokens[int] = ()) -> None:
-    """Puts a sequence into a row, with what it has generated so far and `fresh` after that."""
-    request = sequence.request
-    row = sampled_row(request, sequence.output_length + len(fresh))
+def place(state: Sampling, at: int, sequence: SequenceState, unreported: Tokens[int] = ()) -> None:
+    """Puts a sequence into a row, with what it has generated so far and `unreported` after that."""
+    row = sampled_row(sequence, len(unreported))
     if row is None:
-        state.leave(at, request.sampling.temperature)
+        state.leave(at, sequence.sampling.temperature)
         return
     if row.biased:
-        state.set_bias(at, request.sampling.logit_bias)
+        state.set_bias(at, sequence.sampling.logit_bias)
     if row.marked:
-        output = [*sequence.token_ids[sequence.prompt_length :], *fresh]
-        state.set_marks(at, request.token_ids, output, request.stopping.stop_token_ids)
+        prompt = sequence.token_ids[: sequence.prompt_length]
+        output = [*sequence.token_ids[sequence.prompt_length :], *unreported]
+        state.set_marks(at, prompt, output, sequence.stopping.stop_token_ids)
     state.place(at, row)

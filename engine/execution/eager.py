@@ -1,4 +1,4 @@
-"""The decoder that does every step on every device, one torch call after another. The others are judged by it."""
+"""The executor that does every row on every device, one torch call after another. The others are compared with it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence as Rows
 import torch
 
 from engine.errors import EngineFailed, Unsupported
+from engine.execution.sequences import refuse_drafts
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.model.attention import Share, StepAttention
 from engine.model.transformer import StepInput
-from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import Row, RowResult
 from engine.settings import PAGE_SIZE
 
 
@@ -21,9 +22,10 @@ def why_not(parts: Parts) -> str | None:
 
 
 class Eager:
-    """Stages a plan, runs the model over it, samples."""
+    """Packs the rows into one ragged batch, runs the model over it, samples."""
 
-    tokens_per_step = 1
+    lookahead_tokens = 0
+    max_tokens_per_row = 1
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -32,50 +34,47 @@ class Eager:
     def warmup(self, progress: Progress) -> None:
         """Nothing to prepare."""
 
-    def share(self, plan: StepPlan) -> tuple[Row, ...]:
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Every row."""
-        return plan.rows
-
-    def forget(self, slots: Rows[int]) -> None:
-        """Keeps nothing of a slot."""
+        return rows
 
     def switch(self, name: str, enabled: bool) -> None:
-        """Has none."""
+        """There is nothing that could be turned off."""
         raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
-        """Holds nothing of its own."""
+        """There is nothing to give back."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One token for each row that samples."""
+        refuse_drafts(rows)
         # Rows of one token first, as attention wants them.
-        rows = sorted(plan.rows, key=lambda row: row.count > 1)
-        sampled = [row for row in rows if row.sample]
-        logits = self.logits(rows)
+        ordered = sorted(rows, key=lambda row: row.count > 1)
+        logits = self.logits(ordered)
         if logits is None:
-            return StepResult((None,) * len(plan.rows))
-        found = self._parts.sampler.sample(sampled, logits)
-        results: dict[int, RowResult] = {id(row): result for row, result in zip(sampled, found, strict=True)}
-        return StepResult(tuple(results.get(id(row)) for row in plan.rows))
+            return {}
+        sampled = [row for row in ordered if row.sample]
+        found = self._parts.sampler.sample([self._parts.sequences.of(row) for row in sampled], logits)
+        return {row.key: result for row, result in zip(sampled, found, strict=True)}
 
     def logits(self, rows: Rows[Row]) -> torch.Tensor | None:
         """Feeds rows, those of one token first; float32 [rows that sample, vocab], None where none does."""
         model = self._parts.model
-        hidden = model.forward(self._stage(rows), self._parts.pool)
+        hidden = model.forward(self._pack(rows), self._parts.pool)
         return model.logits(hidden) if hidden.shape[0] else None
 
-    def _stage(self, rows: Rows[Row]) -> StepInput:
+    def _pack(self, rows: Rows[Row]) -> StepInput:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         sampled: list[int] = []
         shares: list[Share] = []
         for row in rows:
-            sequence, end = row.sequence, row.start + row.count
-            shares.append(Share(len(token_ids), row.count, row.start, sequence.pages))
+            sequence, end = self._parts.sequences.of(row), row.start + row.count
+            pages = sequence.pages
+            shares.append(Share(len(token_ids), row.count, row.start, pages))
             token_ids += sequence.token_ids[row.start : end]
             positions += range(row.start, end)
-            pages = sequence.pages
             slots += [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(row.start, end)]
             if row.sample:
                 sampled.append(len(token_ids) - 1)

@@ -1,44 +1,48 @@
-"""How steps are done: one decoder a file, the registry best first, ending in eager, which does every step.
+"""What can do steps, best first, ending in eager, which does every row.
 
-A decoder that is fast at some rows only (decode, few of them) says in `share` which it takes; eager does the others, on
-the same pages and the same stream. It may bring several ids a row, as far as the row's pages reach. State that it keeps
-of a slot is stale when a row's start is not where it left off: then it reads the sequence anew.
+Each executor says in `claims` which of a step's rows it takes, of those that the ones before it left; all work on the
+same pages and the same stream. One that brings several ids a row does so as far as the row's pages reach.
+
+To come: `batched` stands behind `graph_decode`, for the rows that are too many for it; `speculation` before it, for the
+rows that carry a draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.api import Objection
 from engine.errors import Unsupported
-from engine.execution import eager
-from engine.execution.graph_decode import executor as graph
+from engine.execution import eager, trials
+from engine.execution.graph_decode import executor as graph_decode
+from engine.execution.graph_prefill import executor as graph_prefill
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
-from engine.scheduling.plan import Row, StepPlan, StepResult
+from engine.scheduling.plan import Row, RowResult
 
 
 class Executor(Protocol):
-    """Does steps on one model."""
+    """Does rows of steps on one model."""
 
     def warmup(self, progress: Progress) -> None:
         """What must be ready before the first request."""
 
     @property
-    def tokens_per_step(self) -> int:
-        """How far ahead of a row's first new token its pages should reach, that token counted."""
+    def lookahead_tokens(self) -> int:
+        """How far beyond a row's first new token its pages should reach."""
 
-    def share(self, plan: StepPlan) -> tuple[Row, ...]:
-        """The rows of a plan that it does, in their order."""
+    @property
+    def max_tokens_per_row(self) -> int:
+        """The most ids that it brings a row."""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """One step of rows that it took. Called in torch's inference mode."""
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Those of the rows that it does, in their order. Rows with a draft only if it verifies drafts."""
 
-    def forget(self, slots: Rows[int]) -> None:
-        """These slots have new owners, or their owners begin anew."""
+    def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
+        """One step of rows that it claimed; by key, what those that sample brought. Called in torch's inference
+        mode, after the sequences' slots and pages were brought up to date."""
 
     def switch(self, name: str, enabled: bool) -> None:
         """Turns an optimisation on or off. Raises Unsupported for a name that it does not have."""
@@ -51,40 +55,70 @@ class ExecutorEntry:
     """One line of the registry."""
 
     name: str
+    decoder: str  # the word of `--decoder` that stands for it and its neighbours of the same word
     why_not: Callable[[Parts], str | None]  # None: it can serve this model on this machine
     make: Callable[[Parts], Executor]  # Unfit: it cannot after all
+    trial: Mapping[str, object]  # config.json of the model on which it is compared with eager
 
 
 EXECUTORS: tuple[ExecutorEntry, ...] = (
-    ExecutorEntry("graph", graph.why_not, graph.GraphDecode),
-    ExecutorEntry("eager", eager.why_not, eager.Eager),
+    ExecutorEntry("graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS),
+    ExecutorEntry("graph_prefill", "graph", graph_prefill.why_not, graph_prefill.make, trials.KERNELS),
+    ExecutorEntry("eager", "eager", eager.why_not, eager.Eager, trials.PLAIN),
 )
+
+
+def leaders(registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> tuple[ExecutorEntry, ...]:
+    """The first entry of each word of `--decoder`: whether that word can be had depends on it alone."""
+    first: dict[str, ExecutorEntry] = {}
+    for entry in registry:
+        first.setdefault(entry.decoder, entry)
+    return tuple(first.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The decoder in use, and why better ones are not."""
+    """The executors in use, best first, and why better ones are not."""
 
-    name: str
-    decoder: Executor
-    objections: tuple[Objection, ...]
+    decoder: str
+    executors: tuple[tuple[str, Executor], ...]  # with their names
+    objections: tuple[Objection, ...]  # to better words of `--decoder`
+    missing: tuple[Objection, ...] = ()  # to neighbours of the chosen one
 
 
 def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> Choice:
-    """The first without objection, or the one asked for by name. Raises Unsupported where that one cannot hold."""
+    """The best word of `--decoder` without objection, or the one asked for, with all its executors that can serve, and
+    the last of the registry behind them. Raises Unsupported where the one asked for cannot serve."""
     objections: list[Objection] = []
-    for entry in registry:
-        if wanted not in ("auto", entry.name):
+    for leader in leaders(registry):
+        if wanted not in ("auto", leader.decoder):
             continue
-        reason = entry.why_not(parts)
-        if reason is None:
-            try:
-                return Choice(entry.name, entry.make(parts), tuple(objections))
-            except Unfit as unfit:
-                reason = str(unfit)
-        objections.append(Objection(decoder=entry.name, reason=reason))
+        made = _make(leader, parts)
+        if not isinstance(made, str):
+            executors, missing = [(leader.name, made)], []
+            for entry in registry[registry.index(leader) + 1 :]:
+                if entry.decoder != leader.decoder and entry is not registry[-1]:
+                    continue
+                beside = _make(entry, parts)
+                if isinstance(beside, str):
+                    missing.append(Objection(decoder=entry.name, reason=beside))
+                else:
+                    executors.append((entry.name, beside))
+            return Choice(leader.decoder, tuple(executors), tuple(objections), tuple(missing))
+        objections.append(Objection(decoder=leader.decoder, reason=made))
     if not objections:
-        names = ", ".join(entry.name for entry in registry)
+        names = ", ".join(entry.decoder for entry in leaders(registry))
         raise Unsupported(f"decoder {wanted!r} is not in this build; use auto or one of {names}")
     reasons = "; ".join(f"{one.decoder}: {one.reason}" for one in objections)
     raise Unsupported(f"decoder {wanted!r} cannot serve this model here ({reasons}); use decoder auto")
+
+
+def _make(entry: ExecutorEntry, parts: Parts) -> Executor | str:
+    """The executor, or why there is none."""
+    reason = entry.why_not(parts)
+    if reason is not None:
+        return reason
+    try:
+        return entry.make(parts)
+    except Unfit as unfit:
+        return str(unfit)

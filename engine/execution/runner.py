@@ -1,4 +1,4 @@
-"""Does the steps that the scheduler plans, with the decoder that was chosen: a `Runner` of `engine.scheduling.plan`."""
+"""Does the steps that the scheduler plans, with the executors that were chosen."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from engine.errors import Unsupported
 from engine.execution.registry import Executor
 from engine.execution.step_state import Parts
 from engine.kv.page_transfer import PoolPages
-from engine.scheduling.plan import RowResult, StepPlan, StepResult
+from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 
 
 class ModelRunner:
-    """One model on one device."""
+    """A `Runner` of one model on one device."""
 
-    def __init__(self, info: ModelInfo, parts: Parts, decoders: tuple[Executor, ...]) -> None:
+    def __init__(self, info: ModelInfo, parts: Parts, executors: tuple[Executor, ...]) -> None:
         self._info = info
-        self._parts = parts
-        self._decoders = decoders  # each does what those before it left; the last does every row
+        self._sequences = parts.sequences
+        self._executors = executors  # each does what it claims of what those before it left; the last claims all
         self._pages = PoolPages(parts.pool)
 
     @property
@@ -33,33 +33,37 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step."""
+        self._sequences.apply(plan)
         with torch.inference_mode():
-            if plan.fresh_slots:
-                self._parts.sampler.forget(plan.fresh_slots)
-                for decoder in self._decoders:
-                    decoder.forget(plan.fresh_slots)
-            results: dict[int, RowResult | None] = {}
+            results: dict[int, RowResult] = {}
             left = plan.rows
-            for decoder in self._decoders:
-                share = decoder.share(StepPlan(left, ())) if left else ()
-                if share:
-                    found = decoder.run(StepPlan(share, ())).rows
-                    results |= {id(row): result for row, result in zip(share, found, strict=True)}
-                    left = tuple(row for row in left if id(row) not in results)
-            return StepResult(tuple(results[id(row)] for row in plan.rows))
+            for executor in self._executors:
+                claimed = executor.claims(left) if left else ()
+                if claimed:
+                    results |= executor.run(claimed)
+                    left = _without(left, claimed)
+        self._sequences.append(plan.rows, results)
+        return StepResult(results)
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """The decoders' switches. Raises Unsupported for a name that none of them has."""
+        """The executors' switches. Raises Unsupported for a name that none of them has."""
         refused = 0
-        for decoder in self._decoders:
+        for executor in self._executors:
             try:
-                decoder.switch(name, enabled)
+                executor.switch(name, enabled)
             except Unsupported:
                 refused += 1
-        if refused == len(self._decoders):
+        if refused == len(self._executors):
             raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
-        """Ends the decoders."""
-        for decoder in self._decoders:
-            decoder.close()
+        """Ends the executors."""
+        for executor in self._executors:
+            executor.close()
+
+
+def _without(rows: tuple[Row, ...], claimed: tuple[Row, ...]) -> tuple[Row, ...]:
+    if len(claimed) == len(rows):
+        return ()
+    keys = {row.key for row in claimed}
+    return tuple(row for row in rows if row.key not in keys)

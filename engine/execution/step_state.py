@@ -1,24 +1,26 @@
-"""What a decoder is made from."""
+"""What executors are made from: a loaded model, and the state that all of them share and none of them owns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from engine.execution.sequences import SequenceTable
 from engine.kv.kv_cache import KvCache
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 
 
 class Unfit(Exception):
-    """A decoder found while it was made that it cannot serve here; says why in one line."""
+    """An executor found while it was made that it cannot serve here; says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One loaded model and the state that its decoders share."""
+    """One loaded model and the state of the steps on it."""
 
     model: Transformer
     pool: KvCache
-    sampler: Sampler
+    sampler: Sampler  # with the token counts that penalties need, by slot
     max_sequences: int
     max_context: int  # tokens
+    sequences: SequenceTable = field(default_factory=SequenceTable)

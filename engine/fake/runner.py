@@ -4,7 +4,7 @@ Ids are a function of the tokens so far (and of the seed, unless greedy). Up to 
 printable ASCII, above that anything but the first three, whole code points or not. About one in 64 is the request's
 first stop token, where it has one. Fields of SamplingParams that need logits change nothing, since there are none.
 
-It holds the scheduler to its plans (`shadow`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n)
+It holds the scheduler to its plans (`checker`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n)
 breaks once n ids have been generated.
 """
 
@@ -20,9 +20,10 @@ from typing import Any
 
 from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob
 from engine.errors import EngineFailed, Unsupported
-from engine.fake.shadow import FACTOR, PRIME, Fed, ShadowPages, ShadowPool
+from engine.execution.sequences import SequenceState
+from engine.fake.checker import FACTOR, PRIME, Computed, PlanChecker
+from engine.fake.pages import FakePages
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
-from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
 
 _STOP_ODDS = 64
@@ -65,7 +66,8 @@ class FakeRunner:
     def __init__(self, settings: EngineSettings) -> None:
         fake = settings.fake
         self._fake = fake
-        self._pool = ShadowPool(fake.total_pages, settings.max_sequences)
+        self.checker = PlanChecker(fake.total_pages, settings.max_sequences)
+        self._pages = FakePages(self.checker)
         self._ids = range(32, 127) if fake.vocab_size <= 256 else range(3, fake.vocab_size)
         if fake.vocab_size < 127:
             raise Unsupported(f"the fake engine needs a vocabulary of at least 127, not {fake.vocab_size}")
@@ -84,7 +86,8 @@ class FakeRunner:
             total_pages=fake.total_pages,
             weights_bytes=0,
             weights_digest=hashlib.sha256(b"fake %d" % fake.vocab_size).hexdigest(),
-            tokens_per_step=fake.tokens_per_step,
+            lookahead_tokens=fake.tokens_per_step - 1,
+            max_tokens_per_row=fake.tokens_per_step,
         )
 
     @property
@@ -92,16 +95,20 @@ class FakeRunner:
         return self._info
 
     @property
-    def pages(self) -> ShadowPages:
-        return self._pool.pages
+    def pages(self) -> FakePages:
+        return self._pages
 
     def run(self, plan: StepPlan) -> StepResult:
         started = time.monotonic()
-        self._pool.begin(plan)
-        result = StepResult(tuple([self._row(row) for row in plan.rows]))
+        self.checker.begin(plan)
+        results: dict[int, RowResult] = {}
+        for row in plan.rows:
+            held = self.checker.feed(row)
+            if row.sample:
+                results[row.key] = self._sample(row, held)
         if self._fake.step_time:
             time.sleep(max(0.0, started + self._fake.step_time - time.monotonic()))
-        return result
+        return StepResult(results)
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         raise Unsupported(f"the fake engine has no optimisation {name!r}")
@@ -109,56 +116,54 @@ class FakeRunner:
     def close(self) -> None:
         pass
 
-    def _row(self, row: Row) -> RowResult | None:
-        fed = self._pool.feed(row)
-        if not row.sample:
-            return None
-        sequence = row.sequence
-        plain = self._is_plain(sequence.request)
-        if not plain and self._breaks(sequence):
+    def _sample(self, row: Row, held: Computed) -> RowResult:
+        state = held.state
+        if row.draft:
+            raise Unsupported("the fake engine verifies no drafts")
+        plain = self._is_plain(state)
+        if not plain and self._breaks(state):
             return RowResult(())
         count = self._fake.tokens_per_step
         if count > 1:
-            count = min(count, len(sequence.pages) * PAGE_SIZE - row.start - row.count + 1)
-        result = self._draw(fed, count, plain)
-        if count > 1:
-            self._pool.write(fed, result.token_ids[:-1])
+            count = min(count, len(state.pages) * PAGE_SIZE - row.start - row.count + 1)
+        result = self._draw(held, count, plain)
+        self.checker.brought(row, held, result)
         return result
 
-    def _is_plain(self, request: GenerationRequest) -> bool:
+    def _is_plain(self, state: SequenceState) -> bool:
         """Whether nothing but the next id is wanted of it."""
-        if request.stopping.stop_token_ids or request.logprobs is not None:
+        if state.stopping.stop_token_ids or state.logprobs is not None:
             return False
-        return not self._fake.faults or request.token_ids[0] != 0
+        return not self._fake.faults or state.token_ids[0] != 0
 
-    def _draw(self, fed: Fed, count: int, plain: bool) -> RowResult:
-        request = fed.sequence.request
-        noise = request.sampling.seed % PRIME if request.sampling.temperature else 0
-        digest, ids = fed.digest, self._ids
-        fed.digested += count
+    def _draw(self, held: Computed, count: int, plain: bool) -> RowResult:
+        state = held.state
+        noise = state.sampling.seed % PRIME if state.sampling.temperature else 0
+        digest, ids = held.digest, self._ids
+        held.digested += count
         if plain and count == 1:
             token_id = ids[(digest ^ noise) * FACTOR % PRIME % len(ids)]
-            fed.digest = (digest * FACTOR + token_id) % PRIME
+            held.digest = (digest * FACTOR + token_id) % PRIME
             return RowResult((token_id,))
-        output = fed.sequence.output_length
+        output = state.output_length
         drawn, logprobs = [], []
         for index in range(output, output + count):
             bits = (digest ^ noise) * FACTOR % PRIME
-            token_id = self._choose(request, index, bits)
+            token_id = self._choose(state, index, bits)
             digest = (digest * FACTOR + token_id) % PRIME
             drawn.append(token_id)
-            if request.logprobs is not None:
-                logprobs.append(self._logprob(token_id, request.logprobs, bits))
-        fed.digest = digest
+            if state.logprobs is not None:
+                logprobs.append(self._logprob(token_id, state.logprobs, bits))
+        held.digest = digest
         return RowResult(tuple(drawn), tuple(logprobs))
 
-    def _choose(self, request: GenerationRequest, index: int, bits: int) -> int:
-        """The id at place `index` of the output."""
-        stops = request.stopping.stop_token_ids
+    def _choose(self, state: SequenceState, index: int, bits: int) -> int:
+        """The id at position `index` of the output."""
+        stops = state.stopping.stop_token_ids
         place = bits % len(self._ids)
         if not stops:
             return self._ids[place]
-        if index >= request.stopping.min_tokens:
+        if index >= state.stopping.min_tokens:
             return stops[0] if bits // len(self._ids) % _STOP_ODDS == 0 else self._ids[place]
         turned = (self._ids[place - offset] for offset in range(len(self._ids)))
         return next((token_id for token_id in turned if token_id not in stops), self._ids[place])
@@ -169,10 +174,10 @@ class FakeRunner:
         top = [token_id, *others][:count]
         return TokenLogprob(logprob, tuple((other, logprob - rank / 8) for rank, other in enumerate(top)))
 
-    def _breaks(self, sequence: Sequence) -> bool:
+    def _breaks(self, state: SequenceState) -> bool:
         """Breaks as the prompt says; True where only this row is to break."""
-        first, fault, after = (*sequence.request.token_ids[:3], 0, 0)[:3]
-        if not self._fake.faults or first != 0 or sequence.output_length < after:
+        first, fault, after = (*state.token_ids[: min(3, state.prompt_length)], 0, 0)[:3]
+        if not self._fake.faults or first != 0 or state.output_length < after:
             return False
         match fault:
             case Fault.RAISE:

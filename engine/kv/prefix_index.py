@@ -126,6 +126,7 @@ class PrefixIndex:
         if not found:
             return
         first = len(sequence.prefix.pages)
+        sequence.planned_pages = min(sequence.planned_pages, first)
         rest = sequence.pages[first:]
         del sequence.pages[first:]
         self._use(sequence, found)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.api import SamplingParams, TokenLogprob
+from engine.execution.sequences import SequenceState
 from engine.sampling.noise import gumbel, seed_key
 from engine.sampling.token_history import TokenHistory
-from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.plan import RowResult
 
 NARROW = 128  # candidates that most filtered rows need; the others sort their whole vocabulary
 NEVER = float("-inf")
@@ -27,8 +27,7 @@ COLDEST = 1e-20  # temperatures below it are not numbers in float32
 class BatchParams:
     """The parameters of a set of rows, as tensors [rows]; made anew when the set changes."""
 
-    sequences: tuple[Sequence, ...]
-    slots: tuple[int, ...]
+    sequences: tuple[SequenceState, ...]
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, ids, values
     penalised: torch.Tensor | None  # rows with any penalty
     penalties: torch.Tensor  # [3, rows]: repetition, presence, frequency
@@ -53,13 +52,9 @@ class Sampler:
         self._history = TokenHistory(vocab_size, slots, device)
         self._batch: BatchParams | None = None
 
-    def forget(self, slots: Rows[int]) -> None:
-        """These slots have new owners."""
-        self._history.forget(slots)
-
-    def sample(self, rows: Rows[Row], logits: torch.Tensor) -> list[RowResult]:
-        """logits float32 [rows, vocab] → one id a row, or none where its logits are no numbers."""
-        batch = self._params(rows)
+    def sample(self, sequences: Rows[SequenceState], logits: torch.Tensor) -> list[RowResult]:
+        """logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers."""
+        batch = self._params(tuple(sequences))
         adjusted = self._adjust(batch, logits)
         if batch.drawn is None and adjusted is logits:
             # A NaN counts as the greatest of its row.
@@ -72,7 +67,7 @@ class Sampler:
         found = [RowResult((token,) if token >= 0 else ()) for token in chosen]
         asked = [row for row in batch.logprobs if chosen[row] >= 0]
         if asked:
-            counts = [batch.sequences[row].request.logprobs or 0 for row in asked]
+            counts = [batch.sequences[row].logprobs or 0 for row in asked]
             tokens = [chosen[row] for row in asked]
             told = token_logprobs(logits[self._integers(asked)], self._integers(tokens), counts)
             for row, token, one in zip(asked, tokens, told, strict=True):
@@ -87,16 +82,14 @@ class Sampler:
         drawn = self._draw(batch, logits.index_select(0, batch.drawn))
         return logits.argmax(dim=-1).index_copy_(0, batch.drawn, drawn)
 
-    def _params(self, rows: Rows[Row]) -> BatchParams:
-        sequences = tuple(row.sequence for row in rows)
-        slots = tuple(sequence.slot for sequence in sequences)
+    def _params(self, sequences: tuple[SequenceState, ...]) -> BatchParams:
         batch = self._batch
-        if batch is None or batch.sequences != sequences or batch.slots != slots:
-            batch = self._batch = self._gather(sequences, slots)
+        if batch is None or batch.sequences != sequences:
+            batch = self._batch = self._gather(sequences)
         return batch
 
-    def _gather(self, sequences: tuple[Sequence, ...], slots: tuple[int, ...]) -> BatchParams:
-        params = [sequence.request.sampling for sequence in sequences]
+    def _gather(self, sequences: tuple[SequenceState, ...]) -> BatchParams:
+        params = [sequence.sampling for sequence in sequences]
         drawn = [row for row, one in enumerate(params) if one.temperature > 0]
         penalties = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in params]
         penalised = [row for row, one in enumerate(params) if _penalised(one)]
@@ -106,7 +99,6 @@ class Sampler:
 
         return BatchParams(
             sequences=sequences,
-            slots=slots,
             bias=self._biases(params),
             penalised=self._integers(penalised) if penalised else None,
             penalties=column([value for row in penalised for value in penalties[row]]).view(len(penalised), 3).T,
@@ -117,8 +109,8 @@ class Sampler:
             top_p=column([params[row].top_p for row in drawn], torch.float64),
             floor=column([params[row].min_p for row in drawn]).log(),
             filtered=any(_filtered(params[row]) for row in drawn),
-            barred=tuple(row for row, one in enumerate(sequences) if one.request.stopping.min_tokens > 0),
-            logprobs=tuple(row for row, one in enumerate(sequences) if one.request.logprobs is not None),
+            barred=tuple(row for row, one in enumerate(sequences) if one.stopping.min_tokens > 0),
+            logprobs=tuple(row for row, one in enumerate(sequences) if one.logprobs is not None),
         )
 
     def _biases(self, params: Rows[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -137,8 +129,8 @@ class Sampler:
         barred = [
             (row, token)
             for row in batch.barred
-            if batch.sequences[row].output_length < batch.sequences[row].request.stopping.min_tokens
-            for token in batch.sequences[row].request.stopping.stop_token_ids
+            if batch.sequences[row].output_length < batch.sequences[row].stopping.min_tokens
+            for token in batch.sequences[row].stopping.stop_token_ids
         ]
         if batch.bias is None and batch.penalised is None and not barred:
             return logits
@@ -156,7 +148,7 @@ class Sampler:
         return logits
 
     def _penalise(self, batch: BatchParams, logits: torch.Tensor) -> torch.Tensor:
-        owners = [sequence for sequence in batch.sequences if _penalised(sequence.request.sampling)]
+        owners = [sequence for sequence in batch.sequences if _penalised(sequence.sampling)]
         seen, counts = self._history.of(owners)
         repetition, presence, frequency = batch.penalties.unsqueeze(2).unbind(0)
         weaker = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -165,9 +157,7 @@ class Sampler:
 
     def _draw(self, batch: BatchParams, logits: torch.Tensor) -> torch.Tensor:
         """[drawn, vocab] → ids [drawn]."""
-        positions = self._integers(
-            [len(one.token_ids) for one in batch.sequences if one.request.sampling.temperature > 0]
-        )
+        positions = self._integers([len(one.token_ids) for one in batch.sequences if one.sampling.temperature > 0])
         # Less the best, before a tiny temperature could overflow.
         heat = (logits - logits.amax(dim=-1, keepdim=True)) / batch.temperature
         if not batch.filtered:

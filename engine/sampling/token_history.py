@@ -1,13 +1,13 @@
-"""Which tokens each slot has seen and made, for the penalties. Kept for those who ask only, caught up when asked."""
+"""Which tokens each slot's sequence has seen and made, for the penalties: kept for sequences that have any, and brought
+up to date when they sample."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
 import torch
 
-from engine.scheduling.sequence import Sequence
+from engine.execution.sequences import SequenceState
 
 
 class TokenHistory:
@@ -16,18 +16,11 @@ class TokenHistory:
     def __init__(self, vocab_size: int, slots: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
-        self._counted = [0] * slots  # tokens of the slot's sequence that are in the tables
+        self._owners: list[SequenceState | None] = [None] * slots  # whose tokens are in a slot's tables
+        self._counted = [0] * slots  # so many of them
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # made for the first that asks
 
-    def forget(self, slots: Iterable[int]) -> None:
-        """These slots have new owners."""
-        for slot in slots:
-            if self._counted[slot] and self._tables is not None:
-                for table in self._tables:
-                    table[slot].zero_()
-            self._counted[slot] = 0
-
-    def of(self, sequences: Rows[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, sequences: Rows[SequenceState]) -> tuple[torch.Tensor, torch.Tensor]:
         """seen bool, generated float32, both [sequences, vocab], with all their tokens counted."""
         seen, generated = self._ready()
         for sequence in sequences:
@@ -42,8 +35,13 @@ class TokenHistory:
             self._tables = seen, torch.zeros(size, dtype=torch.float32, device=self._device)
         return self._tables
 
-    def _count(self, sequence: Sequence, seen: torch.Tensor, generated: torch.Tensor) -> None:
-        slot, first, prompt = sequence.slot, self._counted[sequence.slot], sequence.prompt_length
+    def _count(self, sequence: SequenceState, seen: torch.Tensor, generated: torch.Tensor) -> None:
+        slot, prompt = sequence.slot, sequence.prompt_length
+        if self._owners[slot] is not sequence:
+            for table in (seen, generated):
+                table[slot].zero_()
+            self._owners[slot], self._counted[slot] = sequence, 0
+        first = self._counted[slot]
         fresh = torch.tensor(sequence.token_ids[first:], dtype=torch.int64, device=self._device)
         self._counted[slot] = len(sequence.token_ids)
         seen[slot].index_fill_(0, fresh, True)

@@ -8,10 +8,9 @@ from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence import Sequence
 
 
-def take(row: Row, brought: RowResult | None, max_context: int, now: float) -> Event:
-    """Adds to the sequence what a row brought, up to its end, and tells of it."""
-    sequence = row.sequence
-    if brought is None or not brought.token_ids:
+def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now: float) -> Event:
+    """Adds to the sequence what a row brought, up to its end; the event for its reader."""
+    if not brought.token_ids:
         return Event(sequence.key, failure=Failure.STEP)
     ids = brought.token_ids
     kept, reason = _ending(sequence, ids, max_context)

@@ -1,42 +1,67 @@
-"""The two messages between scheduler and runner: what a step is to do, and what came of it. Torch-free."""
+"""The step as data: what a step is to do, and what came of it. Torch-free.
+
+A plan refers to no live object, so it can be logged, replayed, and sent to several workers. They are msgspec structs
+and not dataclasses, since a step builds some of them and a struct takes an eighth of the time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from cache.api import BlockLayout
-from engine.api import ModelInfo, TokenLogprob
-from engine.scheduling.sequence import Sequence
+from engine.api import ModelInfo, SamplingParams, Stopping, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's share of a step: feed `sequence.token_ids[start:start + count]`, whose pages it already holds.
+class Released(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence gives its slot up: it has ended, or was preempted. Nothing happens where the slot is not its own."""
+
+    key: int
+    slot: int
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence gets a slot, and begins there with no page. One that holds the slot already begins anew."""
+
+    key: int
+    slot: int
+    token_ids: tuple[int, ...]  # the prompt, and after a preemption what was generated before it
+    prompt_length: int
+    sampling: SamplingParams
+    stopping: Stopping
+    logprobs: int | None = None
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's share of a step: feed its tokens [start, start + count).
 
     Full pages before `start` may be shared with other sequences and be their work: the first row of a sequence may
     start anywhere on a page's border, and a later row of its prompt further on than the one before has ended. Pages
     that no row has reached yet may be exchanged for others between two rows.
     """
 
-    sequence: Sequence  # to be read, never written, by the runner
+    key: int
+    slot: int
     start: int  # first position; what lies before is in the page pool
     count: int  # tokens to feed, at least 1
     sample: bool  # whether the last of them is followed by a new token
+    first_page: int = 0  # from this page on, the sequence's page table is `pages`, unless that is empty
+    pages: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()  # proposed successors of the last token, to be verified
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What a step is to do."""
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What a step is to do. Releases come before admissions. After a step that failed both are said again."""
 
     rows: tuple[Row, ...]
-    # Slots whose owner changed since the last plan: forget what is kept for them (token counts, device state).
-    fresh_slots: tuple[int, ...]
+    admitted: tuple[Admitted, ...] = ()
+    released: tuple[Released, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True, array_like=True):
     """What a row that sampled brought: one id or several, fewer or as many logprobs as ids.
 
     Several only as far as the sequence's pages reach: position start + count + len(token_ids) - 2 must be in them,
@@ -48,11 +73,10 @@ class RowResult:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One entry a row of the plan; None where the row did not sample."""
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """By key, one entry for each row that sampled."""
 
-    rows: tuple[RowResult | None, ...]
+    rows: Mapping[int, RowResult]
 
 
 class PageAccess(Protocol):

@@ -17,8 +17,9 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.ordered import Ordered
 from engine.scheduling.outcome import finish, take
-from engine.scheduling.plan import Row, StepPlan, StepResult
+from engine.scheduling.plan import Released, Row, StepPlan, StepResult
 from engine.scheduling.rank import rank, timer
+from engine.scheduling.rows import admission_of, row_of
 from engine.scheduling.sequence import PrefixPage, Sequence
 from engine.settings import PAGE_SIZE
 
@@ -30,7 +31,8 @@ class Limits:
     max_sequences: int
     max_batch_tokens: int  # prompt tokens a step
     max_context: int  # tokens a sequence
-    tokens_per_step: int = 1  # most ids that a row may bring
+    lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
+    max_tokens_per_row: int = 1  # most ids that a row may bring
 
 
 class Scheduler:
@@ -55,7 +57,8 @@ class Scheduler:
         self._waiting = Ordered()
         self._timers = Ordered()  # (deadline or expiry, key)
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
-        self._fresh_slots: dict[int, None] = {}
+        self._admitted: dict[int, Sequence] = {}  # by slot; in no plan yet
+        self._released: list[Released] = []  # likewise
         self._width = limits.max_sequences if batching else 1
         self._paused = 0
         self._fetching: dict[int, Sequence] = {}
@@ -157,7 +160,7 @@ class Scheduler:
         """The next step; None where nobody can be fed."""
         self._start_waiting()
         budget = self._limits.max_batch_tokens
-        lookahead = self._limits.tokens_per_step - 1
+        lookahead = self._limits.lookahead_tokens
         rows = []
         for sequence in tuple(self._running):  # lowest rank first, so that no planned row loses its pages
             if sequence.paused or sequence.slot < 0:
@@ -178,28 +181,23 @@ class Scheduler:
                 continue
             if sequence.first_planned_at is None:
                 sequence.first_planned_at = now
-            rows.append(Row(sequence, start, count, sample))
-        if not rows:
-            return None
-        fresh = tuple(self._fresh_slots)
-        self._fresh_slots.clear()
-        return StepPlan(tuple(rows), fresh)
+            rows.append(row_of(sequence, start, count, sample))
+        return self._plan(rows) if rows else None
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
-        """Takes in what the step brought."""
-        if len(result.rows) != len(plan.rows):
-            raise ValueError(f"{len(plan.rows)} rows were planned, {len(result.rows)} came back")
+        """Takes in what the step brought. ValueError, and nothing is taken in, where that is not what was planned."""
+        self._check(plan, result)
         self._steps += 1
         events = []
-        for row, brought in zip(plan.rows, result.rows, strict=True):
-            sequence = row.sequence
-            if sequence.slot < 0:  # it has ended or lost its pages meanwhile
+        for row in plan.rows:
+            sequence = self._live.get(row.key)
+            if sequence is None or sequence.slot != row.slot:  # it has ended or lost its pages meanwhile
                 continue
             if not row.sample:
                 sequence.advance(row.start + row.count)
                 self._prefixes.note(sequence)
                 continue
-            event = take(row, brought, self._limits.max_context, now)
+            event = take(sequence, row, result.rows[row.key], self._limits.max_context, now)
             self._generated_tokens += len(event.token_ids)
             self._prefixes.note(sequence)
             if event.start is not None:
@@ -211,10 +209,17 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[Event]:
         """Ends all that a broken step was to feed."""
-        sequences = [row.sequence for row in plan.rows if row.sequence.slot >= 0]
+        released = self._released
+        self._released = [*plan.released, *released]  # nobody knows whether the runner got the plan: it is said again
+        for admitted in plan.admitted:
+            sequence = self._live.get(admitted.key)
+            if sequence is not None and sequence.slot == admitted.slot:
+                self._admitted[sequence.slot] = sequence
+                sequence.planned_pages = 0
+        fed = [self._live.get(row.key) for row in plan.rows]
+        sequences = [sequence for sequence in fed if sequence is not None and sequence.slot >= 0]
         for sequence in sequences:
             self._remove(sequence, sound=False)
-        self._fresh_slots |= dict.fromkeys(plan.fresh_slots)  # nobody knows whether the runner heard of them
         return [Event(sequence.key, failure=Failure.STEP) for sequence in sequences]
 
     @property
@@ -244,6 +249,24 @@ class Scheduler:
 
     # Slots and pages
 
+    def _plan(self, rows: list[Row]) -> StepPlan:
+        if not self._admitted and not self._released:
+            return StepPlan(tuple(rows))
+        admitted = tuple(admission_of(sequence) for sequence in self._admitted.values())
+        released = tuple(self._released)
+        self._admitted.clear()
+        self._released.clear()
+        return StepPlan(tuple(rows), admitted, released)
+
+    def _check(self, plan: StepPlan, result: StepResult) -> None:
+        if result.rows.keys() != {row.key for row in plan.rows if row.sample}:
+            raise ValueError(
+                f"of {len(plan.rows)} rows planned, not those that sample came back, but {len(result.rows)}"
+            )
+        most = self._limits.max_tokens_per_row
+        if any(len(brought.token_ids) > most for brought in result.rows.values()):
+            raise ValueError(f"a row brought more than {most} ids")
+
     def _start_waiting(self) -> None:
         """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
         while (first := self._waiting.first()) is not None:
@@ -251,14 +274,14 @@ class Scheduler:
                 return
             sequence = self._live[first[1]]
             found = self._prefixes.find(sequence)
-            pages = self._pages_for(len(sequence.token_ids) + self._limits.tokens_per_step - 1) - len(found)
+            pages = self._pages_for(len(sequence.token_ids) + self._limits.lookahead_tokens) - len(found)
             if not self._make_room(pages, found):
                 return
             self._waiting.discard(*first)
             self._prefixes.begin(sequence, found)
             sequence.pages += self._prefixes.allocate(pages, after=found[-1].number if found else None) or []
             sequence.slot = self._free_slots.pop()
-            self._fresh_slots[sequence.slot] = None
+            self._admitted[sequence.slot] = sequence
             insort(self._running, sequence, key=rank)
 
     def _may_start(self) -> bool:
@@ -335,6 +358,8 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence, sound: bool = True) -> None:
         self._running.remove(sequence)
         self._prefixes.release(sequence, sound)
-        sequence.computed = 0
+        sequence.computed = sequence.planned_pages = 0
+        self._admitted.pop(sequence.slot, None)
+        self._released.append(Released(sequence.key, sequence.slot))
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

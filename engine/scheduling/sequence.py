@@ -39,6 +39,7 @@ class Sequence:
     slot: int = -1  # index into per-sequence device state while it runs, else -1
     computed: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
+    planned_pages: int = 0  # the first so many are as plans have said since it got its slot
     paused: bool = False  # its reader is behind
     fetching: bool = False  # waits for keys and values from the shared tier
     first_planned_at: float | None = None

@@ -1,4 +1,4 @@
-"""From settings to a runner that is ready: device, weights, page pool, decoder. Everything `auto` is decided here."""
+"""From settings to a runner that is ready: device, weights, page pool, executors. Everything `auto` is decided here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 from engine.api import ModelInfo
 from engine.errors import Unsupported
-from engine.execution.graph_prefill import executor as prefill
-from engine.execution.registry import EXECUTORS, Choice, Executor, ExecutorEntry, choose
+from engine.execution.registry import EXECUTORS, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
-from engine.execution.step_state import Parts, Unfit
+from engine.execution.step_state import Parts
 from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
@@ -36,7 +35,7 @@ TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch say
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a decoder is made from, and what is told of it."""
+    """All that executors are made from, and what ModelInfo says of it."""
 
     parts: Parts
     room: Room
@@ -90,19 +89,23 @@ def make_runner(
     progress: Progress,
     registry: tuple[ExecutorEntry, ...] = EXECUTORS,
 ) -> ModelRunner:
-    """Chooses the decoder and warms it. Raises Unsupported where the one asked for cannot hold."""
+    """Chooses the executors and warms them. Raises Unsupported where the decoder asked for cannot serve."""
     parts, room = prepared.parts, prepared.room
     choice = choose(settings.decoder, parts, registry)
     for objection in choice.objections:
         _log.info("decoder %s passed over: %s", objection.decoder, objection.reason)
-    choice.decoder.warmup(progress)
+    for objection in choice.missing:
+        _log.warning("decoder %s goes without %s: %s", choice.decoder, objection.decoder, objection.reason)
+    executors = tuple(executor for _, executor in choice.executors)
+    for executor in executors:
+        executor.warmup(progress)
     config, placement = parts.model.config, parts.model.placement
     info = ModelInfo(
         architecture=config.architecture,
         weight_format=prepared.weight_format,
         dtype=str(placement.dtype).removeprefix("torch."),
         device=_device_name(placement.device),
-        decoder=choice.name,
+        decoder=choice.decoder,
         objections=choice.objections,
         vocab_size=config.vocab_size,
         max_context=room.max_context,
@@ -111,28 +114,15 @@ def make_runner(
         total_pages=room.pages,
         weights_bytes=parts.model.weights.nbytes,
         weights_digest=prepared.digest,
-        tokens_per_step=choice.decoder.tokens_per_step,
+        lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
+        max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
     )
-    runner = ModelRunner(info, parts, (choice.decoder, *_others(choice, parts, registry[-1], progress)))
+    runner = ModelRunner(info, parts, executors)
     for name, enabled in (("graphs", settings.graphs), ("fused_kernels", settings.fused_kernels)):
         if not enabled:
-            with contextlib.suppress(Unsupported):  # a decoder without it needs no turning off
+            with contextlib.suppress(Unsupported):  # an executor without it needs no turning off
                 runner.set_optimization(name, False)
     return runner
-
-
-def _others(choice: Choice, parts: Parts, last: ExecutorEntry, progress: Progress) -> tuple[Executor, ...]:
-    """What does the rows that the chosen decoder leaves: prompts in graphs where that can be, the last of the registry
-    everything."""
-    if choice.name == last.name:
-        return ()
-    try:
-        prompts = prefill.make(parts)
-        prompts.warmup(progress)
-    except Unfit as unfit:
-        _log.warning("prompts are left to %s: %s", last.name, unfit)
-        return (last.make(parts),)
-    return prompts, last.make(parts)
 
 
 def _device_name(device: torch.device) -> str:

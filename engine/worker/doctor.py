@@ -17,7 +17,7 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
-from engine.execution.registry import EXECUTORS
+from engine.execution.registry import EXECUTORS, leaders
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
@@ -174,15 +174,15 @@ def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
     """In the order of the registry; without a model, what would be tried."""
     found: list[Option] = []
     taken = False
-    for entry in EXECUTORS:
+    for entry in leaders(EXECUTORS):
         reason = None if parts is None else entry.why_not(parts)
-        if settings.decoder not in ("auto", entry.name):
+        if settings.decoder not in ("auto", entry.decoder):
             reason = f"{settings.decoder} was asked for"
         chosen = reason is None and not taken
         if reason is None and taken:
             reason = "a better one can serve"
         taken = taken or chosen
-        found.append(Option(entry.name, chosen, reason))
+        found.append(Option(entry.decoder, chosen, reason))
     return found
 
 

@@ -99,7 +99,8 @@ def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
         max_sequences=info.max_sequences,
         max_batch_tokens=settings.max_batch_tokens,
         max_context=info.max_context,
-        tokens_per_step=info.tokens_per_step,
+        lookahead_tokens=info.lookahead_tokens,
+        max_tokens_per_row=info.max_tokens_per_row,
     )
 
 

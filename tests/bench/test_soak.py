@@ -61,7 +61,7 @@ def test_a_model_that_drifts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
             result = run(plan)
             if steps <= first:
                 return result
-            return StepResult(tuple(row and RowResult((row.token_ids[0] ^ 1,)) for row in result.rows))
+            return StepResult({key: RowResult((row.token_ids[0] ^ 1,)) for key, row in result.rows.items()})
 
         monkeypatch.setattr(runner, "run", other)
         return runner

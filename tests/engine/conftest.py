@@ -76,7 +76,8 @@ def drive() -> Drive:
             max_sequences=info.max_sequences,
             max_batch_tokens=budget,
             max_context=min(info.max_context, pages * info.page_size),
-            tokens_per_step=info.tokens_per_step,
+            lookahead_tokens=info.lookahead_tokens,
+            max_tokens_per_row=info.max_tokens_per_row,
         )
         scheduler = Scheduler(limits, PagePool(pages))
         answers = [Answer() for _ in requests]

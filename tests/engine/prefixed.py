@@ -30,7 +30,13 @@ class Engine:
         self.runner = FakeRunner(EngineSettings(model="", kind="fake", max_sequences=sequences, fake=fake))
         self.pool = PagePool(pages)
         self.index = PrefixIndex(self.pool, b"model", prefix)
-        limits = Limits(max_sequences=sequences, max_batch_tokens=batch, max_context=context, tokens_per_step=ids)
+        limits = Limits(
+            max_sequences=sequences,
+            max_batch_tokens=batch,
+            max_context=context,
+            lookahead_tokens=ids - 1,
+            max_tokens_per_row=ids,
+        )
         self.scheduler = Scheduler(limits, self.pool, prefixes=self.index)
         self.fed = 0
         self.now = 0.0

@@ -13,12 +13,12 @@ from bench.driven import GREEDY
 from engine.api import GenerationRequest, Stopping
 from engine.execution.eager import Eager
 from engine.model.weights import Layer
-from engine.scheduling.plan import Row
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import prepare
 from quant.checkpoint.config import parse_config
 from quant.checkpoint.tensors import dense_tensors, linears
+from tests.engine.stepped import holding, known, put
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -56,18 +56,17 @@ def sequence_of(ids: list[int]) -> Sequence:
     request = GenerationRequest(
         request_id="", token_ids=tuple(ids), sampling=GREEDY, stopping=Stopping(max_tokens=1), arrived_at=0.0
     )
-    sequence = Sequence(request, list(ids), key=0)
-    sequence.pages += range(-(-len(ids) // 16))
-    return sequence
+    return holding(request, range(-(-len(ids) // 16)))
 
 
 def logits_of(folder: Path, ids: list[int], *, at_once: bool = False, **given: Any) -> torch.Tensor:
     """[tokens, vocab]: each token in a step of its own, or the last alone of a prompt at once."""
-    decoder = Eager(prepare(settings(folder, **given), nothing).parts)
-    sequence = sequence_of(ids)
+    parts = prepare(settings(folder, **given), nothing).parts
+    executor, sequence = Eager(parts), sequence_of(ids)
+    put(parts.sequences, sequence)
     steps = [(0, len(ids))] if at_once else [(at, 1) for at in range(len(ids))]
     with torch.inference_mode():
-        found = [decoder.logits([Row(sequence, start, count, True)]) for start, count in steps]
+        found = [executor.logits([known(sequence, start, count)]) for start, count in steps]
     return torch.cat([one for one in found if one is not None])
 
 

@@ -33,7 +33,13 @@ class Bench:
         fake = FakeSettings(max_context=context, total_pages=pages, tokens_per_step=ids)
         self.runner = FakeRunner(EngineSettings(model="", kind="fake", max_sequences=sequences, fake=fake))
         self.pool = PagePool(pages)
-        limits = Limits(max_sequences=sequences, max_batch_tokens=batch, max_context=context, tokens_per_step=ids)
+        limits = Limits(
+            max_sequences=sequences,
+            max_batch_tokens=batch,
+            max_context=context,
+            lookahead_tokens=ids - 1,
+            max_tokens_per_row=ids,
+        )
         self.prefixes = PrefixIndex(self.pool, enabled=prefix)
         self.scheduler = Scheduler(limits, self.pool, batching, self.prefixes)
         self.limits = limits
@@ -99,4 +105,4 @@ def alone(request: GenerationRequest, pages: int) -> list[int]:
 
 def rows_of(plan: StepPlan | None) -> dict[int, tuple[int, int, bool]]:
     assert plan is not None
-    return {row.sequence.key: (row.start, row.count, row.sample) for row in plan.rows}
+    return {row.key: (row.start, row.count, row.sample) for row in plan.rows}

@@ -16,37 +16,32 @@ class AlternatingPipelines:
 
     def __init__(self, pipelines: Rows[DecodePipeline]) -> None:
         self._pipelines = tuple(pipelines)
-        self._homes: dict[int, int] = {}  # pipelines, by the identity of a sequence
+        self._homes: dict[int, int] = {}  # key of a row → index of its pipeline
 
     @property
-    def seats(self) -> int:
+    def most_rows(self) -> int:
         """Rows that it can step at once."""
         return len(self._pipelines) * BUCKETS[-1]
 
-    def forget(self, slots: Rows[int]) -> None:
-        """These slots have new owners, or the old one begins anew."""
-        for pipeline in self._pipelines:
-            pipeline.forget(slots)
-
-    def step(self, rows: Rows[Row]) -> list[RowResult]:
+    def step(self, rows: Rows[Row]) -> dict[int, RowResult]:
         """At least one id for each row, and whatever else has come."""
         self._homes = self._assign(rows)
         ahead = AHEAD if len(rows) <= BUCKETS[-1] else AHEAD_IN_TURN
         found: dict[int, RowResult] = {}
-        for number, pipeline in enumerate(self._pipelines):
-            share = [row for row in rows if self._homes[id(row.sequence)] == number]
+        for index, pipeline in enumerate(self._pipelines):
+            share = [row for row in rows if self._homes[row.key] == index]
             if share:
-                found |= {id(row): result for row, result in zip(share, pipeline.step(share, ahead), strict=True)}
+                found |= pipeline.step(share, ahead)
             else:
                 pipeline.leave()
-        return [found[id(row)] for row in rows]
+        return found
 
     def _assign(self, rows: Rows[Row]) -> dict[int, int]:
-        keys = [id(row.sequence) for row in rows]
+        keys = [row.key for row in rows]
         if len(rows) <= BUCKETS[-1]:
             return dict.fromkeys(keys, 0)
         homes = {key: self._homes[key] for key in keys if key in self._homes}
-        counts = [list(homes.values()).count(number) for number in range(len(self._pipelines))]
+        counts = [list(homes.values()).count(index) for index in range(len(self._pipelines))]
         for key in keys:
             if key not in homes:
                 emptiest = min(range(len(counts)), key=counts.__getitem__)

@@ -26,12 +26,12 @@ RING = 64  # entries; more than can be under way
 REACHES = (512, 1024)  # tokens; attention is launched no wider than the longest row needs, which costs a little
 _NAP = 20e-6  # seconds between two looks at the ring
 _LOOKS = 64  # after so many the stream is asked
-_WORDS = 7 + MOST_STOPS  # of a seat
+_WORDS = 7 + MOST_STOPS  # of a row
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the host writes of all seats, as one block: int32 [words, seats]."""
+    """What the host writes of all rows, as one block: int32 [words, rows]."""
 
     block: torch.Tensor
     noise_key: torch.Tensor  # int64
@@ -40,12 +40,12 @@ class State:
     last_position: torch.Tensor
     count: torch.Tensor
     temperature: torch.Tensor  # float32
-    stops: torch.Tensor  # [seats, 8]
+    stops: torch.Tensor  # [rows, 8]
 
 
 def state_of(block: torch.Tensor) -> State:
     """The parts of a block; views."""
-    seats = block.shape[1]
+    rows = block.shape[1]
     return State(
         block=block,
         noise_key=block[:2].view(-1).view(torch.int64),
@@ -54,24 +54,24 @@ def state_of(block: torch.Tensor) -> State:
         last_position=block[4],
         count=block[5],
         temperature=block[6].view(torch.float32),
-        stops=block[7:].view(-1).view(seats, MOST_STOPS),
+        stops=block[7:].view(-1).view(rows, MOST_STOPS),
     )
 
 
-def fill(seats: Rows[RowState], width: int, number: int) -> State:
-    """The block of these seats in the host's memory; those beyond are idle."""
+def fill(rows: Rows[RowState], width: int, number: int) -> State:
+    """The block of these rows in the host's memory; those beyond are idle."""
     state = state_of(torch.zeros(_WORDS, width, dtype=torch.int32))
     state.position.fill_(-1)
     state.count.fill_(number)
     state.stops.fill_(-1)
-    for at, seat in enumerate(seats):
-        state.noise_key[at] = seat.noise_key
-        state.token[at] = seat.token
-        state.position[at] = seat.position
-        state.last_position[at] = seat.last_position
-        state.temperature[at] = seat.temperature
-        for place, stop in enumerate(seat.stops):
-            state.stops[at, place] = stop
+    for at, row in enumerate(rows):
+        state.noise_key[at] = row.noise_key
+        state.token[at] = row.token
+        state.position[at] = row.position
+        state.last_position[at] = row.last_position
+        state.temperature[at] = row.temperature
+        for index, stop in enumerate(row.stops):
+            state.stops[at, index] = stop
     return state
 
 
@@ -97,7 +97,7 @@ def _words(ring: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The step of so many seats whose rows are no longer than `longest`."""
+    """The step of a batch bucket whose rows are no longer than `longest`."""
 
     longest: int
     chain: tuple[Launch, ...]
@@ -106,49 +106,49 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class BatchBucket:
-    """Some seats side by side."""
+    """The steps of so many rows side by side, and their memory."""
 
     buffers: StepBuffers
     state: State
     start: Launch
     reaches: tuple[Steps, ...]  # shortest first
     sampling: Sampling
-    sampled: tuple[Steps, ...]  # as `reaches`, for seats of which some need the sampling stages
-    ring: memoryview  # of 64-bit words [seats · RING]
+    sampled: tuple[Steps, ...]  # as `reaches`, for rows of which some need the sampling stages
+    ring: memoryview  # of 64-bit words [rows · RING]
 
 
 class CapturedSteps:
-    """All benches. Calls go to torch's current stream."""
+    """All batch buckets. Calls go to torch's current stream."""
 
     def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
         self._library = library
         self._weights = weights
         self._max_context = max_context
-        self._sizes = [seats for seats in BUCKETS if seats <= bucket(min(max_rows, BUCKETS[-1]))]
+        self._sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
         self._launcher = Launcher()
         self._recorder = Recorder(weights.table.device)
-        self._benches: dict[int, BatchBucket] = {}
+        self._buckets: dict[int, BatchBucket] = {}
         self._here: BatchBucket | None = None
         vocabulary, device = weights.head.rows, weights.table.device
-        self._sampling = sampling.allocate(self._sizes[-1], vocabulary, device)  # all benches', one at a time
+        self._sampling = sampling.allocate(self._sizes[-1], vocabulary, device)  # all buckets', one at a time
         self._draws = False  # whether the sampling stages are needed here
         self._looks = 0
         self._idle = False  # all that was launched has ended, so its entries are there
         self.graphs = True  # False: launches one by one
 
-    def build(self, seats: int) -> None:
-        """Compiles the step of so many seats. Raises BuildError."""
-        if seats in self._benches:
+    def build(self, size: int) -> None:
+        """Compiles the step of so many rows. Raises BuildError."""
+        if size in self._buckets:
             return
         pages = -(-self._max_context // PAGE_SIZE)
         device = self._weights.table.device
-        state = state_of(torch.zeros(_WORDS, seats, dtype=torch.int32, device=device))
+        state = state_of(torch.zeros(_WORDS, size, dtype=torch.int32, device=device))
         state.position.fill_(-1)
-        buffers = placed(allocate(self._weights, seats, pages, RING), state)
+        buffers = placed(allocate(self._weights, size, pages, RING), state)
         properties = torch.cuda.get_device_properties(device)
         plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
-        draws = self._sampling.first(seats)
+        draws = self._sampling.first(size)
 
         def reaches(how: Sampling | None) -> tuple[Steps, ...]:
             plans = [replace(plan, longest=longest) for longest in lengths]
@@ -157,30 +157,30 @@ class CapturedSteps:
 
         start = prepare_start(self._library, self._weights, buffers)
         ring = _words(buffers.progress.ring)
-        self._benches[seats] = BatchBucket(buffers, state, start, reaches(None), draws, reaches(draws), ring)
+        self._buckets[size] = BatchBucket(buffers, state, start, reaches(None), draws, reaches(draws), ring)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
-        for done, seats in enumerate(self._sizes):
+        for done, size in enumerate(self._sizes):
             progress("kernels", done, len(self._sizes))
-            self.build(seats)
+            self.build(size)
         progress("kernels", len(self._sizes), len(self._sizes))
         wanted = [
             (steps, size)
-            for bench in self._benches.values()
-            for steps in (*bench.reaches, *bench.sampled)
+            for each in self._buckets.values()
+            for steps in (*each.reaches, *each.sampled)
             for size in SIZES
         ]
         for done, (steps, size) in enumerate(wanted):
             progress("graphs", done, len(wanted))
             self._graph(steps, size).replay()
-        for bench in self._benches.values():
-            bench.state.block.copy_(fill((), bench.buffers.batch, 0).block, non_blocking=True)
-            self._here = bench
+        for each in self._buckets.values():
+            each.state.block.copy_(fill((), each.buffers.batch, 0).block, non_blocking=True)
+            self._here = each
             for pages in ((0,), (0, 0)):
                 self.add_pages(0, 0, pages)
-            self._launcher.enqueue([bench.start])
+            self._launcher.enqueue([each.start])
         self._sampling.rehearse()
         self._here = None
         torch.cuda.synchronize()
@@ -197,28 +197,28 @@ class CapturedSteps:
             found = steps.graphs[size] = self._recorder.record(enqueue)
         return found
 
-    def place(self, seats: Rows[RowState], number: int) -> None:
+    def write(self, states: Rows[RowState], number: int) -> None:
         """These rows and no others."""
-        bench = self._here = self._benches[bucket(len(seats))]
+        here = self._here = self._buckets[bucket(len(states))]
         vocabulary = self._weights.table.shape[0]
-        if any(not 0 <= seat.token < vocabulary for seat in seats):
+        if any(not 0 <= row.token < vocabulary for row in states):
             # The lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
         if number == 0:
             torch.cuda.synchronize()
-            for each in self._benches.values():
+            for each in self._buckets.values():
                 each.buffers.progress.ring.zero_()
-        bench.state.block.copy_(fill(seats, bench.buffers.batch, number).block, non_blocking=True)
-        self._draws = any(sampled.needed(seat.sequence, len(seat.fresh)) for seat in seats)
-        for at, seat in enumerate(seats):
-            self.add_pages(at, 0, seat.pages)
+        here.state.block.copy_(fill(states, here.buffers.batch, number).block, non_blocking=True)
+        self._draws = any(sampled.needed(row.sequence, len(row.unreported)) for row in states)
+        for index, row in enumerate(states):
+            self.add_pages(index, 0, row.pages)
             if self._draws:
-                sampled.place(bench.sampling, at, seat.sequence, seat.fresh)
-        self._launcher.enqueue([bench.start])
+                sampled.place(here.sampling, index, row.sequence, row.unreported)
+        self._launcher.enqueue([here.start])
 
-    def add_pages(self, seat: int, first: int, pages: Rows[int]) -> None:
+    def add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
         """Pages [first, …) of a row."""
-        row = self._bench.buffers.places.pages[seat]
+        row = self._current.buffers.places.pages[index]
         if len(pages) == 1:
             row[first].fill_(pages[0])
             return
@@ -227,7 +227,7 @@ class CapturedSteps:
     def launch(self, steps: int, longest: int) -> None:
         """Steps of all rows."""
         self._idle = False
-        reaches = self._bench.sampled if self._draws else self._bench.reaches
+        reaches = self._current.sampled if self._draws else self._current.reaches
         reach = next(reach for reach in reaches if reach.longest >= longest)
         if self.graphs:
             self._graph(reach, steps).replay()
@@ -235,9 +235,9 @@ class CapturedSteps:
         for _ in range(steps):
             self._launcher.enqueue(reach.chain)
 
-    def poll(self, seat: int, number: int) -> int | None:
+    def poll(self, index: int, number: int) -> int | None:
         """flags << 24 | token of the entry, None where it has not come."""
-        entry = self._bench.ring[seat * RING + (number - 1) % RING]
+        entry = self._current.ring[index * RING + (number - 1) % RING]
         return entry & 0xFFFFFFFF if entry >> 32 == number else None
 
     def wait(self) -> None:
@@ -253,11 +253,11 @@ class CapturedSteps:
     def close(self) -> None:
         """Gives the graphs back."""
         torch.cuda.synchronize()
-        self._benches.clear()
+        self._buckets.clear()
         self._here = None
 
     @property
-    def _bench(self) -> BatchBucket:
+    def _current(self) -> BatchBucket:
         if self._here is None:
             raise EngineFailed("no rows were placed")
         return self._here

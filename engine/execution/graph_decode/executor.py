@@ -1,10 +1,9 @@
-"""The decoder of captured graphs: whole steps of up to eight rows that copy nothing, launched ahead of their tokens. Up
-to sixteen rows are two such steps, one after the other."""
+"""The executor of captured decode steps: whole steps of up to eight rows that copy nothing, launched ahead of their
+tokens. Up to sixteen rows are two such steps, one after the other."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence as Rows
 
 import torch
 
@@ -16,7 +15,7 @@ from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipelin
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
 from engine.loading.progress import Progress
-from engine.scheduling.plan import Row, StepPlan, StepResult
+from engine.scheduling.plan import Row, RowResult
 
 SWITCHES = ("graphs", "fused_kernels")
 
@@ -37,7 +36,8 @@ def why_not(parts: Parts) -> str | None:
 class GraphDecode:
     """Decodes rows of one token."""
 
-    tokens_per_step = 2 * AHEAD
+    lookahead_tokens = 2 * AHEAD - 1
+    max_tokens_per_row = 2 * AHEAD
 
     def __init__(self, parts: Parts) -> None:
         rows = range(0, min(parts.max_sequences, MOST_PIPELINES * BUCKETS[-1]), BUCKETS[-1])
@@ -45,41 +45,41 @@ class GraphDecode:
             try:
                 library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
                 read = weights.step_weights(parts)
-                self._cards = [
+                self._devices = [
                     CapturedSteps(library, read, parts.max_context, parts.max_sequences - first) for first in rows
                 ]
-                self._cards[0].build(BUCKETS[0])
+                self._devices[0].build(BUCKETS[0])
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
-        self._pipelines = AlternatingPipelines([DecodePipeline(card, parts.max_context) for card in self._cards])
+        self._sequences = parts.sequences
+        self._pipelines = AlternatingPipelines(
+            [DecodePipeline(device, parts.sequences, parts.max_context) for device in self._devices]
+        )
         self._fused = True
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures."""
         with torch.inference_mode():
-            for card in self._cards:
-                card.warmup(progress)
+            for device in self._devices:
+                device.warmup(progress)
 
-    def share(self, plan: StepPlan) -> tuple[Row, ...]:
-        """Rows of one token that the kernels can choose a successor for, as many as there are seats or none."""
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Rows of one token that the kernels can choose a successor for, as many as the pipelines hold or none."""
         if not self._fused:
             return ()
-        rows = tuple(row for row in plan.rows if row.count == 1 and row.sample and can_sample(row))
-        return rows if len(rows) <= self._pipelines.seats else ()
+        of = self._sequences.of
+        mine = tuple(row for row in rows if row.count == 1 and row.sample and not row.draft and can_sample(of(row)))
+        return mine if len(mine) <= self._pipelines.most_rows else ()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One token or several a row."""
-        return StepResult(tuple(self._pipelines.step(plan.rows)))
-
-    def forget(self, slots: Rows[int]) -> None:
-        """These slots have new owners."""
-        self._pipelines.forget(slots)
+        return self._pipelines.step(rows)
 
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
         if name == "graphs":
-            for card in self._cards:
-                card.graphs = enabled
+            for device in self._devices:
+                device.graphs = enabled
         elif name == "fused_kernels":
             self._fused = enabled
         else:
@@ -87,5 +87,5 @@ class GraphDecode:
 
     def close(self) -> None:
         """Gives the graphs back."""
-        for card in self._cards:
-            card.close()
+        for device in self._devices:
+            device.close()

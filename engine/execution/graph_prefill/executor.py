@@ -1,4 +1,4 @@
-"""Prompts on a card: the forward pass of one chunk as a captured graph, one a size, over the pages of its sequence.
+"""Prompts on a GPU: the forward pass of one chunk as a captured graph, one a size, over the pages of its sequence.
 
 A chunk is padded to the next size; where it starts, how long it is and which pages it has lie in device memory, so one
 graph serves every prompt, whole, continued after a cached prefix, or in chunks. Several rows go one after another.
@@ -19,6 +19,7 @@ from engine.execution.graph_prefill import products
 from engine.execution.graph_prefill.first_token import FirstTokens, can_draw
 from engine.execution.graph_prefill.mailbox import Mailbox
 from engine.execution.graph_prefill.products import Products
+from engine.execution.sequences import refuse_drafts
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
@@ -29,14 +30,14 @@ from engine.kernels.weights import Format
 from engine.linear import Linear
 from engine.loading.progress import Progress
 from engine.model.weights import Layer
-from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import Row, RowResult
 from engine.settings import PAGE_SIZE
 
 SIZES = (16, 32, 64, 128, 256, 512)  # tokens of a graph
 
 
 def why_not(parts: Parts) -> str | None:
-    """Why this model's prompts are left to the eager decoder, or None."""
+    """Why this model's prompts are left to the eager executor, or None."""
     model = parts.model
     config, placement = model.config, model.placement
     if placement.device.type != "cuda":
@@ -85,9 +86,10 @@ class Buffers:
 
 
 class GraphPrefill:
-    """Feeds chunks of several tokens, and draws the token that follows where a row samples. A `Executor`."""
+    """Feeds chunks of several tokens, and draws the token that follows where a row samples. An `Executor`."""
 
-    tokens_per_step = 1
+    lookahead_tokens = 0
+    max_tokens_per_row = 1
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
         self._parts = parts
@@ -166,33 +168,31 @@ class GraphPrefill:
         torch.cuda.synchronize()
         progress("prefill", len(self._sizes), len(self._sizes))
 
-    def share(self, plan: StepPlan) -> tuple[Row, ...]:
-        """Chunks; a row of one token belongs to a step of decoding."""
-        return tuple(row for row in plan.rows if row.count > 1) if self._fused else ()
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Rows of several tokens: a row of one belongs to a step of decoding."""
+        return tuple(row for row in rows if row.count > 1 and not row.draft) if self._fused else ()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """Row by row."""
+        refuse_drafts(rows)
+        of, first = self._parts.sequences.of, self._first
         drawn: list[tuple[Row, int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
-        for row in plan.rows:
+        for row in rows:
             last = self._feed(row)
-            if row.sample and self._first is not None and can_draw(row):
-                drawn.append((row, self._first.draw(row)))
+            if row.sample and first is not None and can_draw(of(row)):
+                drawn.append((row, first.draw(of(row))))
             elif row.sample:
                 kept.append((row, self._buffers.x[last : last + 1].clone()))
         results: dict[int, RowResult] = {}
         if kept:
-            rows, hidden = zip(*kept, strict=True)
-            logits = self._parts.model.weights.head(torch.cat(hidden)).float()
-            found = self._parts.sampler.sample(rows, logits)
-            results |= {id(row): result for row, result in zip(rows, found, strict=True)}
-        if drawn and self._first is not None:
-            told = self._first.read([number for _, number in drawn])
-            results |= {id(row): result for (row, _), result in zip(drawn, told, strict=True)}
-        return StepResult(tuple(results.get(id(row)) for row in plan.rows))
-
-    def forget(self, slots: Rows[int]) -> None:
-        """Keeps nothing of a slot."""
+            logits = self._parts.model.weights.head(torch.cat([hidden for _, hidden in kept])).float()
+            found = self._parts.sampler.sample([of(row) for row, _ in kept], logits)
+            results |= {row.key: result for (row, _), result in zip(kept, found, strict=True)}
+        if drawn and first is not None:
+            read = first.read([number for _, number in drawn])
+            results |= {row.key: result for (row, _), result in zip(drawn, read, strict=True)}
+        return results
 
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
@@ -213,14 +213,15 @@ class GraphPrefill:
 
     def _feed(self, row: Row) -> int:
         """A row's tokens, piece by piece; which of the last piece's is the last."""
-        ids = row.sequence.token_ids
+        sequence = self._parts.sequences.of(row)
+        ids = sequence.token_ids
         end, piece = row.start + row.count, 0
         if not 0 <= min(ids[row.start : end]) <= max(ids[row.start : end]) < self._parts.model.config.vocab_size:
             # On a GPU the lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
         for first in range(row.start, end, self._sizes[-1]):
             piece = min(self._sizes[-1], end - first)
-            self._replay(ids[first : first + piece], first, row.sequence.pages)
+            self._replay(ids[first : first + piece], first, sequence.pages)
         return piece - 1
 
     def _replay(self, ids: Rows[int], start: int, pages: Rows[int]) -> None:

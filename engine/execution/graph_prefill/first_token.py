@@ -13,21 +13,22 @@ from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import fill, placed, state_of
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
+from engine.execution.sequences import SequenceState
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launcher
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
 from engine.kernels.tokens import Fed
 from engine.sampling.noise import seed_key
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import RowResult
 
 _NEVER = 2**31 - 1  # a position
 _LAST_NUMBER = 1 << 30  # of an entry; numbers begin anew above it
 
 
-def can_draw(row: Row) -> bool:
-    """Whether the kernels choose what follows this row."""
-    return row.sequence.request.logprobs is None
+def can_draw(sequence: SequenceState) -> bool:
+    """Whether the kernels choose its tokens."""
+    return sequence.logprobs is None
 
 
 class FirstTokens:
@@ -57,23 +58,22 @@ class FirstTokens:
             self._graphs[draws].replay()  # an idle row
         self._sampling.rehearse()
 
-    def draw(self, row: Row) -> int:
-        """Behind the row's last chunk; the number that its token will have."""
-        sequence = row.sequence
-        one = sequence.request.sampling
-        seat = RowState(
+    def draw(self, sequence: SequenceState) -> int:
+        """Behind the last chunk of all its tokens; the number that the new token's entry will have."""
+        one = sequence.sampling
+        state = RowState(
             token=0,
-            position=row.start + row.count - 1,
+            position=len(sequence.token_ids) - 1,
             last_position=_NEVER,
             stops=(),
             temperature=one.temperature,
             noise_key=seed_key(one.seed),
             pages=(),
             sequence=sequence,
-            fresh=(),
+            unreported=(),
         )
         self._number = self._number % _LAST_NUMBER + 1
-        self._state.block.copy_(fill((seat,), 1, self._number - 1).block, non_blocking=True)
+        self._state.block.copy_(fill((state,), 1, self._number - 1).block, non_blocking=True)
         draws = sampled.needed(sequence)
         if draws:
             sampled.place(self._sampling, 0, sequence)
@@ -84,7 +84,7 @@ class FirstTokens:
         return self._number
 
     def read(self, numbers: Rows[int]) -> list[RowResult]:
-        """An id for each, or none where the scores were no numbers. Waits for the card."""
+        """An id for each, or none where the scores were no numbers. Waits for the device."""
         torch.cuda.current_stream().synchronize()
         return [self._entry(number) for number in numbers]
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.api import GenerationRequest
 from engine.errors import EngineFailed, Unsupported
 from engine.execution.eager import Eager
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache
 from engine.sampling.sampler import Sampler
-from engine.scheduling.plan import Row, StepPlan
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.plan import Released, Row, StepPlan
+from engine.scheduling.rows import row_of
 from engine.settings import EngineSettings
 from engine.worker.build import build, make_runner, prepare
+from tests.engine.stepped import holding, known, put, step, whole
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -54,35 +54,49 @@ def ids(size: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 200, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def live(request: GenerationRequest, pages: list[int], slot: int = 0) -> Sequence:
-    return Sequence(request, list(request.token_ids), slot=slot, pages=pages)
-
-
-def test_rows_come_back_in_the_order_of_the_plan(settings: EngineSettings, request_of: Any) -> None:
+def test_rows_come_back_by_their_keys(settings: EngineSettings, request_of: Any) -> None:
     runner = build(settings, progress)
     first, second, third = (
-        live(request_of(ids(size, size)), [at, at + 1], at // 2) for at, size in ((0, 20), (2, 1), (4, 9))
+        holding(request_of(ids(size, size)), [at, at + 1], at // 2, key=7 * at)
+        for at, size in ((0, 20), (2, 1), (4, 9))
     )
-    result = runner.run(
-        StepPlan((Row(first, 0, 12, False), Row(second, 0, 1, True), Row(third, 0, 9, True)), (0, 1, 2))
-    )
-    assert result.rows[0] is None
-    alone = [runner.run(StepPlan((Row(one, 0, len(one.token_ids), True),), ())).rows[0] for one in (second, third)]
-    assert list(result.rows[1:]) == alone
+    rows = (row_of(first, 0, 12, False), whole(second), whole(third))
+    result = runner.run(step(*rows, admitted=(first, second, third)))
+    assert result.rows.keys() == {14, 28}
+    for one, row in ((second, rows[1]), (third, rows[2])):
+        assert runner.run(step(row, admitted=[one])).rows == {one.key: result.rows[one.key]}
+
+
+def test_a_row_of_nobody_is_refused(settings: EngineSettings, request_of: Any) -> None:
+    runner = build(settings, progress)
+    one, other = holding(request_of(ids(5)), [0], 0), holding(request_of(ids(5)), [0], 0, key=9)
+    row = whole(one)
+    with pytest.raises(EngineFailed, match="not held"):
+        runner.run(step(row))
+    runner.run(step(row, admitted=[one]))
+    with pytest.raises(EngineFailed, match="not held by sequence 9"):
+        runner.run(step(whole(other)))
+    with pytest.raises(EngineFailed, match="cannot follow"):
+        runner.run(step(Row(0, 0, 5, 1, True, first_page=3, pages=(4,))))
+    released = StepPlan((Row(0, 0, 5, 1, True),), released=(Released(0, 0),))
+    with pytest.raises(EngineFailed, match="not held"):
+        runner.run(released)
+    runner.close()
 
 
 def test_a_step_that_samples_nothing(settings: EngineSettings, request_of: Any) -> None:
     runner = build(settings, progress)
-    one = live(request_of(ids(30)), [0, 1])
-    assert runner.run(StepPlan((Row(one, 0, 16, False),), (0,))).rows == (None,)
-    assert runner.run(StepPlan((Row(one, 16, 1, False),), ())).rows == (None,)
+    one = holding(request_of(ids(30)), [0, 1])
+    assert runner.run(step(row_of(one, 0, 16, False), admitted=[one])).rows == {}
+    assert runner.run(step(row_of(one, 16, 1, False))).rows == {}
 
 
 @pytest.mark.parametrize("bad", [200, -1, 1 << 40])
 def test_ids_outside_the_vocabulary_never_reach_the_device(settings: EngineSettings, request_of: Any, bad: int) -> None:
     runner = build(settings, progress)
+    one = holding(request_of([1, bad, 2]), [0])
     with pytest.raises(EngineFailed):
-        runner.run(StepPlan((Row(live(request_of([1, bad, 2]), [0]), 0, 3, True),), (0,)))
+        runner.run(step(whole(one), admitted=[one]))
 
 
 def test_no_optimization_of_its_own_yet(settings: EngineSettings) -> None:
@@ -96,16 +110,15 @@ def test_a_row_of_nan_fails_alone(tmp_path: Path, settings: EngineSettings, requ
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
     prepared = prepare(settings, progress)
     runner = make_runner(settings, prepared, progress)
-    good, poisoned = live(request_of(ids(5)), [0], 0), live(request_of([3, 77]), [1], 1)
+    good, poisoned = holding(request_of(ids(5)), [0], 0), holding(request_of([3, 77]), [1], 1)
     assert 77 not in good.token_ids
-    alone = runner.run(StepPlan((Row(good, 0, 5, True),), (0,))).rows[0]
+    row = whole(good)
+    alone = runner.run(step(row, admitted=[good])).rows[0]
     with torch.inference_mode():
         prepared.parts.model.weights.embedding[77] = float("nan")
-    found = runner.run(StepPlan((Row(poisoned, 0, 2, True), Row(good, 0, 5, True)), (0, 1))).rows
-    assert found[0] is not None
-    assert found[0].token_ids == ()
-    assert alone is not None
-    assert found[1] == alone
+    found = runner.run(step(whole(poisoned), row, admitted=[good, poisoned])).rows
+    assert found[1].token_ids == ()
+    assert found[0] == alone
 
 
 def _parts_with(parts: Parts, heads_outside: bool) -> Parts:
@@ -121,26 +134,27 @@ def test_pages_in_any_order_and_layout(
 ) -> None:
     prepared = prepare(settings, progress)
     text = ids(100, 5)
-    whole = Eager(_parts_with(prepared.parts, True))
-    truth = [
-        whole.logits([Row(live(request_of(text[:end]), list(range(40, 48))), 0, end, True)])
-        for end in (30, 31, 64, 100)
-    ]
+    exact = _parts_with(prepared.parts, True)
+    truth = []
+    for end in (30, 31, 64, 100):
+        put(exact.sequences, holding(request_of(text[:end]), range(40, 48)))
+        truth.append(Eager(exact).logits([Row(0, 0, 0, end, True)]))
     parts = _parts_with(prepared.parts, heads_outside)
     # What an earlier owner left must not be seen, not even a NaN.
     for layer in range(3):
         parts.pool.layer(layer).fill_(float("nan"))
-    decoder = Eager(parts)
-    sequence = live(request_of(text), pages)
-    other = live(request_of(ids(17, 6)), [30, 29], 1)
-    decoder.logits([Row(other, 0, 16, False)])
+    executor = Eager(parts)
+    one, other = holding(request_of(text), pages), holding(request_of(ids(17, 6)), [30, 29], 1)
+    put(parts.sequences, one)
+    put(parts.sequences, other)
+    executor.logits([known(other, 0, 16, False)])
     found = []
     for start, end in ((0, 30), (30, 31), (31, 64), (64, 100)):
-        rows = [Row(sequence, start, end - start, True), Row(other, 16, 1, True)]
+        rows = [known(one, start, end - start), known(other, 16, 1)]
         rows.sort(key=lambda row: row.count > 1)
-        logits = decoder.logits(rows)
+        logits = executor.logits(rows)
         assert logits is not None
-        found.append(logits[[row.sequence for row in rows].index(sequence)].unsqueeze(0))
-    for one, expected in zip(found, truth, strict=True):
+        found.append(logits[[row.key for row in rows].index(one.key)].unsqueeze(0))
+    for seen, expected in zip(found, truth, strict=True):
         assert expected is not None
-        torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)

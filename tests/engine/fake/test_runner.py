@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,36 +13,36 @@ from hypothesis import strategies as st
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed, Unsupported
+from engine.fake.checker import BrokenPlan
 from engine.fake.runner import AcceleratorError, FakeRunner, Fault, plain_request
-from engine.fake.shadow import BrokenPlan
-from engine.scheduling.plan import Row, RowResult, Runner, StepPlan
+from engine.scheduling.plan import Released, Row, RowResult, Runner, StepPlan
+from engine.scheduling.rows import row_of
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
+from tests.engine.stepped import holding, step, whole
 
 
 def runner(**fake: object) -> FakeRunner:
     return FakeRunner(EngineSettings(model="", kind="fake", fake=FakeSettings(**fake)))  # type: ignore[arg-type]
 
 
-def sequence(request: GenerationRequest, slot: int = 0, pages: range = range(20)) -> Sequence:
-    return Sequence(request, list(request.token_ids), slot=slot, pages=list(pages))
+def sequence(request: GenerationRequest, slot: int = 0, pages: range = range(20), key: int | None = None) -> Sequence:
+    return holding(request, pages, slot, key)
 
 
-def whole(one: Sequence, start: int = 0) -> Row:
-    return Row(one, start, len(one.token_ids) - start, True)
-
-
-def feed(fake: Runner, *rows: Row, fresh: tuple[int, ...] = ()) -> list[RowResult | None]:
-    return list(fake.run(StepPlan(rows, fresh)).rows)
+def feed(fake: Runner, *rows: Row, admitted: tuple[Sequence, ...] = ()) -> list[RowResult | None]:
+    found = fake.run(step(*rows, admitted=admitted)).rows
+    return [found.get(row.key) for row in rows]
 
 
 def generate(fake: FakeRunner, request: GenerationRequest, count: int, chunk: int = 1000) -> list[int]:
     one = sequence(request)
-    fresh: tuple[int, ...] = (0,)
+    admitted: tuple[Sequence, ...] = (one,)
     while one.output_length < count:
         end = min(one.computed + chunk, len(one.token_ids))
-        (result,) = feed(fake, Row(one, one.computed, end - one.computed, end == len(one.token_ids)), fresh=fresh)
-        fresh, one.computed = (), end
+        row = row_of(one, one.computed, end - one.computed, end == len(one.token_ids))
+        (result,) = feed(fake, row, admitted=admitted)
+        admitted, one.computed = (), end
         if result is not None:
             one.computed += len(result.token_ids) - 1
             one.token_ids += result.token_ids
@@ -90,7 +91,7 @@ def test_stop_tokens_come_but_not_before_min_tokens() -> None:
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_logprobs_are_one_an_id_and_sorted(count: int) -> None:
     one = sequence(plain_request((1, 2), logprobs=count))
-    (result,) = feed(runner(tokens_per_step=3), whole(one), fresh=(0,))
+    (result,) = feed(runner(tokens_per_step=3), whole(one), admitted=(one,))
     assert result is not None
     assert len(result.logprobs) == 3
     for token_id, logprob in zip(result.token_ids, result.logprobs, strict=True):
@@ -102,14 +103,15 @@ def test_logprobs_are_one_an_id_and_sorted(count: int) -> None:
 
 
 def test_a_step_takes_its_time() -> None:
+    one = sequence(plain_request((1,)))
     started = time.monotonic()
-    feed(runner(step_time=0.05), whole(sequence(plain_request((1,)))), fresh=(0,))
+    feed(runner(step_time=0.05), whole(one), admitted=(one,))
     assert time.monotonic() - started >= 0.05
 
 
 def test_it_never_writes_past_its_pages() -> None:
     one = sequence(plain_request(tuple(range(1, 15))), pages=range(1))
-    (result,) = feed(runner(tokens_per_step=30), whole(one), fresh=(0,))
+    (result,) = feed(runner(tokens_per_step=30), whole(one), admitted=(one,))
     assert result is not None
     assert len(result.token_ids) == PAGE_SIZE - 14 + 1
 
@@ -117,29 +119,46 @@ def test_it_never_writes_past_its_pages() -> None:
 class TestBrokenPlans:
     """Each mistake that a scheduler can make."""
 
-    def broken(self, fake: Runner, *rows: Row, fresh: tuple[int, ...] = (), match: str) -> None:
+    def broken(self, fake: Runner, *rows: Row, admitted: tuple[Sequence, ...] = (), match: str) -> None:
         with pytest.raises(BrokenPlan, match=match):
-            feed(fake, *rows, fresh=fresh)
+            feed(fake, *rows, admitted=admitted)
 
     def started(self, fake: FakeRunner, slot: int = 0, pages: range = range(4)) -> Sequence:
         one = sequence(plain_request(tuple(range(1, 21))), slot, pages)
-        (result,) = feed(fake, whole(one), fresh=(slot,))
+        (result,) = feed(fake, whole(one), admitted=(one,))
         assert result is not None
         one.token_ids += result.token_ids
         return one
 
-    def test_an_unannounced_slot(self) -> None:
-        self.broken(runner(), whole(sequence(plain_request((1,)))), match="announced")
-        self.broken(runner(), whole(sequence(plain_request((1,)), 16)), fresh=(16,), match="announced")
+    def test_a_slot_of_nobody(self) -> None:
+        self.broken(runner(), whole(sequence(plain_request((1,)))), match="nobody was admitted")
+        one = sequence(plain_request((1,)), 16)
+        self.broken(runner(), whole(one), admitted=(one,), match="no slot 16")
 
     def test_a_slot_that_changed_hands(self) -> None:
         fake = runner()
-        self.started(fake)
-        self.broken(fake, whole(sequence(plain_request((1,)))), match="hands")
+        one = self.started(fake)
+        other = sequence(plain_request((1,)), key=5)
+        self.broken(fake, whole(other), match="held by sequence 0, not by 5")
+        self.broken(fake, whole(other), admitted=(other,), match="hands before sequence 0 was released")
+        other.planned_pages = 0
+        fake.run(StepPlan((whole(other),), step(admitted=[other]).admitted, (Released(one.key, 0),)))
+
+    def test_a_release_of_what_another_holds_changes_nothing(self) -> None:
+        fake = runner()
+        one = self.started(fake)
+        fake.run(StepPlan((whole(one, 20),), released=(Released(5, 0), Released(one.key, 3))))
+
+    def test_a_sequence_with_two_slots(self) -> None:
+        fake = runner()
+        one = self.started(fake)
+        one.slot = 1
+        self.broken(fake, admitted=(one,), match="a slot already")
 
     def test_a_slot_used_twice(self) -> None:
-        rows = [whole(sequence(plain_request((1,)), pages=range(page, page + 1))) for page in range(2)]
-        self.broken(runner(), *rows, fresh=(0,), match="share")
+        one = sequence(plain_request((1,)))
+        rows = (whole(one), whole(one))
+        self.broken(runner(), *rows, admitted=(one,), match="share")
 
     def test_a_gap_before_the_row(self) -> None:
         fake = runner()
@@ -148,16 +167,26 @@ class TestBrokenPlans:
         self.broken(fake, whole(one, 21), match="begins at 21")
         self.broken(fake, whole(one, 0), match="begins at 0")
 
-    def test_nothing_computed_after_a_fresh_start(self) -> None:
+    def test_nothing_computed_after_a_new_admission(self) -> None:
         fake = runner()
         one = self.started(fake)
-        self.broken(fake, whole(one, 20), fresh=(0,), match="0 tokens were computed")
+        one.planned_pages = 0
+        self.broken(fake, whole(one, 20), admitted=(one,), match="0 tokens were computed")
 
     def test_exchanged_pages(self) -> None:
         fake = runner()
         one = self.started(fake)
-        one.pages[0], one.pages[1] = one.pages[1], one.pages[0]
-        self.broken(fake, whole(one, 20), match="exchanged")
+        self.broken(fake, Row(0, 0, 20, 1, True, 0, (1, 0, 2, 3)), match="exchanged")
+        one = self.started(fake := runner())
+        self.broken(fake, Row(0, 0, 20, 1, True, 1, (5, 2, 3)), match="exchanged")
+        one = self.started(fake := runner())
+        feed(fake, Row(one.key, 0, 20, 1, True, 2, (7, 8)))  # no row has reached these
+
+    def test_pages_that_cannot_be(self) -> None:
+        for first, pages, match in ((6, (9,), "before page"), (4, (4096,), "no such"), (4, (2,), "twice")):
+            fake = runner()
+            self.started(fake)
+            self.broken(fake, Row(0, 0, 20, 1, True, first, pages), match=match)
 
     def test_a_page_with_two_owners(self) -> None:
         fake = runner()
@@ -167,14 +196,30 @@ class TestBrokenPlans:
 
     def test_too_few_pages_or_tokens(self) -> None:
         one = sequence(plain_request(tuple(range(1, 21))), pages=range(1))
-        self.broken(runner(), whole(one), fresh=(0,), match="no pages")
+        self.broken(runner(), whole(one), admitted=(one,), match="no pages")
         one = sequence(plain_request((1,)))
-        self.broken(runner(), Row(one, 0, 0, False), fresh=(0,), match="no tokens")
+        self.broken(runner(), row_of(one, 0, 0, False), admitted=(one,), match="no tokens")
 
     def test_sampling_in_the_wrong_place(self) -> None:
+        for count, sample in ((2, True), (3, False)):
+            one = sequence(plain_request((1, 2, 3)))
+            self.broken(runner(), row_of(one, 0, count, sample), admitted=(one,), match="last token")
+
+    def test_a_draft_where_nothing_is_sampled(self) -> None:
         one = sequence(plain_request((1, 2, 3)))
-        self.broken(runner(), Row(one, 0, 2, True), fresh=(0,), match="last token")
-        self.broken(runner(), Row(one, 0, 3, False), fresh=(0,), match="last token")
+        self.broken(runner(), Row(0, 0, 0, 2, False, 0, (0,), (5,)), admitted=(one,), match="draft")
+
+    def test_a_prompt_that_is_no_part_of_its_tokens(self) -> None:
+        admitted = step(admitted=[sequence(plain_request((1, 2)))]).admitted[0]
+        for length in (0, 3):
+            with pytest.raises(BrokenPlan, match="cannot be the prompt"):
+                runner().run(StepPlan((), (msgspec.structs.replace(admitted, prompt_length=length),)))
+
+
+def test_drafts_are_refused_not_passed_over() -> None:
+    one = sequence(plain_request((1, 2, 3)))
+    with pytest.raises(Unsupported, match="draft"):
+        feed(runner(), Row(0, 0, 0, 3, True, 0, (0,), (5, 6)), admitted=(one,))
 
 
 def test_faults_come_where_they_are_asked_for_and_nowhere_else() -> None:
@@ -185,7 +230,7 @@ def test_faults_come_where_they_are_asked_for_and_nowhere_else() -> None:
         assert len(generate(runner(faults=True), plain_request((0, fault, 3)), 3)) == 3
         assert len(generate(runner(), plain_request((0, fault, 3)), 9)) == 9
     one = sequence(plain_request((0, Fault.SICK_ROW)))
-    assert feed(runner(faults=True), whole(one), fresh=(0,)) == [RowResult(())]
+    assert feed(runner(faults=True), whole(one), admitted=(one,)) == [RowResult(())]
     assert len(generate(runner(faults=True), plain_request((0,)), 9)) == 9
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.driven import GREEDY
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import SamplingParams, Stopping
 from engine.execution import device_sampling as sampled
+from engine.execution.sequences import SequenceState
 from engine.kernels import reference
 from engine.kernels.attention import Places
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow, Sampling, allocate, blocks, sampling
@@ -23,8 +24,6 @@ from engine.kernels.step import allocate as allocate_step
 from engine.kernels.tokens import Choice
 from engine.sampling.noise import seed_key
 from engine.sampling.sampler import NARROW, Sampler
-from engine.scheduling.plan import Row
-from engine.scheduling.sequence import Sequence
 
 CPU = torch.device("cpu")
 PLAIN = replace(GREEDY, temperature=1.0)
@@ -50,11 +49,16 @@ stoppings = st.builds(
 )
 
 
-def make(params: SamplingParams, stopping: Stopping, prompt: list[int], output: list[int]) -> Sequence:
-    request = GenerationRequest(
-        request_id="", token_ids=tuple(prompt), sampling=params, stopping=stopping, arrived_at=0.0
+def make(params: SamplingParams, stopping: Stopping, prompt: list[int], output: list[int]) -> SequenceState:
+    return SequenceState(
+        key=0,
+        slot=0,
+        token_ids=prompt + output,
+        prompt_length=len(prompt),
+        sampling=params,
+        stopping=stopping,
+        logprobs=None,
     )
-    return Sequence(request, prompt + output, slot=0)
 
 
 def make_logits(kind: str, vocabulary: int, salt: int) -> torch.Tensor:
@@ -75,9 +79,8 @@ def make_logits(kind: str, vocabulary: int, salt: int) -> torch.Tensor:
     return noise.index_fill_(0, torch.tensor([salt % vocabulary]), poison)
 
 
-def eager(sequence: Sequence, logits: torch.Tensor) -> int | None:
-    row = Row(sequence, len(sequence.token_ids) - 1, 1, True)
-    (found,) = Sampler(logits.shape[0], 1, CPU).sample([row], logits.unsqueeze(0))
+def eager(sequence: SequenceState, logits: torch.Tensor) -> int | None:
+    (found,) = Sampler(logits.shape[0], 1, CPU).sample([sequence], logits.unsqueeze(0))
     return found.token_ids[0] if found.token_ids else None
 
 
@@ -107,7 +110,7 @@ def test_the_oracle_is_the_eager_sampler(
     kept = len(output) // 2  # the rest is not the sequence's yet
     whole, sequence = sequence, make(params, stopping, prompt, output[:kept])
     sampled.place(state, 0, sequence, output[kept:])
-    row = sampled.sampled_row(sequence.request, len(output))
+    row = sampled.sampled_row(whole)
     assert sampled.needed(sequence, len(output) - kept) == sampled.needed(whole) == (row is not None)
     if row is None:
         assert params.temperature == 0 or (params.top_k, params.top_p, params.min_p) == (0, 1.0, 0.0)
@@ -130,9 +133,9 @@ def test_rows_the_head_can_serve_are_left_to_it() -> None:
     stopping = Stopping(max_tokens=5)
     for temperature in (0.0, 0.7):
         sequence = make(replace(PLAIN, temperature=temperature), stopping, [1], [])
-        assert sampled.sampled_row(sequence.request) is None
+        assert sampled.sampled_row(sequence) is None
     greedy = replace(PLAIN, temperature=0.0, top_k=5, top_p=0.5, min_p=0.1)
-    assert sampled.sampled_row(make(greedy, stopping, [1], []).request) is None
+    assert sampled.sampled_row(make(greedy, stopping, [1], [])) is None
     state = allocate(2, 10, CPU)
     state.rows.fill_(7)
     sampled.place(state, 1, make(PLAIN, stopping, [1], []))
@@ -156,7 +159,7 @@ def test_rows_the_head_can_serve_are_left_to_it() -> None:
 )
 def test_a_row_is_packed_as_the_kernels_read_it(changes: dict[str, Any], needs: int) -> None:
     params = replace(PLAIN, seed=(1 << 64) - 5, **changes)
-    row = sampled.sampled_row(make(params, Stopping(max_tokens=5), [1, 2], [3]).request)
+    row = sampled.sampled_row(make(params, Stopping(max_tokens=5), [1, 2], [3]))
     assert row is not None
     state = allocate(3, 10, CPU)
     state.place(1, row)

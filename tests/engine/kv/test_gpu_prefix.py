@@ -68,7 +68,8 @@ def test_conversations_with_and_without(tmp_path: Path, request_of: Any, dtype: 
             max_sequences=4,
             max_batch_tokens=128,
             max_context=1024,
-            tokens_per_step=runner.info.tokens_per_step,
+            lookahead_tokens=runner.info.lookahead_tokens,
+            max_tokens_per_row=runner.info.max_tokens_per_row,
         )
         pool = PagePool(128)
         scheduler = Scheduler(limits, pool, prefixes=PrefixIndex(pool, enabled=prefix))

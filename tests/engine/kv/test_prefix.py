@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from engine.api import GenerationRequest
 from engine.fake import FakeRunner, plain_request
-from engine.fake.shadow import BrokenPlan
+from engine.fake.checker import BrokenPlan
 from engine.kv.prefix_index import chain_root, kv_identity, page_hash
-from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import RowResult, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
 from tests.engine.prefixed import Engine, alone, text
+from tests.engine.stepped import holding, step, whole
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100])
@@ -144,7 +145,7 @@ def test_what_a_sick_row_computed_is_used_by_nobody() -> None:
     plan = engine.scheduler.plan(engine.now)
     assert plan is not None
     engine.runner.run(plan)
-    engine.take(engine.scheduler.commit(plan, StepResult((RowResult(()),)), engine.now))
+    engine.take(engine.scheduler.commit(plan, StepResult({sick: RowResult(())}), engine.now))
     assert engine.events[sick][-1].failure is not None
     assert engine.scheduler.load.used_pages == 0
     assert engine.ask(text(100)) == (16, alone(text(100)))
@@ -176,13 +177,13 @@ def test_a_page_that_holds_something_else_is_noticed_by_the_fake() -> None:
     engine.ask(text(50))
     page = engine.index.known(engine.index.chain(Sequence(plain_request(text(50)), [*text(50)]))[1])
     assert page is not None
-    engine.runner.pages.full[page.number] = 5
+    engine.runner.checker.full[page.number] = 5
     engine.submit(text(50))
     with pytest.raises(BrokenPlan, match="begins with"):
         engine.step()
-    one = Sequence(plain_request(text(50)), [*text(50)], slot=0, pages=[0, 1, 2, 3])
+    one = holding(plain_request(text(50)), [0, 1, 2, 3])
     with pytest.raises(BrokenPlan, match="begins with"):
-        FakeRunner(EngineSettings(model="", kind="fake")).run(StepPlan((Row(one, 32, 18, True),), (0,)))
+        FakeRunner(EngineSettings(model="", kind="fake")).run(step(whole(one, 32), admitted=[one]))
 
 
 def test_a_root_is_of_everything_that_shapes_keys_and_values() -> None:

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.driven import GREEDY
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import SamplingParams, Stopping
+from engine.execution.sequences import SequenceState
 from engine.sampling.noise import gumbel, seed_key, signed
 from engine.sampling.sampler import NARROW, Sampler
-from engine.scheduling.plan import Row
-from engine.scheduling.sequence import Sequence
 
 CPU = torch.device("cpu")
 WORD = (1 << 64) - 1
@@ -41,9 +40,9 @@ def noise(seed: int, position: int, token: int) -> float:
     return -math.log(-math.log(((bits >> 40) + 0.5) / 2**24))
 
 
-def adjusted(logits: list[float], sequence: Sequence) -> list[float]:
+def adjusted(logits: list[float], sequence: SequenceState) -> list[float]:
     """After bias and penalties, stop tokens barred."""
-    one, stopping = sequence.request.sampling, sequence.request.stopping
+    one, stopping = sequence.sampling, sequence.stopping
     found = list(logits)
     for token, value in one.logit_bias:
         found[token] += value
@@ -58,9 +57,9 @@ def adjusted(logits: list[float], sequence: Sequence) -> list[float]:
     return found
 
 
-def kept_weights(logits: list[float], sequence: Sequence) -> dict[int, float]:
+def kept_weights(logits: list[float], sequence: SequenceState) -> dict[int, float]:
     """Token → log-weight after every filter; temperature 0 counts as 1."""
-    one = sequence.request.sampling
+    one = sequence.sampling
     found = adjusted(logits, sequence)
     best = max(found)
     heat = [(value - best) / (one.temperature or 1.0) for value in found]
@@ -74,8 +73,8 @@ def kept_weights(logits: list[float], sequence: Sequence) -> dict[int, float]:
     return {token: value for token, value in enumerate(heat) if value >= least and value > -math.inf}
 
 
-def expected(logits: list[float], sequence: Sequence) -> int:
-    one = sequence.request.sampling
+def expected(logits: list[float], sequence: SequenceState) -> int:
+    one = sequence.sampling
     kept = kept_weights(logits, sequence)
     if one.temperature == 0:
         return max(kept, key=lambda token: kept[token])
@@ -91,26 +90,21 @@ def make(
     slot: int = 0,
     stopping: Stopping | None = None,
     logprobs: int | None = None,
-) -> Sequence:
-    request = GenerationRequest(
-        request_id="",
-        token_ids=tuple(prompt),
+) -> SequenceState:
+    return SequenceState(
+        key=0,
+        slot=slot,
+        token_ids=prompt + (output or []),
+        prompt_length=len(prompt),
         sampling=params,
         stopping=stopping or Stopping(max_tokens=1000),
-        arrived_at=0.0,
         logprobs=logprobs,
     )
-    return Sequence(request, prompt + (output or []), slot=slot)
 
 
-def row(sequence: Sequence) -> Row:
-    length = len(sequence.token_ids)
-    return Row(sequence, length - 1, 1, True)
-
-
-def draw(sequences: list[Sequence], logits: torch.Tensor, sampler: Sampler | None = None) -> list[int]:
+def draw(sequences: list[SequenceState], logits: torch.Tensor, sampler: Sampler | None = None) -> list[int]:
     sampler = sampler or Sampler(logits.shape[1], max(one.slot for one in sequences) + 1, CPU)
-    return [found.token_ids[0] for found in sampler.sample([row(one) for one in sequences], logits)]
+    return [found.token_ids[0] for found in sampler.sample(sequences, logits)]
 
 
 # Noise
@@ -173,7 +167,9 @@ rows = st.builds(
     salt=st.integers(0, 1000),
 )
 @settings(max_examples=300, deadline=None)
-def test_every_row_draws_what_the_reference_draws(batch: list[Sequence], vocab: int, spread: float, salt: int) -> None:
+def test_every_row_draws_what_the_reference_draws(
+    batch: list[SequenceState], vocab: int, spread: float, salt: int
+) -> None:
     for slot, sequence in enumerate(batch):
         sequence.slot = slot
     logits = torch.randn(len(batch), vocab, generator=torch.Generator().manual_seed(salt)) * spread
@@ -315,7 +311,7 @@ def test_a_row_of_no_numbers_fails_alone(temperature: float, poison: float) -> N
     clean = draw([make(params, [0], slot=slot) for slot in range(3)], logits)
     logits[1, 17] = poison
     sequences = [make(params, [0], slot=slot, logprobs=2) for slot in range(3)]
-    found = Sampler(50, 3, CPU).sample([row(one) for one in sequences], logits)
+    found = Sampler(50, 3, CPU).sample(sequences, logits)
     assert [one.token_ids for one in found] == [(clean[0],), (), (clean[2],)]
     assert [len(one.logprobs) for one in found] == [1, 0, 1]
 
@@ -324,7 +320,7 @@ def test_a_row_with_nothing_left_to_draw_fails() -> None:
     stopping = Stopping(max_tokens=9, min_tokens=5, stop_token_ids=(0, 1, 2))
     for temperature in (0.0, 1.0):
         sequence = make(replace(NEUTRAL, temperature=temperature), [0], stopping=stopping)
-        assert Sampler(3, 1, CPU).sample([row(sequence)], torch.zeros(1, 3))[0].token_ids == ()
+        assert Sampler(3, 1, CPU).sample([sequence], torch.zeros(1, 3))[0].token_ids == ()
 
 
 def test_stop_tokens_wait_for_min_tokens() -> None:
@@ -342,7 +338,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     params = replace(NEUTRAL, temperature=0.2, top_k=3, logit_bias=((5, 4.0),), repetition_penalty=1.5)
     sequences = [make(params, [5], slot=0, logprobs=4), make(params, [5], slot=1, logprobs=0)]
     before = logits.clone()
-    found = Sampler(90, 2, CPU).sample([row(one) for one in sequences], logits)
+    found = Sampler(90, 2, CPU).sample(sequences, logits)
     assert torch.equal(logits, before)
     exact = logits.double().log_softmax(-1)
     for at, one in enumerate(found):
@@ -382,15 +378,13 @@ def test_penalties_survive_a_move_to_another_slot() -> None:
         sequence, other = make(params, [1, 2, 2], slot=0), make(params, [3], slot=0)
         for step in range(30):
             if moves and step in (7, 20):  # preempted; another has the slot meanwhile; comes back elsewhere
-                sampler.forget([0])
                 draw([other], logits[step], sampler)
-                sequence.slot = (sequence.slot + 1) % 3
-                sampler.forget([sequence.slot])
+                sequence = replace(sequence, slot=(sequence.slot + 1) % 3)
             sequence.token_ids += draw([sequence], logits[step], sampler)
             assert sequence.token_ids[-1] == expected(logits[step, 0].tolist(), _without_last(sequence))
         runs.append(sequence.token_ids)
     assert runs[0] == runs[1]
 
 
-def _without_last(sequence: Sequence) -> Sequence:
-    return Sequence(sequence.request, sequence.token_ids[:-1])
+def _without_last(sequence: SequenceState) -> SequenceState:
+    return replace(sequence, token_ids=sequence.token_ids[:-1])

@@ -83,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whoever got a slot goes before all that still wait for one."""
         if plan is None:
             return
-        started = [rank(row.sequence) for row in plan.rows if row.sequence.key in slotless]
+        started = [rank(self.bench.sequences[row.key]) for row in plan.rows if row.key in slotless]
         live = [self.bench.sequences[key] for key in self.live()]
         waiting = [rank(one) for one in live if one.slot < 0 and not one.paused and one.key in slotless]
         assert not started or not waiting or max(started) < min(waiting)
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.bench.scheduler.plan(self.bench.now)
         if plan is not None:
             self.bench.take(self.bench.scheduler.fail(plan))
-            self.sick.update(row.sequence.key for row in plan.rows)
+            self.sick.update(row.key for row in plan.rows)
 
     @rule(data=st.data())
     def break_a_row(self, data: st.DataObject) -> None:
@@ -126,12 +126,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = bench.scheduler.plan(bench.now)
         if plan is None:
             return
-        rows = list(bench.runner.run(plan).rows)
-        index = data.draw(st.integers(0, len(rows) - 1))
-        if plan.rows[index].sample:
-            rows[index] = RowResult(())
-            self.sick.add(plan.rows[index].sequence.key)
-        bench.take(bench.scheduler.commit(plan, StepResult(tuple(rows)), bench.now))
+        rows = dict(bench.runner.run(plan).rows)
+        row = data.draw(st.sampled_from(plan.rows))
+        if row.sample:
+            rows[row.key] = RowResult(())
+            self.sick.add(row.key)
+        bench.take(bench.scheduler.commit(plan, StepResult(rows), bench.now))
 
     @invariant()
     def pages_and_slots_are_accounted_for(self) -> None:

@@ -11,10 +11,11 @@ from engine.fake import plain_request
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
 from engine.scheduling.outcome import take
-from engine.scheduling.plan import Row, RowResult, StepResult
+from engine.scheduling.plan import RowResult, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from tests.engine.scheduled import Bench, alone
+from tests.engine.scheduled import Bench, alone, rows_of
+from tests.engine.stepped import whole
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -66,7 +67,7 @@ def test_min_tokens_holds_stops_back_and_max_tokens_is_exact(ids: int) -> None:
 def test_no_logprob_comes_after_the_end() -> None:
     sequence = Sequence(plain_request((1, 2), 2), [1, 2], slot=0, pages=[0])
     told = tuple(TokenLogprob(logprob=-float(at), top=()) for at in range(3))
-    event = take(Row(sequence, 0, 2, True), RowResult((5, 6, 7), told), 100, 1.0)
+    event = take(sequence, whole(sequence), RowResult((5, 6, 7), told), 100, 1.0)
     assert (event.token_ids, event.logprobs) == ((5, 6), told[:2])
     assert event.finish is not None
 
@@ -111,27 +112,33 @@ def test_a_failed_step_ends_its_own_rows_only() -> None:
     assert bench.output(second) == alone(bench.sequences[second].request, 32)
 
 
-@pytest.mark.parametrize("sick", [None, RowResult(())])
-def test_a_sick_row_fails_alone(sick: RowResult | None) -> None:
+def test_a_sick_row_fails_alone() -> None:
     bench = Bench()
     first, second = bench.admit(), bench.admit()
     plan = bench.scheduler.plan(bench.now)
     assert plan is not None
     result = bench.runner.run(plan)
-    bench.take(bench.scheduler.commit(plan, StepResult((sick, result.rows[1])), bench.now))
+    bench.take(bench.scheduler.commit(plan, StepResult({**result.rows, first: RowResult(())}), bench.now))
     assert bench.events[first] == [Event(first, failure=Failure.STEP)]
     bench.run()
     assert bench.output(second) == alone(bench.sequences[second].request, 32)
 
 
-def test_a_result_of_another_length_is_refused_whole() -> None:
-    bench = Bench()
-    bench.admit(output=1)
+def test_a_result_for_other_rows_is_refused_whole() -> None:
+    bench = Bench(batch=7)
+    first, second = bench.admit(output=1), bench.admit(prompt=9)  # there is room for a part of the second prompt
     plan = bench.scheduler.plan(bench.now)
     assert plan is not None
-    with pytest.raises(ValueError, match="rows"):
-        bench.scheduler.commit(plan, StepResult((RowResult((1,)), RowResult((2,)))), bench.now)
-    assert bench.scheduler.live == 1
+    assert rows_of(plan) == {first: (0, 5, True), second: (0, 2, False)}
+    one, two = RowResult((1,)), RowResult((2,))
+    for rows in ({}, {99: one}, {first: one, 99: two}, {first: one, second: two}):
+        with pytest.raises(ValueError, match="rows"):
+            bench.scheduler.commit(plan, StepResult(rows), bench.now)
+    with pytest.raises(ValueError, match="more than 1 ids"):
+        bench.scheduler.commit(plan, StepResult({first: RowResult((1, 2))}), bench.now)
+    assert bench.scheduler.live == 2
+    bench.take(bench.scheduler.commit(plan, StepResult({first: one}), bench.now))
+    assert bench.output(first) == [1]
 
 
 def test_cancel_between_plan_and_commit_is_no_harm() -> None:
@@ -148,24 +155,26 @@ def test_cancel_between_plan_and_commit_is_no_harm() -> None:
     assert bench.output(second) == alone(bench.sequences[second].request, 32)
 
 
-def test_who_never_had_a_row_is_told_again_where_a_step_failed() -> None:
-    """Its slot was fresh in a plan of which nobody knows whether the runner saw it."""
+def test_who_never_had_a_row_is_admitted_again_where_a_step_failed() -> None:
+    """It was admitted by a plan of which nobody knows whether the runner got it."""
     bench = Bench(batch=5)
     bench.admit(prompt=5)
     second = bench.admit(prompt=5)
     plan = bench.scheduler.plan(bench.now)
     assert plan is not None
-    assert [row.sequence.key for row in plan.rows] == [1]
+    assert [row.key for row in plan.rows] == [1]
     slot = bench.sequences[second].slot
-    assert slot in plan.fresh_slots
+    assert second in {admitted.key for admitted in plan.admitted if admitted.slot == slot}
     bench.take(bench.scheduler.fail(plan))
     again = bench.scheduler.plan(bench.now)
     assert again is not None
-    assert slot in again.fresh_slots
+    assert [(admitted.key, admitted.slot) for admitted in again.admitted] == [(second, slot)]
+    assert [released.key for released in again.released] == [1]
+    assert [row.first_page for row in again.rows] == [0]
     bench.take(bench.scheduler.commit(again, bench.runner.run(again), bench.now))
     following = bench.scheduler.plan(bench.now)
     assert following is not None
-    assert slot not in following.fresh_slots
+    assert (following.admitted, following.released) == ((), ())
 
 
 @pytest.mark.parametrize(("expires", "failure"), [(1.0, Failure.DEADLINE), (None, Failure.DEADLINE), (0.5, None)])

@@ -75,7 +75,7 @@ def test_the_type_of_a_bfloat16_model_follows_the_cpu(
 def test_without_a_model() -> None:
     report = doctor.examine(settings(""))
     assert (report.model, report.problems) == (None, [])
-    assert [one.name for one in report.decoders] == [entry.name for entry in EXECUTORS]
+    assert [one.name for one in report.decoders] == ["graph", "eager"]
     assert report.torch == torch.__version__
 
 
@@ -83,7 +83,7 @@ def refuser(reason: str | None) -> ExecutorEntry:
     def make(parts: object) -> Any:
         raise AssertionError("the doctor makes no decoder")
 
-    return ExecutorEntry("fast", lambda parts: reason, make)
+    return ExecutorEntry("fast_steps", "fast", lambda parts: reason, make, EXECUTORS[-1].trial)
 
 
 def test_why_a_decoder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from engine.model.norm import RmsNorm
 from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Layer, Weights
 from engine.sampling.noise import gumbel, seed_key
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
@@ -173,7 +173,7 @@ def test_every_token_is_as_good_as_the_best(family: str, tmp_path: Path, request
     runner.close()
 
 
-def test_sixteen_rows_are_two_flights(tmp_path: Path, request_of: Any, drive: Any, monkeypatch: Any) -> None:
+def test_sixteen_rows_are_two_pipelines(tmp_path: Path, request_of: Any, drive: Any, monkeypatch: Any) -> None:
     folder = save(tmp_path, "qwen3")
     prepared = prepared_on_card(folder, max_sequences=16)
     runner = make_runner(settings_of(folder, max_sequences=16), prepared, nobody)
@@ -183,10 +183,10 @@ def test_sixteen_rows_are_two_flights(tmp_path: Path, request_of: Any, drive: An
     ]
     eager = 0
 
-    def counted(self: Eager, plan: StepPlan, inner: Any = Eager.run) -> StepResult:
+    def counted(self: Eager, rows: tuple[Row, ...], inner: Any = Eager.run) -> dict[int, RowResult]:
         nonlocal eager
-        eager += len(plan.rows)
-        return inner(self, plan)  # type: ignore[no-any-return]
+        eager += len(rows)
+        return inner(self, rows)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(Eager, "run", counted)
     truth = exact(prepared.parts)
@@ -214,7 +214,13 @@ def test_rows_come_go_and_are_thrown_out(seed: int, tmp_path: Path, request_of: 
     prepared = prepared_on_card(folder)
     runner, chance = runner_of(prepared, folder), random.Random(seed)
     pages = chance.choice((24, 60, 200))
-    limits = Limits(max_sequences=8, max_batch_tokens=64, max_context=min(600, pages * 16), tokens_per_step=16)
+    limits = Limits(
+        max_sequences=8,
+        max_batch_tokens=64,
+        max_context=min(600, pages * 16),
+        lookahead_tokens=15,
+        max_tokens_per_row=16,
+    )
     scheduler = Scheduler(limits, PagePool(pages))
     asked: list[GenerationRequest] = []
     got: list[list[int]] = []
@@ -302,4 +308,4 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     runner = make_runner(settings_of(folder, dtype="float16"), prepared, nobody)
     assert runner.info.decoder == EAGER
     assert "float16" in runner.info.objections[0].reason
-    assert isinstance(runner._decoders[-1], Eager)
+    assert isinstance(runner._executors[-1], Eager)

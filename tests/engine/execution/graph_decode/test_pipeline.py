@@ -1,4 +1,4 @@
-"""Run-ahead without a card: a slow make-believe one, whose tokens depend on every slot that a row reads."""
+"""Run-ahead without a GPU: on a slow make-believe device, whose tokens depend on every slot that a row reads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from hypothesis import strategies as some
 
 from bench.driven import GREEDY
 from engine.api import FinishReason, GenerationRequest, Stopping
-from engine.errors import EngineFailed
+from engine.errors import EngineFailed, Unsupported
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD, NO_TOKEN, DecodePipeline, RowState, bucket, can_sample
+from engine.execution.sequences import SequenceState, SequenceTable
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE
+from tests.engine.stepped import holding, put
 
 VOCABULARY, RING = 5000, 64
 STOPPED, FULL = 1, 2
@@ -38,8 +40,8 @@ def after(tokens: Rows[int]) -> int:
 
 
 @dataclass
-class Chair:
-    """A row of the card's own memory."""
+class DeviceRow:
+    """A row in the device's own memory."""
 
     token: int = 0
     position: int = -1
@@ -55,44 +57,43 @@ class SlowDevice:
 
     def __init__(self, seed: int, pages: int, sick: int = -1, beside: SlowDevice | None = None) -> None:
         self.random = random.Random(seed)
-        # Seats of the same device share its memory and its stream.
+        # Pipelines on the same device share its memory and its stream.
         self.slots = [[-1] * PAGE_SIZE for _ in range(pages)] if beside is None else beside.slots
         self.queue: list[Callable[[], None]] = [] if beside is None else beside.queue
-        self.benches = {size: [Chair() for _ in range(size)] for size in (1, 2, 4, 8)}
+        self.buckets = {size: [DeviceRow() for _ in range(size)] for size in (1, 2, 4, 8)}
         self.rings: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.here = 1  # as the host knows
         self.sick = sick
-        self.placed = self.launched = 0
+        self.written = self.launched = 0
         self.sizes: list[int] = []
 
     # What the pipeline asks for
 
-    def place(self, seats: Rows[RowState], number: int) -> None:
-        self.here = bucket(len(seats))
-        self.placed += 1
-        chairs = self.benches[self.here]
-        for seat in seats:
-            told = [*seat.sequence.token_ids, *seat.fresh]
-            assert (seat.position, seat.token) == (len(told) - 1, told[-1])
+    def write(self, states: Rows[RowState], number: int) -> None:
+        self.here = bucket(len(states))
+        self.written += 1
+        rows = self.buckets[self.here]
+        for state in states:
+            known = [*state.sequence.token_ids, *state.unreported]
+            assert (state.position, state.token) == (len(known) - 1, known[-1])
         if number == 0:
             self.flush()
             self.rings.clear()
 
         def write() -> None:
-            for chair in chairs:
-                chair.position, chair.count = -1, number
-            for chair, seat in zip(chairs, seats, strict=False):
-                chair.token, chair.position, chair.last = seat.token, seat.position, seat.last_position
-                chair.stops = seat.stops
-                asked = seat.sequence.request
-                chair.free_from = len(asked.token_ids) + asked.stopping.min_tokens
-                chair.pages.update(enumerate(seat.pages))
+            for own in rows:
+                own.position, own.count = -1, number
+            for own, state in zip(rows, states, strict=False):
+                own.token, own.position, own.last = state.token, state.position, state.last_position
+                own.stops = state.stops
+                own.free_from = state.sequence.prompt_length + state.sequence.stopping.min_tokens
+                own.pages.update(enumerate(state.pages))
 
         self.queue.append(write)
 
-    def add_pages(self, seat: int, first: int, pages: Rows[int]) -> None:
-        held, fresh = self.benches[self.here][seat].pages, list(pages)
-        self.queue.append(lambda: held.update(enumerate(fresh, first)))
+    def add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
+        held, added = self.buckets[self.here][index].pages, list(pages)
+        self.queue.append(lambda: held.update(enumerate(added, first)))
 
     def launch(self, steps: int, longest: int) -> None:
         width = self.here
@@ -101,11 +102,11 @@ class SlowDevice:
         for _ in range(steps):
             self.queue.append(lambda: self._step(width, longest))
 
-    def poll(self, seat: int, number: int) -> int | None:
+    def poll(self, index: int, number: int) -> int | None:
         for _ in range(self.random.choice((0, 0, 0, 1, 3))):
             if self.queue:
                 self.queue.pop(0)()
-        found, entry = self.rings.get((self.here, seat, (number - 1) % RING), (0, 0))
+        found, entry = self.rings.get((self.here, index, (number - 1) % RING), (0, 0))
         return entry if found == number else None
 
     def wait(self) -> None:
@@ -119,53 +120,56 @@ class SlowDevice:
         while self.queue:
             self.queue.pop(0)()
 
-    def prefill(self, row: Row) -> RowResult | None:
+    def prefill(self, row: Row, sequence: SequenceState) -> RowResult:
         """Eager: in order, and waited for."""
-        pages, ids = list(row.sequence.pages), list(row.sequence.token_ids)
+        pages, ids = list(sequence.pages), list(sequence.token_ids)
         self.flush()
         for at in range(row.start, row.start + row.count):
             self.slots[pages[at // PAGE_SIZE]][at % PAGE_SIZE] = ids[at]
         if not row.sample:
-            return None
+            return RowResult(())
         token = after([self.slots[pages[at // PAGE_SIZE]][at % PAGE_SIZE] for at in range(row.start + row.count)])
         return RowResult(() if token % 100 == self.sick else (token,))
 
     def _step(self, width: int, longest: int) -> None:
-        for at, chair in enumerate(self.benches[width]):
-            if chair.position < 0:
+        for at, own in enumerate(self.buckets[width]):
+            if own.position < 0:
                 continue
-            place = chair.position
+            place = own.position
             assert place < longest, "a row outgrew its launch"
-            self.slots[chair.pages[place // PAGE_SIZE]][place % PAGE_SIZE] = chair.token
-            read = [self.slots[chair.pages[one // PAGE_SIZE]][one % PAGE_SIZE] for one in range(place + 1)]
+            self.slots[own.pages[place // PAGE_SIZE]][place % PAGE_SIZE] = own.token
+            read = [self.slots[own.pages[one // PAGE_SIZE]][one % PAGE_SIZE] for one in range(place + 1)]
             token = after(read)
             flags = NO_TOKEN if token % 100 == self.sick else 0
-            flags |= STOPPED if not flags and token in chair.stops and place + 1 >= chair.free_from else 0
-            flags |= FULL if place + 1 >= chair.last else 0
-            chair.count += 1
-            chair.token, chair.position = token, -1 if flags else place + 1
-            self.rings[width, at, (chair.count - 1) % RING] = chair.count, flags << 24 | token
+            flags |= STOPPED if not flags and token in own.stops and place + 1 >= own.free_from else 0
+            flags |= FULL if place + 1 >= own.last else 0
+            own.count += 1
+            own.token, own.position = token, -1 if flags else place + 1
+            self.rings[width, at, (own.count - 1) % RING] = own.count, flags << 24 | token
 
 
 class SlowRunner:
     """Shares rows between pipelines and prefill as the runner does."""
 
-    def __init__(self, cards: Rows[SlowDevice], max_context: int) -> None:
-        self.card, self.cards = cards[0], cards
-        self.pipelines = [DecodePipeline(card, max_context) for card in cards]
+    def __init__(self, devices: Rows[SlowDevice], max_context: int) -> None:
+        self.device, self.devices = devices[0], devices
+        self.sequences = SequenceTable()
+        self.pipelines = [DecodePipeline(device, self.sequences, max_context) for device in devices]
         self.alternating, self.pipeline = AlternatingPipelines(self.pipelines), self.pipelines[0]
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.alternating.forget(plan.fresh_slots)
-        mine = [row for row in plan.rows if row.count == 1 and row.sample and can_sample(row)]
-        if len(mine) > self.alternating.seats:
+        self.sequences.apply(plan)
+        of = self.sequences.of
+        mine = [row for row in plan.rows if row.count == 1 and row.sample and can_sample(of(row))]
+        if len(mine) > self.alternating.most_rows:
             mine = []
-        results: dict[int, RowResult | None] = {}
-        if mine:
-            found = self.alternating.step(mine)
-            results |= {id(row): result for row, result in zip(mine, found, strict=True)}
-        results |= {id(row): self.card.prefill(row) for row in plan.rows if id(row) not in results}
-        return StepResult(tuple(results[id(row)] for row in plan.rows))
+        results = self.alternating.step(mine) if mine else {}
+        for row in plan.rows:
+            if row.key not in results:
+                found = self.device.prefill(row, of(row))
+                results |= {row.key: found} if row.sample else {}
+        self.sequences.append(plan.rows, results)
+        return StepResult(results)
 
 
 def request(prompt: Rows[int], **stopping: object) -> GenerationRequest:
@@ -191,18 +195,19 @@ def answer(asked: GenerationRequest, max_context: int, sick: int) -> tuple[list[
 class Life:
     """Some sequences through a real scheduler, with everything that can happen to them."""
 
-    def __init__(self, seed: int, pages: int, tokens_per_step: int, sick: int, pipelines: int = 1) -> None:
+    def __init__(self, seed: int, pages: int, lookahead: int, sick: int, pipelines: int = 1) -> None:
         self.random = random.Random(seed)
         self.sick = sick
         self.max_context = min(150, pages * PAGE_SIZE)
-        self.card = SlowDevice(seed, pages, sick)
-        others = [SlowDevice(seed + at, pages, sick, self.card) for at in range(1, pipelines)]
-        self.runner = SlowRunner([self.card, *others], self.max_context)
+        self.device = SlowDevice(seed, pages, sick)
+        others = [SlowDevice(seed + at, pages, sick, self.device) for at in range(1, pipelines)]
+        self.runner = SlowRunner([self.device, *others], self.max_context)
         limits = Limits(
             max_sequences=self.random.choice((1, 3, 8, 10) if pipelines == 1 else (9, 12, 16, 20)),
             max_batch_tokens=self.random.choice((5, 64)),
             max_context=self.max_context,
-            tokens_per_step=tokens_per_step,
+            lookahead_tokens=lookahead,
+            max_tokens_per_row=2 * AHEAD,
         )
         self.scheduler = Scheduler(limits, PagePool(pages))
         self.asked: list[GenerationRequest] = []
@@ -263,7 +268,7 @@ class Life:
 @given(
     seed=some.integers(0, 2**32),
     pages=some.integers(6, 60),
-    ahead=some.sampled_from((1, 4, 16)),
+    ahead=some.sampled_from((0, 3, 15)),
     sick=some.sampled_from((-1, SICK)),
     pipelines=some.sampled_from((1, 2)),
 )
@@ -285,8 +290,8 @@ def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: i
     life.check()
 
 
-def alone(prompt: Rows[int], pages: int = 40, tokens_per_step: int = 2 * AHEAD, **stopping: object) -> Life:
-    life = Life(1, pages, tokens_per_step, -1)
+def alone(prompt: Rows[int], pages: int = 40, lookahead: int = 2 * AHEAD - 1, **stopping: object) -> Life:
+    life = Life(1, pages, lookahead, -1)
     asked = request(prompt, **stopping)
     life.scheduler.admit(Sequence(asked, list(asked.token_ids), key=0))
     life.asked.append(asked)
@@ -294,59 +299,90 @@ def alone(prompt: Rows[int], pages: int = 40, tokens_per_step: int = 2 * AHEAD, 
     return life
 
 
-def test_a_lone_row_is_placed_once_and_the_card_kept_busy() -> None:
+def test_a_lone_row_is_written_once_and_the_device_kept_busy() -> None:
     life = alone([5, 6, 7], max_tokens=120)
     life.step()
     idle = 0
     while len(life.got[0]) < 100:
         life.step()
         pipeline = life.runner.pipeline
-        idle += pipeline._launched == pipeline._told
-        assert pipeline._launched - pipeline._told <= AHEAD
+        idle += pipeline._launched == pipeline._read
+        assert pipeline._launched - pipeline._read <= AHEAD
     while life.step():
         pass
     life.check()
-    assert life.card.placed == 1
+    assert life.device.written == 1
     assert idle == 0
-    assert life.card.launched == 119  # no step beyond the last, none twice; the first token was the prompt's
-    assert life.card.sizes.count(4) > 20
+    assert life.device.launched == 119  # no step beyond the last, none twice; the first token was the prompt's
+    assert life.device.sizes.count(4) > 20
 
 
-def test_a_stop_ends_the_row_on_the_card() -> None:
+def test_a_stop_ends_the_row_on_the_device() -> None:
     ids, _ = answer(request([9, 9]), 150, -1)
     life = alone([9, 9], max_tokens=100, stop_token_ids=(ids[20],))
     while life.step():
         pass
-    life.card.flush()
+    life.device.flush()
     assert life.got[0] == ids[: ids.index(ids[20]) + 1]
-    assert all(chair.position == -1 for chairs in life.card.benches.values() for chair in chairs)
+    assert all(own.position == -1 for rows in life.device.buckets.values() for own in rows)
+
+
+def next_row(state: SequenceState) -> Row:
+    return Row(state.key, state.slot, len(state.token_ids) - 1, 1, True)
+
+
+def moved_on(step: Callable[[list[Row]], dict[int, RowResult]], states: Rows[SequenceState]) -> None:
+    """One step of these sequences."""
+    found = step([next_row(state) for state in states])
+    assert found.keys() == {state.key for state in states}
+    for state in states:
+        assert found[state.key].token_ids
+        state.token_ids += found[state.key].token_ids
+
+
+def is_right(state: SequenceState, asked: GenerationRequest) -> bool:
+    made = state.token_ids[state.prompt_length :]
+    return made == answer(asked, 150, -1)[0][: len(made)]
+
+
+class Lone:
+    """A pipeline on a device, and one sequence that has it alone."""
+
+    def __init__(self, seed: int, prompt: Rows[int], device_pages: int, pages: int) -> None:
+        self.device, self.table = SlowDevice(seed, device_pages), SequenceTable()
+        self.pipeline = DecodePipeline(self.device, self.table, 150)
+        self.asked = request(prompt, max_tokens=100)
+        self.state = put(self.table, holding(self.asked, range(pages)))
+
+    def prefill(self, start: int, count: int, sample: bool = True) -> None:
+        found = self.device.prefill(Row(0, 0, start, count, sample), self.state)
+        self.state.token_ids += found.token_ids
+
+    def step(self, at_least: int) -> None:
+        goal = len(self.state.token_ids) + at_least
+        while len(self.state.token_ids) < goal:
+            moved_on(self.pipeline.step, [self.state])
+
+    def admit_again(self) -> None:
+        one = holding(self.asked, self.state.pages)
+        one.token_ids = self.state.token_ids
+        self.state = put(self.table, one)
 
 
 def test_pages_that_others_took_meanwhile_are_not_believed() -> None:
     """Preempted under way, its pages used by another, then given back the same: nothing old may be delivered."""
-    card = SlowDevice(3, 12)
-    pipeline = DecodePipeline(card, 150)
-    asked = request(range(20), max_tokens=100)
-    sequence = Sequence(asked, list(asked.token_ids), slot=0, pages=list(range(4)))
-    wanted, _ = answer(asked, 150, -1)
-    first = card.prefill(Row(sequence, 0, 20, True))
-    assert first is not None
-    sequence.token_ids += first.token_ids
-    start = 20
+    lone = Lone(3, range(20), 12, 4)
+    lone.prefill(0, 20)
     for _ in range(3):
-        (found,) = pipeline.step([Row(sequence, start, 1, True)])
-        sequence.token_ids += found.token_ids
-        start += len(found.token_ids)
-    card.flush()
+        moved_on(lone.pipeline.step, [lone.state])
+    lone.device.flush()
     for page in range(4):
-        card.slots[page] = [777] * PAGE_SIZE
-    card.prefill(Row(sequence, 0, start, False))
-    pipeline.forget([0])
-    while start < 60:
-        (found,) = pipeline.step([Row(sequence, start, 1, True)])
-        sequence.token_ids += found.token_ids
-        start += len(found.token_ids)
-    assert sequence.token_ids[20:] == wanted[: len(sequence.token_ids) - 20]
+        lone.device.slots[page] = [777] * PAGE_SIZE
+    lone.admit_again()
+    lone.prefill(0, len(lone.state.token_ids) - 1, sample=False)
+    while len(lone.state.token_ids) < 60:
+        moved_on(lone.pipeline.step, [lone.state])
+    assert is_right(lone.state, lone.asked)
 
 
 def test_numbers_begin_anew_before_they_overflow() -> None:
@@ -355,21 +391,21 @@ def test_numbers_begin_anew_before_they_overflow() -> None:
     life.step()
     life.step()
     pipeline._number = (1 << 30) - 2
-    pipeline.forget([0])
+    pipeline.leave()
     while life.step():
-        if life.card.placed < 6:
-            pipeline.forget([0])
+        if life.device.written < 6:
+            pipeline.leave()
     life.check()
     assert pipeline._number < 200
 
 
-def test_a_card_that_ends_without_a_token_is_a_failure() -> None:
+def test_a_device_that_ends_without_a_token_is_a_failure() -> None:
     life = alone([1, 2], max_tokens=100)
     life.step()
-    life.card.launch = lambda steps, longest: None  # type: ignore[method-assign]
+    life.device.launch = lambda steps, longest: None  # type: ignore[method-assign]
     with pytest.raises(EngineFailed):
         life.step()
-    del life.card.launch
+    del life.device.launch
     while life.step():
         pass
     life.check()
@@ -377,7 +413,7 @@ def test_a_card_that_ends_without_a_token_is_a_failure() -> None:
 
 def test_stops_and_logprobs_that_the_kernels_do_not_know() -> None:
     def able(asked: GenerationRequest) -> bool:
-        return can_sample(Row(Sequence(asked, [1]), 0, 1, True))
+        return can_sample(put(SequenceTable(), holding(asked, [0])))
 
     assert able(request([1], stop_token_ids=tuple(range(8))))
     assert not able(request([1], stop_token_ids=tuple(range(9))))
@@ -386,100 +422,89 @@ def test_stops_and_logprobs_that_the_kernels_do_not_know() -> None:
     assert able(replace(request([1]), sampling=replace(GREEDY, temperature=0.7, top_p=0.5, logit_bias=((1, 2.0),))))
 
 
-def stepped(pipeline: DecodePipeline, sequence: Sequence, at_least: int) -> None:
-    """Steps a row that the pipeline has alone."""
-    goal = len(sequence.token_ids) + at_least
-    while len(sequence.token_ids) < goal:
-        (found,) = pipeline.step([Row(sequence, len(sequence.token_ids) - 1, 1, True)])
-        sequence.token_ids += found.token_ids
-
-
-def test_a_row_that_another_decoder_moved_on_is_seated_anew() -> None:
-    card = SlowDevice(5, 12)
-    pipeline = DecodePipeline(card, 150)
-    asked = request([4], max_tokens=100)
-    sequence = Sequence(asked, [4], slot=0, pages=list(range(8)))
+def test_a_row_that_another_executor_moved_on_is_written_anew() -> None:
+    lone = Lone(5, [4], 12, 8)
     for between in (1, 3, AHEAD, AHEAD + 5):
-        stepped(pipeline, sequence, 9)
+        lone.step(9)
         for _ in range(between):
-            found = card.prefill(Row(sequence, len(sequence.token_ids) - 1, 1, True))
-            assert found is not None
-            sequence.token_ids += found.token_ids
-    stepped(pipeline, sequence, 9)
-    assert sequence.token_ids[1:] == answer(asked, 150, -1)[0][: len(sequence.token_ids) - 1]
-    assert card.placed == 5
+            lone.prefill(len(lone.state.token_ids) - 1, 1)
+    lone.step(9)
+    assert is_right(lone.state, lone.asked)
+    assert lone.device.written == 5
 
 
 def test_pages_exchanged_in_place_are_noticed() -> None:
-    card = SlowDevice(6, 24)
-    pipeline = DecodePipeline(card, 150)
-    asked = request([4], max_tokens=100)
-    sequence = Sequence(asked, [4], slot=0, pages=list(range(8)))
-    stepped(pipeline, sequence, 20)
-    card.flush()
-    card.slots[20], card.slots[0] = card.slots[0], [777] * PAGE_SIZE
-    sequence.pages[0] = 20
-    stepped(pipeline, sequence, 20)
-    assert sequence.token_ids[1:] == answer(asked, 150, -1)[0][: len(sequence.token_ids) - 1]
+    lone = Lone(6, [4], 24, 8)
+    lone.step(20)
+    lone.device.flush()
+    lone.device.slots[20], lone.device.slots[0] = lone.device.slots[0], [777] * PAGE_SIZE
+    lone.table.apply(StepPlan((Row(0, 0, len(lone.state.token_ids) - 1, 1, True, 0, (20, *range(1, 8))),)))
+    lone.step(20)
+    assert is_right(lone.state, lone.asked)
 
 
-def many(count: int) -> list[Sequence]:
+def test_more_pages_are_no_reason_to_write_a_row_anew() -> None:
+    lone = Lone(6, [4], 24, 2)
+    lone.step(20)
+    lone.table.apply(StepPlan((Row(0, 0, len(lone.state.token_ids) - 1, 1, True, 2, (9, 5, 7)),)))
+    lone.step(40)
+    assert is_right(lone.state, lone.asked)
+    assert lone.device.written == 1
+
+
+def test_drafts_are_refused_not_passed_over() -> None:
+    lone = Lone(6, [4], 24, 2)
+    with pytest.raises(Unsupported, match="draft"):
+        lone.pipeline.step([Row(0, 0, 0, 1, True, draft=(5,))])
+
+
+def many(table: SequenceTable, count: int) -> tuple[list[SequenceState], list[GenerationRequest]]:
     asked = [request([key], max_tokens=140) for key in range(count)]
-    pages = [list(range(10 * key, 10 * key + 10)) for key in range(count)]
-    return [Sequence(one, [key], slot=key, pages=pages[key], key=key) for key, one in enumerate(asked)]
+    return [put(table, holding(one, range(10 * key, 10 * key + 10), key)) for key, one in enumerate(asked)], asked
 
 
-def moved_on(step: Callable[[list[Row]], list[RowResult]], sequences: Rows[Sequence]) -> None:
-    plan = [Row(one, len(one.token_ids) - 1, 1, True) for one in sequences]
-    for row, found in zip(plan, step(plan), strict=True):
-        assert found.token_ids
-        row.sequence.token_ids += found.token_ids
-
-
-def test_two_flights_share_what_one_cannot_seat() -> None:
-    card = SlowDevice(8, 160)
-    runner = SlowRunner([card, SlowDevice(9, 160, beside=card)], 150)
-    sequences = many(16)
-    for rows, seats in ((8, (8, None)), (9, (8, 1)), (16, (8, 8)), (16, (8, 8)), (12, None), (9, None), (3, (4, None))):
+def test_two_pipelines_share_what_one_cannot_hold() -> None:
+    device = SlowDevice(8, 160)
+    runner = SlowRunner([device, SlowDevice(9, 160, beside=device)], 150)
+    states, asked = many(runner.sequences, 16)
+    cases = ((8, (8, None)), (9, (8, 1)), (16, (8, 8)), (16, (8, 8)), (12, None), (9, None), (3, (4, None)))
+    for rows, buckets in cases:
         for _ in range(3):
-            moved_on(runner.alternating.step, sequences[:rows])
-        for at, (pipeline, own) in enumerate(zip(runner.pipelines, runner.cards, strict=True)):
-            assert pipeline._launched - pipeline._told <= (AHEAD if rows <= 8 else AHEAD_IN_TURN)
-            if seats is not None:
-                assert (own.here if pipeline._lanes else None) == seats[at]
-        placed = [own.placed for own in runner.cards]
-        moved_on(runner.alternating.step, sequences[:rows])
-        assert [own.placed for own in runner.cards] == placed  # rows that go on stay where they are
-    for sequence in sequences:
-        assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]
+            moved_on(runner.alternating.step, states[:rows])
+        for at, (pipeline, own) in enumerate(zip(runner.pipelines, runner.devices, strict=True)):
+            assert pipeline._launched - pipeline._read <= (AHEAD if rows <= 8 else AHEAD_IN_TURN)
+            if buckets is not None:
+                assert (own.here if pipeline._held else None) == buckets[at]
+        written = [own.written for own in runner.devices]
+        moved_on(runner.alternating.step, states[:rows])
+        assert [own.written for own in runner.devices] == written  # rows that go on stay where they are
+    assert all(map(is_right, states, asked))
 
 
-def test_one_flight_that_fails_leaves_the_other_sound() -> None:
-    card = SlowDevice(10, 160)
-    runner = SlowRunner([card, SlowDevice(11, 160, beside=card)], 150)
-    sequences = many(10)
+def test_one_pipeline_that_fails_leaves_the_other_sound() -> None:
+    device = SlowDevice(10, 160)
+    runner = SlowRunner([device, SlowDevice(11, 160, beside=device)], 150)
+    states, asked = many(runner.sequences, 10)
 
     def several(times: int) -> None:
         for _ in range(times):
-            moved_on(runner.alternating.step, sequences)
+            moved_on(runner.alternating.step, states)
 
     several(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner.cards[1], "launch", lambda steps, longest: None)
+        patch.setattr(runner.devices[1], "launch", lambda steps, longest: None)
         with pytest.raises(EngineFailed):
             several(4)
     several(5)
-    for sequence in sequences:
-        assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]
+    assert all(map(is_right, states, asked))
 
 
-def test_fewer_rows_take_fewer_seats() -> None:
-    card = SlowDevice(7, 80)
-    pipeline = DecodePipeline(card, 150)
-    sequences = many(8)
+def test_fewer_rows_take_a_smaller_bucket() -> None:
+    device, table = SlowDevice(7, 80), SequenceTable()
+    pipeline = DecodePipeline(device, table, 150)
+    states, asked = many(table, 8)
     for rows in (8, 5, 4, 3, 2, 1, 6):
         for _ in range(2):
-            moved_on(pipeline.step, sequences[:rows])
-        assert card.here == bucket(rows)
-    for sequence in sequences:
-        assert sequence.token_ids[1:] == answer(sequence.request, 150, -1)[0][: len(sequence.token_ids) - 1]
+            moved_on(pipeline.step, states[:rows])
+        assert device.here == bucket(rows)
+    assert all(map(is_right, states, asked))

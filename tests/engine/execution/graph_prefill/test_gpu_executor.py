@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from safetensors.torch import save_file
 
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
-from engine.errors import Unsupported
+from engine.errors import EngineFailed, Unsupported
 from engine.execution.eager import Eager
 from engine.execution.graph_prefill.executor import GraphPrefill, why_not
-from engine.scheduling.plan import Row, StepPlan
+from engine.execution.step_state import Parts
+from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, prepare
 from quant.checkpoint.config import parse_config
 from quant.checkpoint.tensors import dense_tensors
+from tests.engine.stepped import holding, known, put
 
 pytestmark = pytest.mark.gpu
 
@@ -85,16 +88,22 @@ def of_request(
         arrived_at=0.0,
         logprobs=logprobs,
     )
-    return Sequence(request, list(ids), slot=slot, pages=pages)
+    return holding(request, pages, slot)
 
 
-def told(decoder: Any, one: Sequence, cuts: list[int]) -> torch.Tensor:
+def run(executor: Any, parts: Parts, *fed: tuple[Sequence, int, int, bool]) -> Mapping[int, RowResult]:
+    """A step of (sequence, start, count, sample), each in its slot."""
+    for one, _, _, _ in fed:
+        put(parts.sequences, one)
+    with torch.inference_mode():
+        return executor.run(tuple(known(*row) for row in fed))  # type: ignore[no-any-return]
+
+
+def told(executor: Any, parts: Parts, one: Sequence, cuts: list[int]) -> torch.Tensor:
     """Feeds a sequence in parts; log-probabilities of what may follow, by token."""
     start, result = 0, None
     for cut in [*cuts, len(one.token_ids)]:
-        plan = StepPlan((Row(one, start, cut - start, cut == len(one.token_ids)),), ())
-        with torch.inference_mode():
-            result = decoder.run(plan).rows[0]
+        result = run(executor, parts, (one, start, cut - start, cut == len(one.token_ids))).get(one.key)
         start = cut
     assert result is not None
     found = torch.zeros(320)
@@ -131,23 +140,20 @@ def test_chunks_in_graphs_are_as_right_as_eager(family: str, tmp_path: Path) -> 
     ):
         ids = torch.randint(0, 320, (size,), generator=generator).tolist()
         held = pages[: size // 16 + 1]
-        truth = told(exact, sequence(ids, held), cuts)
-        theirs = told(eager, sequence(ids, held), cuts)
+        truth = told(exact, exact_parts, sequence(ids, held), cuts)
+        theirs = told(eager, parts, sequence(ids, held), cuts)
         their_cache = kept(parts, sequence(ids, held))
         with torch.inference_mode():
             for index in range(parts.model.config.layers):
                 parts.pool.layer(index).fill_(float("nan"))  # what an earlier owner left may be anything
         one = sequence(ids, held)
-        ours = told(stage, one, cuts)
+        ours = told(stage, parts, one, cuts)
         cache = kept(parts, one)
         assert float((cache - their_cache).norm() / their_cache.norm()) < 0.02
         assert float((ours - truth).norm()) < 1.5 * float((theirs - truth).norm()) + 0.05
         # and a step of decoding reads what the graphs left
         one.token_ids.append(7)
-        with torch.inference_mode():
-            after = eager.run(StepPlan((Row(one, size, 1, True),), ())).rows[0]
-        assert after is not None
-        assert len(after.token_ids) == 1
+        assert len(run(eager, parts, (one, size, 1, True))[one.key].token_ids) == 1
 
 
 def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
@@ -157,20 +163,18 @@ def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     texts = [torch.randint(0, 320, (size,), generator=generator).tolist() for size in (30, 200, 9)]
     held = [[0, 1], list(range(2, 15)), [15]]
-    alone = [told(stage, sequence(ids, pages), []) for ids, pages in zip(texts, held, strict=True)]
-    rows = tuple(
-        Row(sequence(ids, pages, slot), 0, len(ids), slot != 1)
+    alone = [told(stage, parts, sequence(ids, pages), []) for ids, pages in zip(texts, held, strict=True)]
+    fed = [
+        (sequence(ids, pages, slot), 0, len(ids), slot != 1)
         for slot, (ids, pages) in enumerate(zip(texts, held, strict=True))
-    )
-    with torch.inference_mode():
-        found = stage.run(StepPlan(rows, ())).rows
-    assert found[1] is None
-    for index in (0, 2):
-        row = found[index]
-        assert row is not None
+    ]
+    found = run(stage, parts, *fed)
+    assert found.keys() == {0, 2}
+    for index, row in found.items():
         for token, logprob in row.logprobs[0].top:
             assert logprob == pytest.approx(float(alone[index][token]), abs=0.1)
-    assert stage.share(StepPlan((Row(rows[0].sequence, 30, 1, True), rows[1]), ())) == (rows[1],)
+    several = known(*fed[1])
+    assert stage.claims((known(fed[0][0], 30, 1), several)) == (several,)
 
 
 def test_tokens_after_prompts_of_one_plan(tmp_path: Path) -> None:
@@ -185,37 +189,25 @@ def test_tokens_after_prompts_of_one_plan(tmp_path: Path) -> None:
         (GREEDY, 320),
         (replace(GREEDY, temperature=1.5, top_k=40, top_p=0.9, seed=6), None),
     ]
-    rows = []
+    rows: list[tuple[Sequence, int, int, bool]] = []
     for slot, (kind, logprobs) in enumerate(kinds):
         ids = torch.randint(0, 320, (20 + 50 * slot,), generator=generator).tolist()
         one = of_request(ids, list(range(15 * slot, 15 * slot + 15)), slot, kind, logprobs)
-        rows.append(Row(one, 0, len(ids), True))
-    with torch.inference_mode():
-        together = stage.run(StepPlan(tuple(rows), ())).rows
-        again = stage.run(StepPlan(tuple(rows), ())).rows
-        stage.switch("graphs", False)
-        alone = [stage.run(StepPlan((row,), ())).rows[0] for row in reversed(rows)][::-1]
-        stage.switch("graphs", True)
-    assert list(together) == list(again) == alone
-    assert [None if found is None else len(found.token_ids) for found in together] == [1] * 4
+        rows.append((one, 0, len(ids), True))
+    together = run(stage, parts, *rows)
+    again = run(stage, parts, *rows)
+    stage.switch("graphs", False)
+    alone = {row[0].key: run(stage, parts, row)[row[0].key] for row in reversed(rows)}
+    stage.switch("graphs", True)
+    assert together == again == alone
+    assert {key: len(found.token_ids) for key, found in together.items()} == dict.fromkeys(range(4), 1)
     equal = 0  # drawn by the sampler over the same states: all but a few at the border of a filter
     for seed in range(100):
-        asked = replace(rows[3].sequence.request, sampling=replace(kinds[3][0], seed=seed))
-        drawn, told = (
-            Row(
-                Sequence(
-                    replace(asked, logprobs=logprobs), list(asked.token_ids), slot=3, pages=rows[3].sequence.pages
-                ),
-                0,
-                170,
-                True,
-            )
+        asked = replace(rows[3][0].request, sampling=replace(kinds[3][0], seed=seed))
+        ours, theirs = (
+            run(stage, parts, (holding(replace(asked, logprobs=logprobs), rows[3][0].pages, 3), 0, 170, True))[3]
             for logprobs in (None, 0)
         )
-        with torch.inference_mode():
-            ours, theirs = (stage.run(StepPlan((row,), ())).rows[0] for row in (drawn, told))
-        assert ours is not None
-        assert theirs is not None
         equal += ours.token_ids == theirs.token_ids
     assert equal > 90
 
@@ -227,17 +219,13 @@ def test_a_prompt_without_numbers_has_no_token(tmp_path: Path) -> None:
     stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     rows = [
-        Row(of_request(ids, pages, slot, kind), 0, 3, True)
+        (of_request(ids, pages, slot, kind), 0, 3, True)
         for slot, (ids, pages, kind) in enumerate(
             (([1, 7, 3], [0], GREEDY), ([1, 2, 3], [1], replace(GREEDY, temperature=1.0)))
         )
     ]
-    with torch.inference_mode():
-        sick, well = stage.run(StepPlan(tuple(rows), ())).rows
-    assert sick is not None
-    assert well is not None
-    assert sick.token_ids == ()
-    assert len(well.token_ids) == 1
+    found = run(stage, parts, *rows)
+    assert {key: len(row.token_ids) for key, row in found.items()} == {0: 0, 1: 1}
 
 
 def test_switches(tmp_path: Path) -> None:
@@ -245,16 +233,16 @@ def test_switches(tmp_path: Path) -> None:
     stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     one = sequence(torch.randint(0, 320, (90,), generator=torch.Generator().manual_seed(6)).tolist(), list(range(6)))
-    captured = told(stage, one, [40])
+    captured = told(stage, parts, one, [40])
     stage.switch("graphs", False)
-    assert torch.equal(told(stage, one, [40]), captured)
-    plan = StepPlan((Row(one, 0, 90, True),), ())
-    assert stage.share(plan) == plan.rows
+    assert torch.equal(told(stage, parts, one, [40]), captured)
+    rows = (known(one, 0, 90),)
+    assert stage.claims(rows) == rows
     stage.switch("fused_kernels", False)
-    assert stage.share(plan) == ()
+    assert stage.claims(rows) == ()
     stage.switch("fused_kernels", True)
     stage.switch("graphs", True)
-    assert torch.equal(told(stage, one, [40]), captured)
+    assert torch.equal(told(stage, parts, one, [40]), captured)
     with pytest.raises(Unsupported):
         stage.switch("warp", True)
 
@@ -263,5 +251,5 @@ def test_a_token_outside_the_vocabulary_is_no_step(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen2").parts
     stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
-    with torch.inference_mode(), pytest.raises(Exception, match="vocabulary"):
-        stage.run(StepPlan((Row(sequence([1, 320], [0]), 0, 2, True),), ()))
+    with pytest.raises(EngineFailed, match="vocabulary"):
+        run(stage, parts, (sequence([1, 320], [0]), 0, 2, True))

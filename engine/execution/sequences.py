@@ -1,0 +1,98 @@
+"""What a runner was told of the sequences that hold its slots. Torch-free.
+
+The scheduler has its own record of each sequence; the two agree because both follow the same plans and results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from engine.api import SamplingParams, Stopping
+from engine.errors import EngineFailed, Unsupported
+from engine.scheduling.plan import Admitted, Row, RowResult, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """A sequence from its admission to a slot to its release. Executors read it, `SequenceTable` writes it."""
+
+    key: int
+    slot: int
+    token_ids: list[int]  # prompt, then output
+    prompt_length: int
+    sampling: SamplingParams
+    stopping: Stopping
+    logprobs: int | None
+    pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
+    exchanges: int = 0  # how often pages that it had before were replaced; more pages at the end are no exchange
+
+    @property
+    def output_length(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.prompt_length
+
+    def set_pages(self, first: int, pages: Iterable[int]) -> None:
+        """From page `first` on, these."""
+        if first > len(self.pages):
+            raise EngineFailed(f"sequence {self.key} has {len(self.pages)} pages, page {first} cannot follow them")
+        if first < len(self.pages):
+            del self.pages[first:]
+            self.exchanges += 1
+        self.pages += pages
+
+
+class SequenceTable:
+    """Slot → the sequence that holds it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, SequenceState] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Takes in all that the plan says of slots and pages. Raises EngineFailed for a row that holds no slot."""
+        held = self._held
+        for released in plan.released:
+            state = held.get(released.slot)
+            if state is not None and state.key == released.key:
+                del held[released.slot]
+        for admitted in plan.admitted:
+            held[admitted.slot] = begin(admitted)
+        for row in plan.rows:
+            state = held.get(row.slot)
+            if state is None or state.key != row.key:
+                raise EngineFailed(f"slot {row.slot} is not held by sequence {row.key}")
+            if row.pages:
+                state.set_pages(row.first_page, row.pages)
+
+    def append(self, rows: Iterable[Row], results: Mapping[int, RowResult]) -> None:
+        """Adds what these rows brought to their sequences."""
+        for row in rows:
+            if row.sample:
+                self._held[row.slot].token_ids += results[row.key].token_ids
+
+    def of(self, row: Row) -> SequenceState:
+        """The row's sequence."""
+        return self._held[row.slot]
+
+    def states(self) -> tuple[SequenceState, ...]:
+        """Everyone who holds a slot."""
+        return tuple(self._held.values())
+
+
+def begin(admitted: Admitted) -> SequenceState:
+    """A sequence as it is right after its admission."""
+    return SequenceState(
+        key=admitted.key,
+        slot=admitted.slot,
+        token_ids=list(admitted.token_ids),
+        prompt_length=admitted.prompt_length,
+        sampling=admitted.sampling,
+        stopping=admitted.stopping,
+        logprobs=admitted.logprobs,
+    )
+
+
+def refuse_drafts(rows: Iterable[Row]) -> None:
+    """For executors that verify none. Raises Unsupported, since a draft that is passed over would go unnoticed."""
+    if any(row.draft for row in rows):
+        raise Unsupported("no executor of this engine verifies drafts")

@@ -1,0 +1,39 @@
+"""Any runner, its plans and results held to the rules."""
+
+from __future__ import annotations
+
+from engine.api import ModelInfo
+from engine.fake.checker import PlanChecker
+from engine.fake.pages import TrustedPages
+from engine.scheduling.plan import Runner, StepPlan, StepResult
+
+
+class CheckedRunner:
+    """A `Runner` before another. Raises BrokenPlan before the other gets a plan that breaks a rule."""
+
+    def __init__(self, inner: Runner) -> None:
+        self._inner = inner
+        self.checker = PlanChecker(inner.info.total_pages, inner.info.max_sequences)
+        self._pages = TrustedPages(inner.pages, self.checker)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    @property
+    def pages(self) -> TrustedPages:
+        return self._pages
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.checker.begin(plan)
+        for row in plan.rows:
+            self.checker.feed(row)
+        result = self._inner.run(plan)
+        self.checker.result(plan, result)
+        return result
+
+    def set_optimization(self, name: str, enabled: bool) -> None:
+        self._inner.set_optimization(name, enabled)
+
+    def close(self) -> None:
+        self._inner.close()

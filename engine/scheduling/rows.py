@@ -1,0 +1,29 @@
+"""A live sequence as plans speak of it."""
+
+from __future__ import annotations
+
+from engine.scheduling.plan import Admitted, Row
+from engine.scheduling.sequence import Sequence
+
+
+def admission_of(sequence: Sequence) -> Admitted:
+    """It gets its slot."""
+    request = sequence.request
+    return Admitted(
+        key=sequence.key,
+        slot=sequence.slot,
+        token_ids=tuple(sequence.token_ids),
+        prompt_length=sequence.prompt_length,
+        sampling=request.sampling,
+        stopping=request.stopping,
+        logprobs=request.logprobs,
+    )
+
+
+def row_of(sequence: Sequence, start: int, count: int, sample: bool) -> Row:
+    """Its share of a step, with those of its pages that no plan has named since it got its slot."""
+    first, pages = sequence.planned_pages, sequence.pages
+    if first == len(pages):
+        return Row(sequence.key, sequence.slot, start, count, sample)
+    sequence.planned_pages = len(pages)
+    return Row(sequence.key, sequence.slot, start, count, sample, first, tuple(pages[first:]))
