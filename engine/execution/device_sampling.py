@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 
-from engine.execution.sequences import SequenceState
 from engine.kernels.sampling import SampledRow, Sampling
 from engine.sampling.noise import seed_key
+from engine.scheduling.sequence_state import SequenceState
 
 
 def sampled_row(sequence: SequenceState, unreported: int = 0) -> SampledRow | None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence as Rows
 import torch
 
 from engine.errors import EngineFailed, Unsupported
-from engine.execution.sequences import refuse_drafts
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.model.attention import Share, StepAttention
 from engine.model.transformer import StepInput
 from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence_state import refuse_drafts
 from engine.settings import PAGE_SIZE
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.execution.sequences import SequenceTable
 from engine.kv.kv_cache import KvCache
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
+from engine.scheduling.sequence_state import SequenceTable
 
 
 class Unfit(Exception):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Items
 
-from engine.execution.sequences import SequenceState, begin
 from engine.scheduling.plan import Admitted, Released, Row, RowResult, StepPlan, StepResult
+from engine.scheduling.sequence_state import SequenceState, begin
 from engine.settings import PAGE_SIZE
 
 PRIME = 2**31 - 1

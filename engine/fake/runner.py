@@ -20,10 +20,10 @@ from typing import Any
 
 from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob
 from engine.errors import EngineFailed, Unsupported
-from engine.execution.sequences import SequenceState
 from engine.fake.checker import FACTOR, PRIME, Computed, PlanChecker
 from engine.fake.pages import FakePages
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE, EngineSettings
 
 _STOP_ODDS = 64

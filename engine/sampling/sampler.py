@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.api import SamplingParams, TokenLogprob
-from engine.execution.sequences import SequenceState
 from engine.sampling.noise import gumbel, seed_key
 from engine.sampling.token_history import TokenHistory
 from engine.scheduling.plan import RowResult
+from engine.scheduling.sequence_state import SequenceState
 
 NARROW = 128  # candidates that most filtered rows need; the others sort their whole vocabulary
 NEVER = float("-inf")

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from engine.execution.sequences import SequenceState
+from engine.scheduling.sequence_state import SequenceState
 
 
 class TokenHistory:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.api import GenerationRequest
-from engine.execution.sequences import SequenceState, SequenceTable
 from engine.scheduling.plan import Row, StepPlan
 from engine.scheduling.rows import admission_of, row_of
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
 
 
 def holding(request: GenerationRequest, pages: Iterable[int], slot: int = 0, key: int | None = None) -> Sequence:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import EngineFailed
-from engine.execution.sequences import SequenceState, SequenceTable, refuse_drafts
 from engine.sampling.noise import seed_key
 from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence_state import SequenceState, SequenceTable, refuse_drafts
 from engine.settings import PAGE_SIZE
 
 BUCKETS = (1, 2, 4, 8)  # rows that a captured step moves

@@ -19,7 +19,6 @@ from engine.execution.graph_prefill import products
 from engine.execution.graph_prefill.first_token import FirstTokens, can_draw
 from engine.execution.graph_prefill.mailbox import Mailbox
 from engine.execution.graph_prefill.products import Products
-from engine.execution.sequences import refuse_drafts
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
@@ -31,6 +30,7 @@ from engine.linear import Linear
 from engine.loading.progress import Progress
 from engine.model.weights import Layer
 from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence_state import refuse_drafts
 from engine.settings import PAGE_SIZE
 
 SIZES = (16, 32, 64, 128, 256, 512)  # tokens of a graph

@@ -13,7 +13,6 @@ from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import fill, placed, state_of
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
-from engine.execution.sequences import SequenceState
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launcher
@@ -21,6 +20,7 @@ from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
 from engine.kernels.tokens import Fed
 from engine.sampling.noise import seed_key
 from engine.scheduling.plan import RowResult
+from engine.scheduling.sequence_state import SequenceState
 
 _NEVER = 2**31 - 1  # a position
 _LAST_NUMBER = 1 << 30  # of an entry; numbers begin anew above it

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from bench.driven import GREEDY
 from engine.api import SamplingParams, Stopping
 from engine.execution import device_sampling as sampled
-from engine.execution.sequences import SequenceState
 from engine.kernels import reference
 from engine.kernels.attention import Places
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow, Sampling, allocate, blocks, sampling
@@ -24,6 +23,7 @@ from engine.kernels.step import allocate as allocate_step
 from engine.kernels.tokens import Choice
 from engine.sampling.noise import seed_key
 from engine.sampling.sampler import NARROW, Sampler
+from engine.scheduling.sequence_state import SequenceState
 
 CPU = torch.device("cpu")
 PLAIN = replace(GREEDY, temperature=1.0)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from bench.driven import GREEDY
 from engine.api import SamplingParams, Stopping
-from engine.execution.sequences import SequenceState
 from engine.sampling.noise import gumbel, seed_key, signed
 from engine.sampling.sampler import NARROW, Sampler
+from engine.scheduling.sequence_state import SequenceState
 
 CPU = torch.device("cpu")
 WORD = (1 << 64) - 1

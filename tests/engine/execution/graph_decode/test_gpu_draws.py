@@ -15,12 +15,12 @@ from engine.api import GenerationRequest, Stopping
 from engine.execution.capture import Recorder
 from engine.execution.eager import Eager
 from engine.execution.runner import ModelRunner
-from engine.execution.sequences import SequenceState
 from engine.kv.page_pool import PagePool
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
 from tests.engine.judged import judge

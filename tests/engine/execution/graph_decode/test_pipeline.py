@@ -17,12 +17,12 @@ from engine.api import FinishReason, GenerationRequest, Stopping
 from engine.errors import EngineFailed, Unsupported
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD, NO_TOKEN, DecodePipeline, RowState, bucket, can_sample
-from engine.execution.sequences import SequenceState, SequenceTable
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.stepped import holding, put
 
