@@ -1,4 +1,7 @@
-"""`whippet quantize MODEL OUT` and `whippet evaluate MODEL [--against BASE]`, with a progress bar."""
+"""`whippet quantize MODEL OUT` and `whippet evaluate MODEL [--against BASE]`, with a progress bar.
+
+torch is imported once there is work for it: help and wrong usage do not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Never
 
-import torch
 from tqdm import tqdm
 
-from quant.calibration import text_windows
 from quant.checkpoint.errors import CheckpointError
 from quant.errors import CannotQuantize
-from quant.evaluate import evaluate
-from quant.quantizer import QuantizeOptions, quantize
-from quant.report import evaluation_lines
 
 STOPPED = 130  # as a shell tells an interrupt
 
@@ -70,8 +68,6 @@ def _interruptible() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
     bars = Bars()
     try:
         with _interruptible():
@@ -93,15 +89,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """What no part of the work could say better."""
+    """What no part of the work could say better; then torch is as it was asked for."""
     for folder in (given.model, getattr(given, "against", None)):
         if folder is not None and not folder.is_dir():
             raise CannotQuantize(f"{folder} is no folder: give one with config.json, *.safetensors and tokenizer.json")
+    import torch
+
     if given.device == "cuda" and not torch.cuda.is_available():
         raise CannotQuantize("this torch sees no CUDA device: leave --device out")
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
 
 
 def _quantize(given: argparse.Namespace, bars: Bars) -> str:
+    from quant.quantizer import QuantizeOptions, quantize
+
     options = QuantizeOptions(
         format=given.format,
         engine=given.engine,
@@ -117,6 +119,12 @@ def _quantize(given: argparse.Namespace, bars: Bars) -> str:
 
 
 def _evaluate(given: argparse.Namespace, bars: Bars) -> str:
+    import torch
+
+    from quant.calibration import text_windows
+    from quant.evaluate import evaluate
+    from quant.report import evaluation_lines
+
     windows = text_windows(given.model, given.text, given.length, given.windows)
     found = evaluate(given.model, windows, given.against, bars, torch.device(given.device))
     if given.json:
