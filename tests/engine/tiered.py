@@ -86,7 +86,7 @@ class DictStore:
 
 
 class Engine:
-    """Scheduler, fake runner and tier. `longest` is the most that anything but the runner took, in seconds."""
+    """Scheduler, fake runner and tier. `spent` is what all but the runner took, in seconds."""
 
     def __init__(self, make: Callable[[BlockLayout], object], pages: int = 128, identity: bytes = b"model") -> None:
         fake = FakeSettings(max_context=pages * PAGE_SIZE, total_pages=pages)
@@ -98,7 +98,7 @@ class Engine:
         limits = Limits(max_sequences=4, max_batch_tokens=512, max_context=pages * PAGE_SIZE)
         self.scheduler = Scheduler(limits, pool, prefixes=self.index, tier=self.tier)
         self.events: dict[int, list[Event]] = {}
-        self.longest = 0.0
+        self.spent = 0.0
         self.fed = 0
 
     def submit(self, ids: tuple[int, ...], output: int = 4, **changes: object) -> int:
@@ -128,7 +128,7 @@ class Engine:
     def timed(self, act: Callable[[], object]) -> None:
         begun = time.monotonic()
         act()
-        self.longest = max(self.longest, time.monotonic() - begun)
+        self.spent += time.monotonic() - begun
 
     def run(self, within: float = 20.0) -> None:
         deadline = time.monotonic() + within

