@@ -19,11 +19,12 @@ class Priority(enum.IntEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended well. Ending badly is an exception of `engine.errors`."""
+    """Why an answer ended well, from engine to cache to wire. Ending badly is an exception of `engine.errors`."""
 
     STOP = "stop"  # a stop token; which one is in Finish.stop_token_id
     LENGTH = "length"
     TIME_BUDGET = "time_budget"
+    STOP_STRING = "stop_string"  # said by the front alone: the engine knows no text
 
 
 class EngineState(enum.StrEnum):

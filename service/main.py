@@ -22,7 +22,7 @@ from service.config.sources import load
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches, checked
 from service.core.answers.flush import Flusher
-from service.core.answers.lookup import Sources
+from service.core.answers.lookup import AnswerSources
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.switches import Switches
@@ -150,7 +150,7 @@ def _build(settings: Settings) -> _House:
     model = ServedModel(settings.served_name, tokenizer, engine)
     switches = Switches(settings.optimizations, engine)
     caches = AnswerCaches(cache_options, engine, tokenizer.digest)
-    sources = Sources(model, engine, caches, switches, admission.slots)
+    sources = AnswerSources(model, engine, caches, switches, admission.slots)
     cases = UseCases(
         engine=engine,
         model=model,

@@ -26,10 +26,9 @@ _PART = msgspec.msgpack.Decoder(AnswerPart)
 
 
 def pack_completion(completion: CachedCompletion) -> bytes:
-    """As it is stored."""
-    return _ENCODER.encode(
-        _Completion(SCHEMA, completion.parts, completion.max_tokens, completion.provenance, completion.created_at)
-    )
+    """As it is stored: without cuts, which whoever reads it in smaller messages makes anew."""
+    parts = [part[:3] for part in completion.parts]
+    return _ENCODER.encode((SCHEMA, parts, completion.max_tokens, completion.provenance, completion.created_at))
 
 
 def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
@@ -53,16 +52,17 @@ def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
 
 def pack_part(part: AnswerPart) -> bytes:
     """One message of an answer on its way to another replica."""
-    return _ENCODER.encode(part)
+    return _ENCODER.encode(part if part.cuts else part[:3])
 
 
 def unpack_part(data: bytes) -> AnswerPart | None:
-    """None where it is not one."""
+    """None where it is not one that a reader can cut."""
     try:
         part = _PART.decode(data)
     except (msgspec.MsgspecError, ValueError):
         return None
-    return part if _are_ids(part.token_ids) else None
+    cuttable = len(part.cuts) == max(0, len(part.token_ids) - 1) or not part.text
+    return part if cuttable and _are_ids(part.token_ids) else None
 
 
 def _are_ids(numbers: Sequence[int]) -> bool:

@@ -30,7 +30,8 @@ class Skipper:
         behind = self._ids_at < len(self._ids) or self._text_at < len(self._text)
         if part.ending is not None and behind:
             raise Diverged("a second generation of one answer is shorter")
-        rest = AnswerPart(part.token_ids[len(ids) :], part.text[len(text) :], part.ending)
+        cuts = tuple([max(0, cut - len(text)) for cut in part.cuts[len(ids) :]])
+        rest = AnswerPart(part.token_ids[len(ids) :], part.text[len(text) :], part.ending, cuts)
         return rest if rest.token_ids or rest.text or rest.ending else None
 
 

@@ -1,7 +1,9 @@
-"""Identical requests at the same time, in this process: one generates, all read.
+"""Identical requests at the same time, in this process: one generation, read by all (single-flight).
 
-A flight is an append-only log of messages and the task that fills it. Readers attach at any time and read from the
-first message. The task belongs to nobody's request: it goes on while one reader is left, and when it fails, the next
+A `SharedGeneration` is an append-only log of parts and the generation that fills it. Readers attach at any time and
+read from the first part. No task of its own drives it: a reader at the end of the log fetches the next part, unless
+another one is fetching already. So the generation runs as fast as its fastest reader, a reader alone reads as directly
+as from the engine, and a leader that leaves is followed by whoever reads next. When the generation fails, the next
 reader's own way of generating takes over where the log ends.
 """
 
@@ -9,200 +11,225 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 
-from cache.answers.resume import resume
-from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Refused, Unfinished
+from cache.answers.resume import Skipper
+from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Generation, Refused, Unfinished
 
 ATTEMPTS = 2  # a leader and one replacement
-AHEAD = 2048  # messages that a generation may be ahead of its furthest reader
 
 
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """A reader, and its own way of generating."""
+class _Reader:
+    """Reads a shared generation from its beginning; may come to lead it."""
 
-    generate: Generate
-    refusal: Refused | None = None
+    def __init__(self, shared: SharedGeneration, generate: Generate) -> None:
+        self.generate = generate
+        self.refusal: Refused | None = None
+        self._shared = shared
+        self._at = 0
+        self._knows_begun = False
+
+    def __aiter__(self) -> _Reader:
+        return self
+
+    async def __anext__(self) -> AnswerPart:
+        shared = self._shared
+        while True:
+            if self._at < len(shared.log):
+                self._at += 1
+                return shared.log[self._at - 1]
+            if (error := self.refusal or shared.error) is not None:
+                raise error
+            if shared.over:
+                raise StopAsyncIteration
+            if shared.begun and not self._at and not self._knows_begun:
+                self._knows_begun = True
+                return BEGUN
+            await shared.advance()
 
 
-class Flight:
-    """One answer on its way."""
+class SharedGeneration:
+    """One answer on its way to one or more readers."""
 
     def __init__(self, counter: Counter) -> None:
+        self.log: list[AnswerPart] = []
+        self.begun = False  # somebody was let in
+        self.over = False
+        self.error: Exception | None = None  # for every reader, once it has read the log
         self._counter = counter
-        self._log: list[AnswerPart] = []
-        self._waiting: list[_Seat] = []  # of readers who have not led
         self._readers = 0
+        self._candidates: list[_Reader] = []  # readers who have not led
+        self._leader: _Reader | None = None
+        self._generation: Generation | None = None  # the leader's
+        self._skipper: Skipper | None = None  # of a leader who took over
+        self._failures: list[Exception] = []
+        self._refusal: Refused | None = None  # the latest
+        self._fetching = False
+        self._waiting = 0  # readers who wait for another one's fetch
         self._news = asyncio.Event()
-        self._furthest = 0  # messages that some reader has taken
-        self._taken = asyncio.Event()
-        self._begun = False  # somebody was let in
-        self._over = False
-        self._error: Exception | None = None
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def joinable(self) -> bool:
         """Whether a new reader would get an answer."""
-        return self._error is None and not (self._task is not None and self._task.cancelling())
+        return self.error is None
 
     @property
     def busy(self) -> bool:
-        """Whether it is on its way."""
-        return self._task is not None and not self._task.done()
+        """Whether more may come."""
+        return not self.over and self.error is None
 
-    async def aclose(self) -> None:
-        """Ends it."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task])
+    def close(self) -> None:
+        """Ends it, if it has not ended: readers get Unfinished."""
+        if self.busy:
+            self.error = Unfinished("the shared generation was ended")
+            if self._generation is not None:
+                self._generation.close()
+            self._wake()
 
     @asynccontextmanager
     async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """A seat: while any is taken, the flight goes on."""
-        seat = _Seat(generate)
+        """While there is one, the generation goes on."""
+        reader = _Reader(self, generate)
         self._readers += 1
-        self._waiting.append(seat)
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._fly(), name="flight")
-        parts = self._read(seat)
+        self._candidates.append(reader)
         try:
-            yield parts
+            yield reader
         finally:
             self._readers -= 1
-            if seat in self._waiting:
-                self._waiting.remove(seat)
+            if reader in self._candidates:
+                self._candidates.remove(reader)
             if self._readers == 0:
-                self._task.cancel()
+                self.close()
 
-    async def _read(self, seat: _Seat) -> AsyncIterator[AnswerPart]:
-        at, told = 0, False
-        while True:
-            while at < len(self._log):
-                yield self._log[at]
-                at += 1
-                if at > self._furthest:
-                    self._furthest = at
-                    self._taken.set()
-            if (error := seat.refusal or self._error) is not None:
-                raise error
-            if self._over:
+    async def advance(self) -> None:
+        """Returns when there may be news: fetches it, or waits for the one who does."""
+        if self._fetching:
+            self._waiting += 1
+            try:
+                await self._news.wait()
+            finally:
+                self._waiting -= 1
+            return
+        self._fetching = True
+        try:
+            if self._generation is None and not self._lead():
                 return
-            if self._begun and not at and not told:
-                told = True
-                yield BEGUN
-                continue
-            await self._news.wait()
-
-    async def _fly(self) -> None:
-        refusal: Refused | None = None
-        failures: list[Exception] = []
-        try:
-            while self._waiting and len(failures) < ATTEMPTS:
-                if failures:
-                    self._counter.count("flight_replaced")
-                seat = self._waiting.pop(0)
-                error = await self._lead(seat.generate)
-                if error is None:
-                    return
-                if isinstance(error, Refused):
-                    seat.refusal = refusal = error
-                    self._wake()
-                else:
-                    failures.append(error)
-            self._error = failures[-1] if failures else refusal
-        except asyncio.CancelledError:
-            self._error = Unfinished("the flight was ended")
-            raise
+            await self._fetch()
         finally:
-            self._over = True
-            self._wake()
+            self._fetching = False
+            if self._waiting:
+                self._wake()
 
-    async def _lead(self, generate: Generate) -> Exception | None:
-        """Appends to the log until the answer ends. The error, if it ends badly, for others to take over."""
+    async def _fetch(self) -> None:
+        generation = self._generation
+        assert generation is not None
         try:
-            async with aclosing(generate()) as source, aclosing(resume(tuple(self._log), source)) as rest:
-                async for part in rest:
-                    if part is BEGUN:
-                        self._begun = True
-                        self._wake()
-                        continue
-                    self._log.append(part)
-                    self._wake()
-                    await self._keep_pace()
+            self._take(await generation.next())
+        except StopAsyncIteration:
+            self._fail(Unfinished("the source ended without an ending"))
         except Exception as error:  # a replacement may succeed; if none does, every reader gets it
-            return error
+            self._fail(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise
-            return Unfinished("the generation was cancelled")
-        return None
+                raise  # this reader leaves; `next` has lost nothing
+            self._fail(Unfinished("the generation was cancelled"))
 
-    async def _keep_pace(self) -> None:
-        """Waits while all readers are far behind."""
-        while len(self._log) - self._furthest >= AHEAD:
-            self._taken.clear()
-            await self._taken.wait()
+    def _take(self, part: AnswerPart) -> None:
+        if part is BEGUN:
+            self.begun = True
+            return
+        rest = part if self._skipper is None else self._skipper.rest(part)
+        if rest is None:
+            return
+        self.log.append(rest)
+        if rest.ending is not None:
+            self.over = True
+            if self._generation is not None:
+                self._generation.close()
+
+    def _fail(self, error: Exception) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._generation = None
+        if self.error is not None:
+            return  # closed meanwhile
+        if isinstance(error, Refused):
+            self._refusal = error
+            if self._leader is not None:
+                self._leader.refusal = error
+        else:
+            self._failures.append(error)
+        if len(self._failures) >= ATTEMPTS or not self._candidates:
+            self.error = self._failures[-1] if self._failures else self._refusal
+        elif self._failures:
+            self._counter.count("flight_replaced")
+
+    def _lead(self) -> bool:
+        """Lets the next candidate generate, from where the log ends. False where all have left."""
+        if not self._candidates:
+            self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("nobody generates")
+            return False
+        self._leader = self._candidates.pop(0)
+        self._generation = self._leader.generate()
+        self._skipper = Skipper(self.log) if self.log else None
+        return True
 
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
 
-class Flights:
-    """All flights of this process, by the name of the answer."""
+class SingleFlight:
+    """All shared generations of this process, by the name of the answer."""
 
     def __init__(self, counter: Counter, linger: float = LINGER) -> None:
         self._counter = counter
         self._linger = linger
-        self._flights: dict[str, Flight] = {}
+        self._shared: dict[str, SharedGeneration] = {}
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._shared)
 
-    def flying(self, key: CacheKey) -> bool:
-        """Whether there is one to read along with."""
-        flight = self._flights.get(key.name)
-        return flight is not None and flight.joinable
+    def joinable(self, key: CacheKey) -> bool:
+        """Whether this answer is being generated, or has just been."""
+        shared = self._shared.get(key.name)
+        return shared is not None and shared.joinable
 
     @asynccontextmanager
     async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """The answer's messages from the first. `generate` is called if nobody else does it, or the one who did fails.
+        """The answer's parts from the first. `generate` is called if nobody else does it, or the one who did fails.
 
         It must not carry a deadline of its own request: readers leave when theirs is over.
         """
-        flight = self._flights.get(key.name)
-        if flight is None or not flight.joinable:
-            flight = self._flights[key.name] = Flight(self._counter)
+        shared = self._shared.get(key.name)
+        if shared is None or not shared.joinable:
+            shared = self._shared[key.name] = SharedGeneration(self._counter)
             self._counter.count("flight", "lead")
         else:
             self._counter.count("flight", "follow")
         try:
-            async with flight.reader(generate) as parts:
+            async with shared.reader(generate) as parts:
                 yield parts
         finally:
-            self._leave(key, flight)
+            self._leave(key, shared)
 
     def forget_finished(self) -> None:
-        """No new reader joins a flight that is over: its answer was flushed."""
-        self._flights = {name: flight for name, flight in self._flights.items() if flight.busy}
+        """No new reader joins a generation that is over: its answer was flushed."""
+        self._shared = {name: shared for name, shared in self._shared.items() if shared.busy}
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Ends all."""
-        flights = list(self._flights.values())
-        self._flights.clear()
-        for flight in flights:
-            await flight.aclose()
+        for shared in self._shared.values():
+            shared.close()
+        self._shared.clear()
 
-    def _leave(self, key: CacheKey, flight: Flight) -> None:
-        if flight.joinable:
-            asyncio.get_running_loop().call_later(self._linger, self._drop, key.name, flight)
+    def _leave(self, key: CacheKey, shared: SharedGeneration) -> None:
+        if shared.joinable:
+            asyncio.get_running_loop().call_later(self._linger, self._drop, key.name, shared)
         else:
-            self._drop(key.name, flight)
+            self._drop(key.name, shared)
 
-    def _drop(self, name: str, flight: Flight) -> None:
-        if self._flights.get(name) is flight and not (flight.busy and flight.joinable):
-            del self._flights[name]
+    def _drop(self, name: str, shared: SharedGeneration) -> None:
+        if self._shared.get(name) is shared and not shared.busy:
+            del self._shared[name]

@@ -6,7 +6,7 @@ Instants are seconds since the epoch (`time.time`), since values outlive a proce
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -22,6 +22,7 @@ class AnswerPart(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     ending: AnswerEnding | None = None
+    cuts: tuple[int, ...] = ()  # where in the text each id's share ends, the last one's left out; () without text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,19 @@ LINGER = 1.0  # seconds that a finished generation can still be joined: by then 
 # Known by its identity: a source may begin with it, to say that it was let in before it has anything to deliver.
 BEGUN = AnswerPart((), "")
 
-Generate = Callable[[], AsyncGenerator[AnswerPart, None]]
+
+class Generation(Protocol):
+    """An answer while it is generated, for one reader at a time."""
+
+    async def next(self) -> AnswerPart:
+        """Begins with the first call, which may give BEGUN. Loses nothing when it is cancelled and called again. Raises
+        Refused where it may not begin, and StopAsyncIteration where it breaks off."""
+
+    def close(self) -> None:
+        """Ends it. A `next` that waits ends soon. Does nothing the second time."""
+
+
+Generate = Callable[[], Generation]
 
 
 class Diverged(Exception):

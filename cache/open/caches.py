@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 
+from cache.answers.cross_process import CrossProcess
 from cache.answers.exact import ExactCache
 from cache.answers.lease import Leases
-from cache.answers.shared_flight import SharedFlights
-from cache.answers.single_flight import Flights
+from cache.answers.single_flight import SingleFlight
 from cache.api import (
     Allowance,
     AnswerPart,
@@ -52,18 +52,18 @@ BATCH = 500  # names deleted at a time
 class _Shared:
     """What only Redis brings."""
 
-    flights: SharedFlights
+    cross_process: CrossProcess
     link: Link
 
 
 class Caches:
-    """The response cache, the semantic cache once its embedder is loaded, and the flights."""
+    """The response cache, the semantic cache once its embedder is loaded, and single-flight."""
 
     def __init__(self, settings: CacheSettings, context: CacheContext, shared: _Shared | None) -> None:
         self._settings = settings
         self._context = context
         self._shared = shared
-        self._flights = Flights(context.counter)
+        self._single_flight = SingleFlight(context.counter)
         self._semantic: SimilarCache | None = None
         self._loading: asyncio.Task[None] | None = None
         self._prefixes = Epochs(context.store, context.partitions, PREFIXES)
@@ -121,16 +121,16 @@ class Caches:
         epoch = self._context.epochs.known(question.tenant) or b""
         key = self.responses.key(question, epoch, question.max_tokens)
         if self._shared is None:
-            return self._flights.join(key, generate)
+            return self._single_flight.join(key, generate)
         within = None if allowance is None else allowance.left
-        return self._flights.join(key, partial(self._shared.flights.around, key, generate, within))
+        return self._single_flight.join(key, partial(self._shared.cross_process.generation, key, generate, within))
 
-    def flying(self, question: Question) -> bool:
-        """Whether somebody may be generating it, for `join` to read along: here, or wherever the store reaches."""
+    def joinable(self, question: Question) -> bool:
+        """Whether somebody may be generating it, so that `join` would follow: here, or wherever the store reaches."""
         if self._shared is not None:
             return True
         epoch = self._context.epochs.known(question.tenant) or b""
-        return self._flights.flying(self.responses.key(question, epoch, question.max_tokens))
+        return self._single_flight.joinable(self.responses.key(question, epoch, question.max_tokens))
 
     async def flush_tenant(self, tenant: str) -> None:
         """Everything of a tenant, on every replica, at once. Raises StoreFault, in which case nothing was flushed."""
@@ -146,7 +146,7 @@ class Caches:
             await self._prefixes.bump(tenant)
         if Kind.RESPONSE in kinds:
             # What has just been generated can still be joined for a moment, here and elsewhere.
-            self._flights.forget_finished()
+            self._single_flight.forget_finished()
             await self._delete(Kind.LEASE, partition, "")
         return deleted
 
@@ -162,13 +162,13 @@ class Caches:
         return self._semantic is not None
 
     async def aclose(self) -> None:
-        """Ends flights and threads, writes what can be written within a second."""
+        """Ends generations and threads, writes what can be written within a second."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.wait([self._loading])
-        await self._flights.aclose()
+        self._single_flight.close()
         if self._shared is not None:
-            await self._shared.flights.aclose()
+            await self._shared.cross_process.aclose()
             await self._shared.link.aclose()
         if self._semantic is not None:
             await self._semantic.aclose()
@@ -220,4 +220,4 @@ def _share(
     redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: FlightSettings, counter: Counter
 ) -> _Shared:
     patient = Link(redis, redis.write_budget, "flight", counter)
-    return _Shared(SharedFlights(Leases(store.link, patient, settings), envelope, settings, counter), patient)
+    return _Shared(CrossProcess(Leases(store.link, patient, settings), envelope, settings, counter), patient)

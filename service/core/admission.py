@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
-from engine.api import TokenStream
 from engine.errors import Aborted
 from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlots
@@ -20,6 +20,12 @@ from service.core.errors import Draining, DuplicateRequest, UnknownRequest
 
 _DRAIN_RETRY = 1.0  # seconds
 _MOST_LOOKING = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
+
+
+class Abortable(Protocol):
+    """What a live request reads its answer from."""
+
+    def abort(self, reason: str) -> None: ...
 
 
 class Ticket:
@@ -30,7 +36,7 @@ class Ticket:
         self.tenant = tenant
         self.request_id = request_id
         self.looking = True
-        self._stream: TokenStream | None = None
+        self._answer: Abortable | None = None
         self._aborted: str | None = None
 
     def __enter__(self) -> Ticket:
@@ -47,17 +53,17 @@ class Ticket:
             self.looking = False
             self._owner.looked()
 
-    def attach(self, stream: TokenStream) -> None:
-        """From here on `abort` reaches the stream. Raises Aborted where it came before."""
+    def attach(self, answer: Abortable) -> None:
+        """From here on `abort` reaches the answer. Raises Aborted where it came before."""
         if self._aborted is not None:
             raise Aborted(self._aborted)
-        self._stream = stream
+        self._answer = answer
 
     def abort(self, reason: str) -> None:
         """Its caller gets Aborted."""
         self._aborted = reason
-        if self._stream is not None:
-            self._stream.abort(reason)
+        if self._answer is not None:
+            self._answer.abort(reason)
 
 
 class Admission:

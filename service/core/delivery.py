@@ -71,6 +71,7 @@ class Whole:
         self.batch = _WHOLE_WITH_STOPS if request.stops.strings else _WHOLE
         self.room = _UNBOUNDED
         self._outlet = outlet
+        self._keep_ids = _sends_ids(request)
         self._text: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -82,8 +83,9 @@ class Whole:
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         self._text.append(text)
-        self._ids.extend(ids)
-        self._logprobs.extend(logprobs)
+        if self._keep_ids:
+            self._ids.extend(ids)
+            self._logprobs.extend(logprobs)
         return False
 
     async def flush(self) -> None:
@@ -103,12 +105,12 @@ class Messages:
     def __init__(self, outlet: Outlet, request: Request, gather: bool) -> None:
         """`gather`: the answer's source does not batch tokens, so that they wait here for their message to fill."""
         # An answer that a stop string may end is read token by token, and waits here too.
-        stops, output = request.stops.strings, request.output
+        stops = request.stops.strings
         self.batch = _EACH_TOKEN if stops else request.delivery
         self._outlet = outlet
         self._limit = request.delivery.max_tokens
         self._delay = request.delivery.max_delay if stops or gather else 0.0
-        self._keep_ids = output.token_ids or output.logprobs is not None
+        self._keep_ids = _sends_ids(request)
         self._prompt: PromptFacts | None = None  # until the first message has taken it
         self._text = ""
         self._ids: list[int] = []
@@ -190,3 +192,7 @@ class Messages:
             self._late = asyncio.get_running_loop().create_task(self._send_late())
         else:
             self._start_timer()
+
+
+def _sends_ids(request: Request) -> bool:
+    return request.output.token_ids or request.output.logprobs is not None

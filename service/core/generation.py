@@ -1,39 +1,23 @@
-"""The use case: a request is let in, tokenized, given to the engine, and its tokens become text until something stops
-it. Unary and streamed answers differ in their sink alone.
+"""The use case: a request is let in and tokenized, its answer is found or generated, and delivered part by part. Unary
+and streamed answers differ in their sink alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from engine.api import (
-    Finish,
-    FinishReason,
-    GenerationRequest,
-    Start,
-    Stopping,
-    TokenEvents,
-    TokenLogprob,
-    TokenStream,
-)
+from cache.api import AnswerEnding, AnswerPart
+from engine.api import FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
 from service.core.admission import Admission
-from service.core.admission_slots import AdmissionSlot
-from service.core.answers.lookup import Sources
-from service.core.answers.streams import Generated
+from service.core.answers.lookup import AnswerSources, Findings
+from service.core.answers.sources import AnswerSource
 from service.core.delivery import Messages, Outlet, Sink, Whole
 from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
-from service.core.request import CacheOutcome, CacheSource, Ending, EndReason, ModelFacts, Origin, PromptFacts, Request
-from service.core.text import Detokenizer
+from service.core.request import CacheSource, Ending, ModelFacts, Origin, PromptFacts, Request
 from service.core.validation import too_long
-
-_REASONS = {
-    FinishReason.STOP: EndReason.STOP,
-    FinishReason.LENGTH: EndReason.LENGTH,
-    FinishReason.TIME_BUDGET: EndReason.TIME_BUDGET,
-}
 
 
 class Generator:
@@ -42,7 +26,7 @@ class Generator:
     def __init__(
         self,
         model: ServedModel,
-        sources: Sources,
+        sources: AnswerSources,
         admission: Admission,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,145 +54,88 @@ class Generator:
             if self._admission.slots.weary or not self._sources.may_know(request):
                 self._admission.slots.check(request.priority, origin.deadline)
             ids = await self._model.encode(request.prompt, facts)
-            looked = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin.tenant)
+            found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin.tenant)
             ticket.looked()
-            sink = make_sink(looked.chunked)
-            async with self._sources.open(looked, request, origin, sink.batch) as source:
-                ticket.attach(source.stream)
+            sink = make_sink(found.gather)
+            async with self._sources.open(found, origin, sink.batch, sink.room) as source:
+                ticket.attach(source)
                 try:
-                    await sink.begin(PromptFacts(request.request_id, facts.name, len(ids), looked.served.header))
-                    detokenizer = self._model.detokenizer(request)
-                    answer = Asked(request, looked.request, looked.served, source.generated)
-                    await _Answer(answer, source.slot, sink, detokenizer, self._clock).run(source.stream)
+                    await sink.begin(PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header))
+                    await _Reading(found, source, sink, self._clock).run()
                 finally:
                     sink.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What an answer is the answer to, and where it comes from."""
-
-    asked: Request
-    request: GenerationRequest
-    served: CacheOutcome
-    generated: Generated | None
-
-
-class _Answer:
+class _Reading:
     """One answer on its way from its source to the sink."""
 
-    def __init__(
-        self,
-        asked: Asked,
-        slot: AdmissionSlot | None,
-        sink: Sink,
-        detokenizer: Detokenizer | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._asked = asked
-        self._slot = slot
+    def __init__(self, found: Findings, source: AnswerSource, sink: Sink, clock: Callable[[], float]) -> None:
+        self._found = found
+        self._source = source
         self._sink = sink
-        self._detokenizer = detokenizer
         self._clock = clock
-        self._want_text = asked.asked.output.text
-        self._include_stop = asked.asked.stops.include
-        self._count = 0  # tokens of the answer so far
-        self._start = Start(cached_tokens=0, queue=0.0, prefill=0.0)  # until the first ids tell
+        self._want_text = found.request.output.text
+        self._count = 0  # tokens so far
+        self._first_at: float | None = None
 
-    async def run(self, stream: TokenStream) -> None:
-        """From the first event to the last message."""
-        async for events in stream:
-            if events.start is not None:
-                self._start = events.start
-                if self._slot is not None:
-                    self._slot.start()
-            if events.finish is not None:
-                await self._finish(events, events.finish)
-                return
-            stop = await self._take(events.token_ids, events.logprobs, last=False)
-            if stop is not None:
-                stream.cancel()
-                await self._sink.end(self._cut(stop))
+    async def run(self) -> None:
+        """From the first part to the last message."""
+        source = self._source
+        while True:
+            part = await source.next()
+            if self._first_at is None:
+                self._first_at = self._clock()
+            await self._deliver(part, source.logprobs)
+            if part.ending is not None:
+                await self._sink.end(self._ending(part.ending))
                 return
 
-    async def _take(self, ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], last: bool) -> str | None:
-        """Ids become pieces no longer than the sink has room for. Returns the stop string that matched, if one did.
-        With `last`, the last piece is left for the message that carries the finish."""
-        sink = self._sink
-        start, end = 0, len(ids)
-        while start < end:
-            room = sink.room or await self._make_room()
-            upto = min(start + room, end)
-            piece = ids if upto - start == end else ids[start:upto]
-            text, stop, count = self._text(piece)
-            self._count += count
-            full = sink.add(text, piece[:count], logprobs[start : start + count])
-            if stop is not None:
-                return stop
-            start = upto
-            if full and (start < end or not last):
+    async def _deliver(self, part: AnswerPart, logprobs: Sequence[TokenLogprob]) -> None:
+        """Cuts the part into pieces that the sink has room for. What comes last is left for the message that carries
+        the ending."""
+        sink, ids = self._sink, part.token_ids
+        text = part.text if self._want_text else ""
+        self._count += len(ids)
+        last = part.ending is not None
+        if len(ids) <= sink.room:
+            if sink.add(text, ids, logprobs) and not last:
                 await sink.flush()
-        return None
-
-    def _text(self, ids: tuple[int, ...]) -> tuple[str, str | None, int]:
-        """Their text, the stop string that matched, and how many of them belong to the answer."""
-        if self._detokenizer is None:
-            return "", None, len(ids)
-        text, stop, count = self._detokenizer.push(ids)
-        return (text if self._want_text else ""), stop, count
-
-    async def _make_room(self) -> int:
-        await self._sink.flush()
-        return self._sink.room
-
-    async def _finish(self, events: TokenEvents, finish: Finish) -> None:
-        """The engine's last event. The id of a stop token is part of the answer; its text is not, unless asked for."""
-        ids, logprobs = events.token_ids, events.logprobs
-        cut = finish.stop_token_id is not None and not self._include_stop
-        kept = len(ids) - 1 if cut else len(ids)
-        stop = await self._take(ids[:kept], logprobs[:kept], last=True)
-        if stop is not None:
-            await self._sink.end(self._cut(stop))
             return
-        if self._detokenizer is not None:
-            tail = self._detokenizer.flush()
-            if self._want_text:
-                self._sink.add(tail.text, (), ())
-            if tail.stop is not None:
-                await self._sink.end(self._cut(tail.stop))
-                return
-        if cut:
-            if not self._sink.room:
-                await self._sink.flush()
-            self._count += 1
-            self._sink.add("", ids[kept:], logprobs[kept:])
-        await self._sink.end(self._ending(_REASONS[finish.reason], finish, finish.decode))
+        start, begin, total = 0, 0, len(ids)
+        while start < total:
+            if not sink.room:
+                await sink.flush()
+            stop = min(start + sink.room, total)
+            end = len(text) if stop == total or not text else part.cuts[stop - 1]
+            full = sink.add(text[begin:end], ids[start:stop], logprobs[start:stop])
+            start, begin = stop, end
+            if full and (start < total or not last):
+                await sink.flush()
 
-    def _cut(self, stop: str) -> Ending:
-        """A stop string matched, so that the engine's own ending never comes."""
-        start = self._start
-        first_at = self._asked.request.arrived_at + start.queue + start.prefill
-        return replace(self._ending(EndReason.STOP_STRING, start, self._clock() - first_at), stop_string=stop)
-
-    def _ending(self, reason: EndReason, took: Start | Finish, decode: float) -> Ending:
-        asked, served = self._asked, self._asked.served
-        generated = asked.generated
-        if generated is not None and generated.start is None and served.source is CacheSource.NONE:
-            served = replace(served, source=CacheSource.RESPONSE)  # read along with somebody else's
-        prompt_tokens = len(asked.request.token_ids)
-        stored = served.source is not CacheSource.NONE
-        instant = bool(served.entry_id)
+    def _ending(self, ending: AnswerEnding) -> Ending:
+        found, source = self._found, self._source
+        outcome, request = found.outcome, found.engine_request
+        start, finish = source.start, source.finish
+        if not source.generated and outcome.source is CacheSource.NONE:
+            outcome = replace(outcome, source=CacheSource.RESPONSE)  # somebody else's generation
+        now = self._clock()
+        first_at = self._first_at or now
+        took = finish or start or Start(cached_tokens=0, queue=first_at - request.arrived_at, prefill=0.0)
+        decode = now - (request.arrived_at + took.queue + took.prefill) if finish is None else finish.decode
+        prompt_tokens = len(request.token_ids)
+        stored = bool(outcome.entry_id)
         return Ending(
-            reason=reason,
-            sampling=asked.request.sampling,
+            reason=FinishReason(ending.reason),
+            sampling=request.sampling,
             prompt_tokens=prompt_tokens,
             completion_tokens=self._count,
-            cached_tokens=prompt_tokens if stored else took.cached_tokens,
-            queue=0.0 if instant else max(0.0, took.queue - served.lookup),
-            prefill=0.0 if instant else took.prefill,
-            decode=0.0 if instant else decode,
-            served=served,
-            stop_token_id=took.stop_token_id if isinstance(took, Finish) else None,
+            cached_tokens=took.cached_tokens if outcome.source is CacheSource.NONE else prompt_tokens,
+            queue=0.0 if stored else max(0.0, took.queue - outcome.lookup),
+            prefill=0.0 if stored else took.prefill,
+            decode=0.0 if stored else decode,
+            outcome=outcome,
+            stop_string=ending.stop_string,
+            stop_token_id=ending.stop_token_id,
         )
 
 

@@ -1,4 +1,4 @@
-"""What the use cases speak of, as plain data: a valid request, the model it asks, and how its answer ended."""
+"""Plain data of the use cases: a valid request, what is known of the model, and how an answer ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.api import Priority, SamplingParams
+from engine.api import FinishReason, Priority, SamplingParams
 from service.core.text import ChatMessage
 
 
@@ -123,12 +123,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """What was asked, as it is told to the caller."""
+    """What the caller learns of its request before the answer."""
 
     request_id: str
     model: str
     prompt_tokens: int
-    cache: str  # what the caches were asked and said: `x-cache`
+    cache: str  # the header `x-cache`
 
 
 class CacheSource(enum.Enum):
@@ -141,30 +141,21 @@ class CacheSource(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOutcome:
-    """Where an answer comes from."""
+    """What looking in the caches brought."""
 
     header: str  # as in PromptFacts.cache
     source: CacheSource = CacheSource.NONE
-    lookup: float = 0.0  # seconds that asking the caches took
+    lookup: float = 0.0  # seconds that it took
     entry_id: str = ""
     age: float = 0.0  # seconds
     similarity: float | None = None
 
 
-class EndReason(enum.Enum):
-    """Why an answer ended well."""
-
-    STOP = enum.auto()
-    LENGTH = enum.auto()
-    STOP_STRING = enum.auto()
-    TIME_BUDGET = enum.auto()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Why and how an answer ended, as it is told to the caller. Times are seconds."""
+    """Why and how an answer ended, for its caller. Times are seconds."""
 
-    reason: EndReason
+    reason: FinishReason
     sampling: SamplingParams
     prompt_tokens: int
     completion_tokens: int
@@ -172,6 +163,6 @@ class Ending:
     queue: float
     prefill: float
     decode: float
-    served: CacheOutcome
+    outcome: CacheOutcome
     stop_string: str | None = None
     stop_token_id: int | None = None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 
-from cache.answers.single_flight import Flights
+from cache.answers.single_flight import SingleFlight
 from cache.api import AnswerEnding, AnswerPart, CacheKey, Generate, Kind
 
 KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
 TEXT = "the whole answer, word by word"
 END = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=len(TEXT))
+
+
+def spelled(text: str, ending: AnswerEnding | None = None) -> AnswerPart:
+    """A token a letter."""
+    return AnswerPart(tuple(map(ord, text)), text, ending, tuple(range(1, len(text))))
 
 
 class Model:
@@ -20,19 +25,46 @@ class Model:
         self.step, self.pause, self.dies_after, self.text = step, pause, dies_after, text
         self.started = self.finished = self.closed = 0
 
-    async def generate(self) -> AsyncGenerator[AnswerPart, None]:
-        self.started += 1
-        try:
-            for at in range(0, len(self.text), self.step):
-                if self.dies_after is not None and at >= self.dies_after:
-                    raise RuntimeError("the engine died")
-                await asyncio.sleep(self.pause)
-                piece = self.text[at : at + self.step]
-                yield AnswerPart(tuple(map(ord, piece)), piece)
-            self.finished += 1
-            yield AnswerPart((), "", END)
-        finally:
-            self.closed += 1
+    def generate(self) -> Letters:
+        return Letters(self)
+
+
+class Letters:
+    """One generation of a model."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._at = 0
+        self._closed = asyncio.Event()
+        self._begun = False
+
+    async def next(self) -> AnswerPart:
+        model, at = self._model, self._at
+        if not self._begun:
+            self._begun = True
+            model.started += 1
+        if at >= len(model.text):
+            model.finished += 1
+            return AnswerPart((), "", END)
+        if model.pause:
+            try:
+                async with asyncio.timeout(model.pause):
+                    await self._closed.wait()
+            except TimeoutError:
+                pass
+        else:
+            await asyncio.sleep(0)
+        if self._closed.is_set():
+            raise StopAsyncIteration
+        if model.dies_after is not None and at >= model.dies_after:
+            raise RuntimeError("the engine died")
+        self._at += model.step
+        return spelled(model.text[at : at + model.step])
+
+    def close(self) -> None:
+        if self._begun and not self._closed.is_set():
+            self._model.closed += 1
+        self._closed.set()
 
 
 async def read(parts: AsyncIterator[AnswerPart]) -> str:
@@ -44,6 +76,6 @@ async def read(parts: AsyncIterator[AnswerPart]) -> str:
     return text
 
 
-async def ask(flights: Flights, generate: Generate, key: CacheKey = KEY) -> str:
+async def ask(flights: SingleFlight, generate: Generate, key: CacheKey = KEY) -> str:
     async with flights.join(key, generate) as parts:
         return await read(parts)

@@ -1,5 +1,5 @@
-"""Where an answer comes from: the response cache, the semantic cache, a generation that others read along, or the
-engine alone.
+"""Where an answer comes from: the response cache, the semantic cache, a generation shared with others who ask the same,
+or the engine alone.
 
 x-cache: `hit-response`, `hit-semantic`; `miss`, asked in vain; `bypass`, two generations may differ or
 log-probabilities are wanted; `off`, not asked.
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Question, Refused, SemanticLookup, Turn
 from cache.open.caches import Caches
-from engine.api import Engine, GenerationRequest, Priority, TokenStream
+from engine.api import Engine, GenerationRequest, Priority
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
+from service.core.answers.engine_answer import EngineAnswer
 from service.core.answers.question import cacheable, question_of, turn_of
-from service.core.answers.streams import AnswerStream, Generated, Leader, stored
+from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
 from service.core.errors import Overloaded
 from service.core.model import ServedModel
 from service.core.request import Access, CacheOutcome, CacheSource, Delivery, Origin, Request
@@ -28,7 +30,9 @@ from service.core.switches import RESPONSE_CACHE, SEMANTIC_CACHE, Switches
 
 _NO = Access(False, False)
 _BOTH = Access(True, True)
-_WHOLE = Delivery(1024, 0.1)  # nobody watches
+_SHARED = Delivery(16, 0.02)  # the coarsest that parts may be of an answer that several may read
+
+TakeSlot = Callable[[GenerationRequest, float | None], AdmissionSlot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +52,26 @@ class Plan:
         return self.response.write or self.semantic != _NO
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """What the caches said."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What the caches have for a request, and what the engine would be asked otherwise."""
 
-    request: GenerationRequest
-    served: CacheOutcome
-    plan: Plan | None = None  # None: they were not asked
+    request: Request
+    engine_request: GenerationRequest
+    outcome: CacheOutcome
+    plan: Plan | None = None  # None: the caches are not used
     hit: CachedCompletion | None = None
     similar: SemanticLookup | None = None
+    shared: bool = False  # others who ask the same read the same generation
 
     @property
-    def chunked(self) -> bool:
-        """Whether the answer is stored or shared, and not the engine's own stream."""
-        return self.hit is not None or (self.plan is not None and self.plan.learns)
+    def gather(self) -> bool:
+        """Whether parts come as small as they were stored or shared, so that messages have to be filled from them."""
+        return self.shared or self.hit is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """An answer to be read."""
-
-    stream: TokenStream
-    slot: AdmissionSlot | None = None  # where the stream is the engine's own
-    generated: Generated | None = None  # filled if it is generated for this request; None: nobody else reads it
-
-
-class Sources:
-    """Finds answers, or has them made."""
+class AnswerSources:
+    """Finds answers, or has them generated."""
 
     def __init__(
         self, model: ServedModel, engine: Engine, caches: AnswerCaches, switches: Switches, slots: AdmissionSlots
@@ -90,75 +87,96 @@ class Sources:
         """Whether there is a semantic cache."""
         return self._caches.semantic_mode is not Mode.OFF
 
-    def may_know(self, ask: Request) -> bool:
+    def may_know(self, request: Request) -> bool:
         """Whether a cache may have the answer, or somebody else be generating it."""
         accesses = (
-            self._access(ask.cache.response, RESPONSE_CACHE),
-            self._access(ask.cache.semantic, SEMANTIC_CACHE),
+            self._access(request.cache.response, RESPONSE_CACHE),
+            self._access(request.cache.semantic, SEMANTIC_CACHE),
         )
-        return cacheable(ask) and any(access.read for access in accesses)
+        return cacheable(request) and any(access.read for access in accesses)
 
-    async def look(self, ask: Request, request: GenerationRequest, tenant: str) -> Looked:
+    async def look(self, request: Request, engine_request: GenerationRequest, tenant: str) -> Findings:
         """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:
-            return Looked(replace(request, bypass_prefix=True), CacheOutcome(header="off"))
+            uncached = replace(engine_request, bypass_prefix=True)
+            return Findings(request=request, engine_request=uncached, outcome=CacheOutcome(header="off"))
         allowance = caches.allowance()
         partition = await caches.partition(tenant, allowance)
         # Without a partition nobody can say whose keys and values these are.
-        request = replace(
-            request,
+        engine_request = replace(
+            engine_request,
             prefix_root=(partition or "").encode(),
-            bypass_prefix=ask.cache.bypass_prefix or partition is None,
+            bypass_prefix=request.cache.bypass_prefix or partition is None,
         )
-        response = self._access(ask.cache.response, RESPONSE_CACHE)
-        semantic = self._access(ask.cache.semantic, SEMANTIC_CACHE)
-        if response == semantic == _NO or not cacheable(ask):
-            return Looked(request, CacheOutcome(header="off" if response == semantic == _NO else "bypass"))
-        question = question_of(ask, request, tenant)
-        turn = None if semantic == _NO else turn_of(ask, question, ask.cache.semantic is not None)
+        response = self._access(request.cache.response, RESPONSE_CACHE)
+        semantic = self._access(request.cache.semantic, SEMANTIC_CACHE)
+        if response == semantic == _NO or not cacheable(request):
+            outcome = CacheOutcome(header="off" if response == semantic == _NO else "bypass")
+            return Findings(request=request, engine_request=engine_request, outcome=outcome)
+        question = question_of(request, engine_request, tenant)
+        turn = None if semantic == _NO else turn_of(request, question, request.cache.semantic is not None)
         plan = Plan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
-        return await self._ask_caches(ask, request, plan, begun)
+        return await self._ask_caches(request, engine_request, plan, begun)
 
     @asynccontextmanager
-    async def open(self, looked: Looked, ask: Request, origin: Origin, batch: Delivery) -> AsyncIterator[Source]:
-        """The answer. Leaving the block lets go of it. Raises DeadlineExceeded or Overloaded where it would have to be
-        generated and there is no slot."""
-        plan, hit = looked.plan, looked.hit
-        if plan is None or not looked.chunked:
-            request = looked.request
-            with self._slots.take(request.priority, len(request.token_ids), origin.deadline) as slot:
-                stream = self._engine.submit(request)
-                stream.batch(batch.max_tokens, batch.max_delay)
-                try:
-                    yield Source(stream, slot)
-                finally:
-                    stream.cancel()
-            return
-        if hit is not None:
-            async with aclosing(stored(hit)) as kept, _reading(kept, Generated(), origin) as source:
+    async def open(self, found: Findings, origin: Origin, batch: Delivery, limit: int) -> AsyncIterator[AnswerSource]:
+        """The answer, for a reader whose messages take `limit` tokens. Leaving the block lets go of it. Raises
+        DeadlineExceeded or Overloaded where it would have to be generated and there is no slot."""
+        plan = found.plan
+        if plan is None or (found.hit is None and not found.shared):
+            answer = self._generated(found, found.engine_request, batch, self._take_slot, origin.deadline)
+            try:
+                answer.begin()
+                yield answer
+            finally:
+                answer.close()
+        elif found.hit is not None:
+            detokenizer = self._model.text_maker(found.request) if _needs_cuts(found, found.hit, limit) else None
+            async with aclosing(stored_parts(found.hit, detokenizer)) as kept, _reading(kept, None, origin) as source:
                 yield source
-            return
-        shared = self._shareable(ask, plan)
-        if self._slots.full and not (shared and plan.caches.flying(plan.question)):  # the same refusal, at less cost
-            self._slots.check(looked.request.priority, origin.deadline, looked=True)
-        request = _for_all(looked.request) if shared else looked.request
-        leader = Leader(
-            self._engine,
-            request,
-            lambda: self._model.text_maker(ask),
-            batch,
-            lambda: self._enter(request, origin.deadline),
-            lambda whole: self._caches.beside(lambda: self._learn(plan, looked.similar, whole), "store"),
-        )
-        making = plan.caches.join(plan.question, leader.parts, plan.allowance) if shared else aclosing(leader.parts())
-        async with making as parts, _reading(parts, leader.generated, origin) as source:
-            yield source
+        else:
+            if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
+                self._slots.check(found.engine_request.priority, origin.deadline, looked=True)
+            shared, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
+            own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin.deadline)
+            joined = plan.caches.join(plan.question, lambda: own, plan.allowance)
+            async with joined as parts, _reading(parts, own, origin) as source:
+                yield source
 
-    def _enter(self, request: GenerationRequest, deadline: float | None) -> AdmissionSlot:
+    def _generated(
+        self,
+        found: Findings,
+        engine_request: GenerationRequest,
+        batch: Delivery,
+        take_slot: TakeSlot,
+        deadline: float | None,
+    ) -> EngineAnswer:
+        plan = found.plan
+        learns = plan is not None and plan.learns
+
+        def learn(whole: CachedCompletion) -> None:
+            if plan is not None:
+                self._caches.beside(lambda: self._learn(plan, found.similar, whole), "store")
+
+        return EngineAnswer(
+            self._engine,
+            engine_request,
+            batch,
+            lambda: take_slot(engine_request, deadline),
+            # What is kept has its text, whoever wants it.
+            lambda: self._model.text_maker(found.request) if learns else self._model.detokenizer(found.request),
+            learn if learns else None,
+        )
+
+    def _take_slot(self, request: GenerationRequest, deadline: float | None) -> AdmissionSlot:
+        return self._slots.take(request.priority, len(request.token_ids), deadline)
+
+    def _take_slot_or_refuse(self, request: GenerationRequest, deadline: float | None) -> AdmissionSlot:
+        """Raises Refused, so that another reader may generate in this one's stead."""
         try:
-            return self._slots.take(request.priority, len(request.token_ids), deadline)
+            return self._take_slot(request, deadline)
         except (DeadlineExceeded, Overloaded) as error:
             raise Refused(error) from None
 
@@ -169,13 +187,12 @@ class Sources:
             return _NO
         return _BOTH if asked is None else asked
 
-    def _shareable(self, ask: Request, plan: Plan) -> bool:
-        """Whether this request may read along with others, and they with it."""
-        own_way = ask.time_budget is not None or ask.cache.bypass_prefix
-        fresh = ask.cache.max_age is not None and ask.cache.max_age < LINGER
-        return plan.response == _BOTH and not own_way and not fresh
+    async def _ask_caches(
+        self, request: Request, engine_request: GenerationRequest, plan: Plan, begun: float
+    ) -> Findings:
+        def findings(outcome: CacheOutcome, **found: Any) -> Findings:
+            return Findings(request=request, engine_request=engine_request, outcome=outcome, plan=plan, **found)
 
-    async def _ask_caches(self, ask: Request, request: GenerationRequest, plan: Plan, begun: float) -> Looked:
         asked = plan.response.read or plan.semantic.read
         serves = self._caches.semantic_mode is Mode.ON and plan.semantic.read
         semantic, turn = plan.caches.semantic if serves else None, plan.turn
@@ -187,18 +204,19 @@ class Sources:
             if hit is not None:
                 if give_up is not None:
                     give_up()
-                return Looked(request, _served("hit-response", CacheSource.RESPONSE, hit, begun), plan, hit)
+                return findings(_hit("hit-response", CacheSource.RESPONSE, hit, begun), hit=hit)
         similar = None
         if semantic is not None and turn is not None:
             similar = await semantic.lookup(turn, plan.allowance)
-            if similar.served is not None:
+            hit = similar.served
+            if hit is not None:
                 if similar.audit:
-                    self._caches.beside(lambda: self._audit(ask, plan, request, similar), "audit")
-                served = _served("hit-semantic", CacheSource.SEMANTIC, similar.served, begun)
+                    self._caches.beside(lambda: self._audit(request, plan, engine_request, similar), "audit")
+                outcome = _hit("hit-semantic", CacheSource.SEMANTIC, hit, begun)
                 alike = None if similar.candidate is None else similar.candidate.similarity
-                return Looked(request, replace(served, similarity=alike), plan, similar.served)
-        served = CacheOutcome(header="miss" if asked else "off", lookup=time.monotonic() - begun)
-        return Looked(request, served, plan, None, similar)
+                return findings(replace(outcome, similarity=alike), hit=hit)
+        outcome = CacheOutcome(header="miss" if asked else "off", lookup=time.monotonic() - begun)
+        return findings(outcome, similar=similar, shared=plan.learns and _shareable(request, plan))
 
     async def _learn(self, plan: Plan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
         """Off the request's path: stores the answer, and lets the semantic cache see what it would have said."""
@@ -214,7 +232,9 @@ class Sources:
                 await semantic.observe(similar, whole)
             await semantic.put(plan.turn, whole)
 
-    async def _audit(self, ask: Request, plan: Plan, request: GenerationRequest, similar: SemanticLookup) -> None:
+    async def _audit(
+        self, request: Request, plan: Plan, engine_request: GenerationRequest, similar: SemanticLookup
+    ) -> None:
         """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
         semantic, counters = plan.caches.semantic, self._caches.counters
         if semantic is None:
@@ -223,35 +243,55 @@ class Sources:
             counters.count("semantic_audit", "skipped")
             return
         found: list[CachedCompletion] = []
-        behind = replace(_for_all(request), priority=Priority.BACKGROUND)
-        leader = Leader(
+        background = replace(_for_all(engine_request), priority=Priority.BACKGROUND)
+        answer = EngineAnswer(
             self._engine,
-            behind,
-            lambda: self._model.text_maker(ask),
-            _WHOLE,
-            lambda: self._enter(behind, None),
+            background,
+            _SHARED,
+            lambda: self._take_slot(background, None),
+            lambda: self._model.text_maker(request),
             found.append,
         )
         try:
-            async with aclosing(leader.parts()) as parts:
-                async for _ in parts:
-                    pass
-        except (EngineError, Refused):
+            while (await answer.next()).ending is None:
+                pass
+        except (EngineError, Overloaded):
             counters.count("semantic_audit", "failed")
+        finally:
+            answer.close()
         for whole in found:
             await semantic.observe(similar, whole)
             counters.count("semantic_audit", "done")
 
 
 @asynccontextmanager
-async def _reading(parts: AsyncIterator[AnswerPart], generated: Generated, origin: Origin) -> AsyncIterator[Source]:
+async def _reading(
+    parts: AsyncIterator[AnswerPart], own: EngineAnswer | None, origin: Origin
+) -> AsyncIterator[SharedAnswer]:
     """An answer that is under way: callers that are refused must not have been sent headers, or they do not retry."""
-    stream = AnswerStream(parts, generated, origin.arrived_at, origin.deadline)
+    answer = SharedAnswer(parts, own, origin.deadline)
     try:
-        await stream.opened()
-        yield Source(stream, generated=generated)
+        await answer.opened()
+        yield answer
     finally:
-        stream.cancel()
+        answer.close()
+
+
+def _shareable(request: Request, plan: Plan) -> bool:
+    """Whether this request's generation would do for others who ask the same, and theirs for it."""
+    own_way = request.time_budget is not None or request.cache.bypass_prefix
+    fresh = request.cache.max_age is not None and request.cache.max_age < LINGER
+    return plan.response == _BOTH and not own_way and not fresh
+
+
+def _needs_cuts(found: Findings, hit: CachedCompletion, limit: int) -> bool:
+    """Whether a stored part may have to be cut, for messages of at most `limit` tokens."""
+    sizes = [len(part.token_ids) for part in hit.parts]
+    return found.request.output.text and limit < sum(sizes) and max(sizes) > 1
+
+
+def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:
+    return Delivery(min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay))
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:
@@ -260,7 +300,7 @@ def _for_all(request: GenerationRequest) -> GenerationRequest:
     return replace(request, request_id=name, deadline=None, expires_at=None)
 
 
-def _served(header: str, source: CacheSource, hit: CachedCompletion, begun: float) -> CacheOutcome:
+def _hit(header: str, source: CacheSource, hit: CachedCompletion, begun: float) -> CacheOutcome:
     return CacheOutcome(
         header=header,
         source=source,

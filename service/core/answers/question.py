@@ -9,18 +9,18 @@ from service.core.request import ChatPrompt, Request, TextPrompt
 _USER = "user"
 
 
-def cacheable(ask: Request) -> bool:
+def cacheable(request: Request) -> bool:
     """Whether every generation gives the same answer, and the answer is all that is sent: greedy or with a seed of the
     caller's, and without log-probabilities."""
-    return (ask.sampling.temperature == 0 or ask.seeded) and ask.output.logprobs is None
+    return (request.sampling.temperature == 0 or request.seeded) and request.output.logprobs is None
 
 
-def question_of(ask: Request, request: GenerationRequest, tenant: str) -> Question:
+def question_of(request: Request, engine_request: GenerationRequest, tenant: str) -> Question:
     """The whole prompt, and all that shapes its answer: every resolved value of sampling and stopping."""
-    sampling, stops = request.sampling, ask.stops
+    sampling, stops = engine_request.sampling, request.stops
     return Question(
         tenant=tenant,
-        token_ids=request.token_ids,
+        token_ids=engine_request.token_ids,
         parameters=(
             ("temperature", sampling.temperature),
             ("top_k", sampling.top_k),
@@ -29,24 +29,24 @@ def question_of(ask: Request, request: GenerationRequest, tenant: str) -> Questi
             ("repetition_penalty", sampling.repetition_penalty),
             ("presence_penalty", sampling.presence_penalty),
             ("frequency_penalty", sampling.frequency_penalty),
-            ("seed", sampling.seed if ask.seeded else None),
+            ("seed", sampling.seed if request.seeded else None),
             ("logit_bias", sampling.logit_bias),
             ("min_tokens", stops.min_tokens),
             ("stop_strings", stops.strings),
             ("stop_token_ids", stops.token_ids),
             ("include_stop", stops.include),
-            ("continues", not isinstance(ask.prompt, ChatPrompt)),
+            ("continues", not isinstance(request.prompt, ChatPrompt)),
         ),
-        max_tokens=request.stopping.max_tokens,
-        deterministic=cacheable(ask),
-        max_age=ask.cache.max_age,
+        max_tokens=engine_request.stopping.max_tokens,
+        deterministic=cacheable(request),
+        max_age=request.cache.max_age,
     )
 
 
-def turn_of(ask: Request, question: Question, wished: bool) -> Turn | None:
+def turn_of(request: Request, question: Question, wished: bool) -> Turn | None:
     """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
     wished for the semantic cache by name, since a text to be continued means what its last space says."""
-    prompt = ask.prompt
+    prompt = request.prompt
     if isinstance(prompt, ChatPrompt):
         *before, last = prompt.messages
         if last.role != _USER:
@@ -61,6 +61,6 @@ def turn_of(ask: Request, question: Question, wished: bool) -> Turn | None:
         question=question,
         context=context,
         text=text,
-        greedy=ask.sampling.temperature == 0,
-        threshold=ask.cache.threshold,
+        greedy=request.sampling.temperature == 0,
+        threshold=request.cache.threshold,
     )

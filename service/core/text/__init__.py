@@ -10,11 +10,12 @@ Tokenizer.of_bytes()            one id a byte, 256 in all, with a plain chat tem
     .vocab_size .digest .chat (bool) .eos_token_ids (tuple) .default_sampling (SamplingDefaults, None where unset)
 
 Detokenizer(tokenizer, stop_strings=(), include_stop=False, min_tokens=0, continues=False)
-    .push(ids)                  Piece(text, stop, ids)
+    .push(ids)                  Piece(text, stop, ids, cuts)
     .flush()                    Piece, what was withheld; call it once, when no more ids come and no stop matched
 
 `Piece.text` is whole characters, to be sent now. `Piece.stop` is the stop string that matched, else None; the text then
 ends there. `Piece.ids` is how many of the pushed ids belong to the answer: all of them, unless a stop matched.
+`Piece.cuts` says where in the text each of them ends, the last one left out, so that a piece can be cut between ids.
 `continues`: the answer goes on from a text (input `text` or `token_ids`), so that a leading space is part of it;
 False where it stands alone (`chat`).
 """

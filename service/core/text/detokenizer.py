@@ -7,6 +7,7 @@ pieces together are what the tokenizer makes of all ids at once. A token costs t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from service.core.text.assemble import assembler
@@ -20,6 +21,7 @@ class Piece(NamedTuple):
     text: str
     stop: str | None  # the stop string that matched; the text ends there
     ids: int  # how many of the pushed ids belong to the answer
+    cuts: tuple[int, ...] = ()  # where in the text the share of each of those ids but the last ends
 
 
 class Detokenizer:
@@ -41,45 +43,50 @@ class Detokenizer:
         self._stop: str | None = None
 
     def push(self, ids: Sequence[int]) -> Piece:
-        """After a stop has matched, further ids are not part of the answer: Piece("", stop, 0)."""
+        """After a stop has matched, further ids are not part of the answer: Piece("", stop, 0, ())."""
         feed = self._assembler.feed
         if self._matcher is None:
             if len(ids) == 1:
                 settled, made = feed(ids[0])
-                return Piece(settled + made, None, 1)
-            return Piece("".join([text for token_id in ids for text in feed(token_id)]), None, len(ids))
+                return Piece(settled + made, None, 1, ())
+            texts = ["".join(feed(token_id)) for token_id in ids]
+            return Piece("".join(texts), None, len(ids), _cuts(texts))
         if self._stop is not None:
-            return Piece("", self._stop, 0)
+            return Piece("", self._stop, 0, ())
         return self._push_matching(ids, self._matcher)
 
     def _push_matching(self, ids: Sequence[int], matcher: StopMatcher) -> Piece:
-        texts = []
+        texts: list[str] = []  # one an id
         for number, token_id in enumerate(ids):
             settled, made = self._assembler.feed(token_id)
+            before = ""
             if settled:  # made by the id before, or earlier ones
-                text, stop = matcher.feed(settled, self._count >= self._min_tokens)
-                texts.append(text)
+                before, stop = matcher.feed(settled, self._count >= self._min_tokens)
                 if stop is not None:
-                    return self._stopped(texts, stop, number)
+                    return self._stopped([*texts, before], stop, number)
             self._count += 1
             text, stop = matcher.feed(made, self._count >= self._min_tokens)
-            texts.append(text)
+            texts.append(before + text if before else text)
             if stop is not None:
                 return self._stopped(texts, stop, number + 1)
-        return Piece("".join(texts), None, len(ids))
+        return Piece("".join(texts), None, len(ids), _cuts(texts))
 
     def flush(self) -> Piece:
         """What was withheld. It may complete a stop string."""
         if self._stop is not None:
-            return Piece("", self._stop, 0)
+            return Piece("", self._stop, 0, ())
         rest = self._assembler.flush()
         if self._matcher is None:
-            return Piece(rest, None, 0)
+            return Piece(rest, None, 0, ())
         text, stop = self._matcher.feed(rest, self._count >= self._min_tokens)
         if stop is not None:
             return self._stopped([text], stop, 0)
-        return Piece(text + self._matcher.flush(), None, 0)
+        return Piece(text + self._matcher.flush(), None, 0, ())
 
     def _stopped(self, texts: list[str], stop: str, ids: int) -> Piece:
         self._stop = stop
-        return Piece("".join(texts), stop, ids)
+        return Piece("".join(texts), stop, ids, _cuts(texts[:ids]))
+
+
+def _cuts(texts: list[str]) -> tuple[int, ...]:
+    return tuple(accumulate([len(text) for text in texts[:-1]])) if len(texts) > 1 else ()

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
-from engine.api import Engine, EngineState, SamplingParams, TokenLogprob
+from engine.api import Engine, EngineState, FinishReason, SamplingParams, TokenLogprob
 from engine.settings import PAGE_SIZE
 from service.core.delivery import AnswerMessage
 from service.core.model import ModelDescription
-from service.core.request import CacheOutcome, CacheSource, Ending, EndReason, Output, PromptFacts
+from service.core.request import CacheOutcome, CacheSource, Ending, Output, PromptFacts
 from service.core.switches import Switch
 from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -18,10 +18,10 @@ from service.protocols.whippet_v1.parse import MAX_LOGPROBS
 
 _INT64 = 1 << 63
 _REASONS = {
-    EndReason.STOP: pb.FINISH_REASON_STOP,
-    EndReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    EndReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
-    EndReason.TIME_BUDGET: pb.FINISH_REASON_TIME_BUDGET,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.TIME_BUDGET: pb.FINISH_REASON_TIME_BUDGET,
 }
 _SOURCES = {
     CacheSource.NONE: pb.CACHE_SOURCE_NONE,
@@ -90,15 +90,15 @@ def finish(ending: Ending) -> pb.Finish:
         ),
         timings=pb.Timings(
             queue=_duration(ending.queue),
-            cache_lookup=_duration(ending.served.lookup),
+            cache_lookup=_duration(ending.outcome.lookup),
             prefill=_duration(ending.prefill),
             decode=_duration(ending.decode),
         ),
-        cache_source=_SOURCES[ending.served.source],
+        cache_source=_SOURCES[ending.outcome.source],
         sampling=sampling(ending.sampling),
     )
-    if ending.served.entry_id:
-        message.cache_hit.CopyFrom(_cache_hit(ending.served))
+    if ending.outcome.entry_id:
+        message.cache_hit.CopyFrom(_cache_hit(ending.outcome))
     if ending.stop_string is not None:
         message.stop_string = ending.stop_string
     elif ending.stop_token_id is not None:
@@ -106,8 +106,8 @@ def finish(ending: Ending) -> pb.Finish:
     return message
 
 
-def _cache_hit(served: CacheOutcome) -> pb.CacheHit:
-    return pb.CacheHit(entry_id=served.entry_id, age=_duration(served.age), similarity=served.similarity)
+def _cache_hit(outcome: CacheOutcome) -> pb.CacheHit:
+    return pb.CacheHit(entry_id=outcome.entry_id, age=_duration(outcome.age), similarity=outcome.similarity)
 
 
 def sampling(params: SamplingParams) -> pb.SamplingOptions:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.answers.single_flight import Flights
-from cache.api import BEGUN, Generate, Refused
+from cache.answers.single_flight import SingleFlight
+from cache.api import BEGUN, AnswerPart, Generate, Refused
 from cache.open.counters import Counters
-from tests.cache.answers.test_shared_flight import LONG, Make, make_shared, until
+from tests.cache.answers.test_cross_process import LONG, Make, make_shared, until
 from tests.cache.answers.test_single_flight import flights
-from tests.cache.flown import KEY, TEXT, Model, ask, read
+from tests.cache.flown import KEY, TEXT, Letters, Model, ask, read
 
 __all__ = ["flights", "make_shared"]  # fixtures
 
@@ -24,26 +23,46 @@ class NoPlaceError(Exception):
     """Why it may not."""
 
 
-def refusing(number: int = 0) -> Generate:
-    async def generate() -> AsyncGenerator[Any, None]:
-        raise Refused(NoPlaceError(number))
-        yield
+class Refusing:
+    """May not generate."""
 
-    return generate
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    async def next(self) -> AnswerPart:
+        await asyncio.sleep(0)
+        raise Refused(NoPlaceError(self._number))
+
+    def close(self) -> None:
+        pass
+
+
+class Announcing(Letters):
+    """Says that it was let in, and waits for a gate."""
+
+    def __init__(self, model: Model, gate: asyncio.Event | None) -> None:
+        super().__init__(model)
+        self._gate = gate
+        self._announced = False
+
+    async def next(self) -> AnswerPart:
+        if not self._announced:
+            self._announced = True
+            return BEGUN
+        if self._gate is not None:
+            await self._gate.wait()
+        return await super().next()
+
+
+def refusing(number: int = 0) -> Generate:
+    return lambda: Refusing(number)
 
 
 def announcing(model: Model, gate: asyncio.Event | None = None) -> Generate:
-    async def generate() -> AsyncGenerator[Any, None]:
-        yield BEGUN
-        if gate is not None:
-            await gate.wait()
-        async for part in model.generate():
-            yield part
-
-    return generate
+    return lambda: Announcing(model, gate)
 
 
-async def told(flights: Flights, generate: Generate) -> str:
+async def told(flights: SingleFlight, generate: Generate) -> str:
     """The answer, or why there is none."""
     try:
         return await ask(flights, generate)
@@ -56,7 +75,7 @@ def test_every_reader_gets_the_answer_or_its_own_refusal(ways: list[str]) -> Non
     """Refusals use up no attempts; two failures end the flight for those who were not refused."""
 
     async def run() -> list[object]:
-        flights, models = Flights(Counters(), linger=0.0), [Model(pause=0, dies_after=0) for _ in ways]
+        flights, models = SingleFlight(Counters(), linger=0.0), [Model(pause=0, dies_after=0) for _ in ways]
         made = {
             "refused": lambda number: refusing(number),
             "dies": lambda number: models[number].generate,
@@ -83,7 +102,7 @@ def test_every_reader_gets_the_answer_or_its_own_refusal(ways: list[str]) -> Non
             assert isinstance(what, RuntimeError)
 
 
-async def test_the_next_in_line_generates_for_the_rest(flights: Flights, counters: Counters) -> None:
+async def test_the_next_in_line_generates_for_the_rest(flights: SingleFlight, counters: Counters) -> None:
     model = Model()
     ways = [refusing(1), refusing(2), *([model.generate] * 50)]
     found = await asyncio.gather(*(told(flights, way) for way in ways))
@@ -92,13 +111,13 @@ async def test_the_next_in_line_generates_for_the_rest(flights: Flights, counter
     assert counters.counts().get(("flight_replaced", ""), 0) == 0
 
 
-async def test_where_all_are_refused_the_next_question_begins_anew(flights: Flights) -> None:
+async def test_where_all_are_refused_the_next_question_begins_anew(flights: SingleFlight) -> None:
     found = await asyncio.gather(*(told(flights, refusing(number)) for number in range(100)))
     assert found == [f"NoPlaceError({number})" for number in range(100)]
     assert await ask(flights, Model().generate) == TEXT
 
 
-async def test_who_was_let_in_is_known_before_anything_is_generated(flights: Flights) -> None:
+async def test_who_was_let_in_is_known_before_anything_is_generated(flights: SingleFlight) -> None:
     gate, model = asyncio.Event(), Model()
     async with (
         flights.join(KEY, announcing(model, gate)) as leader,
@@ -114,7 +133,7 @@ async def test_who_was_let_in_is_known_before_anything_is_generated(flights: Fli
             assert first.text
 
 
-async def test_a_replacement_begins_without_a_word(flights: Flights) -> None:
+async def test_a_replacement_begins_without_a_word(flights: SingleFlight) -> None:
     dying, healthy = Model(dies_after=9), Model(step=5)
     async with flights.join(KEY, announcing(dying)) as one, flights.join(KEY, announcing(healthy)) as other:
         assert await anext(one) is BEGUN
@@ -125,20 +144,20 @@ async def test_a_replacement_begins_without_a_word(flights: Flights) -> None:
 
 
 async def test_a_refused_leader_lets_another_replica_lead(
-    make_shared: Make, make_flights: Callable[[], Flights], counters: Counters
+    make_shared: Make, make_flights: Callable[[], SingleFlight], counters: Counters
 ) -> None:
     leading, gate, model = asyncio.Event(), asyncio.Event(), Model()
 
-    async def refused_late() -> AsyncGenerator[Any, None]:
-        leading.set()
-        await gate.wait()
-        raise Refused(NoPlaceError(7))
-        yield
+    class RefusedLate(Refusing):
+        async def next(self) -> AnswerPart:
+            leading.set()
+            await gate.wait()
+            return await super().next()
 
     full, free = (make_flights(), make_shared(settings=LONG)), (make_flights(), make_shared(settings=LONG))
-    first = asyncio.ensure_future(told(full[0], lambda: full[1].around(KEY, refused_late)))
+    first = asyncio.ensure_future(told(full[0], lambda: full[1].generation(KEY, lambda: RefusedLate(7))))
     await asyncio.wait_for(leading.wait(), 20)
-    second = asyncio.ensure_future(told(free[0], lambda: free[1].around(KEY, announcing(model))))
+    second = asyncio.ensure_future(told(free[0], lambda: free[1].generation(KEY, announcing(model))))
     await until(lambda: counters.counts().get(("flight_shared", "follow")))
     gate.set()
     # Neither the lease nor anybody's patience ends so soon.
@@ -148,13 +167,13 @@ async def test_a_refused_leader_lets_another_replica_lead(
 
 
 async def test_who_reads_along_with_another_replica_needs_no_place(
-    make_shared: Make, make_flights: Callable[[], Flights], counters: Counters
+    make_shared: Make, make_flights: Callable[[], SingleFlight], counters: Counters
 ) -> None:
     model, gate = Model(), asyncio.Event()
     full, free = (make_flights(), make_shared()), (make_flights(), make_shared())
-    leader = asyncio.ensure_future(ask(free[0], lambda: free[1].around(KEY, announcing(model, gate))))
+    leader = asyncio.ensure_future(ask(free[0], lambda: free[1].generation(KEY, announcing(model, gate))))
     await until(lambda: counters.counts().get(("flight_shared", "lead")))
-    async with full[0].join(KEY, lambda: full[1].around(KEY, refusing())) as parts:
+    async with full[0].join(KEY, lambda: full[1].generation(KEY, refusing())) as parts:
         assert await asyncio.wait_for(anext(parts), 1) is BEGUN
         gate.set()
         assert await read(parts) == TEXT
@@ -163,13 +182,13 @@ async def test_who_reads_along_with_another_replica_needs_no_place(
 
 
 @pytest.fixture
-async def make_flights(counters: Counters) -> AsyncIterator[Callable[[], Flights]]:
-    made: list[Flights] = []
+async def make_flights(counters: Counters) -> AsyncIterator[Callable[[], SingleFlight]]:
+    made: list[SingleFlight] = []
 
-    def make() -> Flights:
-        made.append(Flights(counters, linger=0.05))
+    def make() -> SingleFlight:
+        made.append(SingleFlight(counters, linger=0.05))
         return made[-1]
 
     yield make
     for one in made:
-        await one.aclose()
+        one.close()

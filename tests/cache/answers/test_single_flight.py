@@ -12,52 +12,83 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.answers.resume import Skipper, resume
-from cache.answers.single_flight import AHEAD, Flights
+from cache.answers.single_flight import SingleFlight
 from cache.api import AnswerPart, CacheKey, Diverged, Kind, Unfinished
 from cache.open.counters import Counters
 from tests.cache.flown import END, KEY, TEXT, Model, ask
 
 
 @pytest.fixture
-async def flights(counters: Counters) -> AsyncIterator[Flights]:
-    made = Flights(counters, linger=0.05)
+async def flights(counters: Counters) -> AsyncIterator[SingleFlight]:
+    made = SingleFlight(counters, linger=0.05)
     yield made
-    await made.aclose()
+    made.close()
 
 
-async def test_a_generation_waits_for_its_furthest_reader_and_for_no_other(flights: Flights) -> None:
-    made = 0
+class Endless:
+    """So many parts, and counts those that were made."""
 
-    async def endless() -> AsyncGenerator[AnswerPart, None]:
-        nonlocal made
-        while made < 3 * AHEAD - 1:
-            made += 1
-            yield AnswerPart((7,), "x")
-        yield AnswerPart((), "", END)
+    def __init__(self, parts: int) -> None:
+        self.made = 0
+        self._parts = parts
 
-    async with flights.join(KEY, endless) as slow, asyncio.timeout(20):
+    async def next(self) -> AnswerPart:
+        self.made += 1
+        return AnswerPart((7,), "x") if self.made < self._parts else AnswerPart((), "", END)
+
+    def close(self) -> None:
+        pass
+
+
+async def test_a_generation_waits_for_its_furthest_reader_and_for_no_other(flights: SingleFlight) -> None:
+    source = Endless(300)
+
+    async with flights.join(KEY, lambda: source) as slow, asyncio.timeout(20):
         assert (await anext(slow)).text == "x"
         await asyncio.sleep(0.1)
-        assert AHEAD <= made <= AHEAD + 2  # nobody reads on, so nobody generates on
-        async with flights.join(KEY, endless) as fast:
-            assert len([part async for part in fast]) == 3 * AHEAD
-        assert len([part async for part in slow]) == 3 * AHEAD - 1
+        assert source.made == 1  # nobody reads on, so nobody generates on
+        async with flights.join(KEY, lambda: source) as fast:
+            assert len([part async for part in fast]) == 300
+        assert len([part async for part in slow]) == 299
+        assert source.made == 300
 
 
-async def test_a_hundred_at_once_are_one_generation(flights: Flights) -> None:
+async def test_a_reader_who_leaves_while_it_fetches_loses_no_part(flights: SingleFlight) -> None:
+    """The one who waits for its fetch goes on where it was."""
+    model = Model(step=1, pause=0.002)
+    stays = asyncio.ensure_future(ask(flights, model.generate))
+    for _ in range(5):
+        leaves = asyncio.ensure_future(ask(flights, model.generate))
+        await asyncio.sleep(0.007)
+        leaves.cancel()
+    assert await stays == TEXT
+    assert (model.started, model.closed) == (1, 1)
+
+
+async def test_a_candidate_that_leaves_before_its_turn_is_passed_over(flights: SingleFlight) -> None:
+    dying, unused = Model(step=3, pause=0, dies_after=3), Model()
+    async with flights.join(KEY, dying.generate) as leader:
+        async with flights.join(KEY, unused.generate):
+            assert (await anext(leader)).text == TEXT[:3]
+        with pytest.raises(RuntimeError, match="the engine died"):
+            await anext(leader)
+    assert unused.started == 0
+
+
+async def test_a_hundred_at_once_are_one_generation(flights: SingleFlight) -> None:
     model = Model()
     assert await asyncio.gather(*(ask(flights, model.generate) for _ in range(100))) == [TEXT] * 100
     assert (model.started, model.closed) == (1, 1)
 
 
-async def test_other_questions_fly_apart(flights: Flights) -> None:
+async def test_other_questions_fly_apart(flights: SingleFlight) -> None:
     one, two = Model(), Model()
     other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
     await asyncio.gather(ask(flights, one.generate), ask(flights, two.generate, other))
     assert (one.started, two.started) == (1, 1)
 
 
-async def test_a_follower_attaches_mid_stream_and_gets_all(flights: Flights) -> None:
+async def test_a_follower_attaches_mid_stream_and_gets_all(flights: SingleFlight) -> None:
     model = Model()
     first = asyncio.ensure_future(ask(flights, model.generate))
     await asyncio.sleep(0.02)
@@ -65,7 +96,7 @@ async def test_a_follower_attaches_mid_stream_and_gets_all(flights: Flights) -> 
     assert model.started == 1
 
 
-async def test_who_comes_just_after_the_end_gets_it_and_later_ones_generate(flights: Flights) -> None:
+async def test_who_comes_just_after_the_end_gets_it_and_later_ones_generate(flights: SingleFlight) -> None:
     model = Model(pause=0)
     await ask(flights, model.generate)
     assert await ask(flights, model.generate) == TEXT
@@ -76,7 +107,7 @@ async def test_who_comes_just_after_the_end_gets_it_and_later_ones_generate(flig
     assert model.started == 2
 
 
-async def test_a_leader_whose_client_leaves_goes_on_for_the_others(flights: Flights) -> None:
+async def test_a_leader_whose_client_leaves_goes_on_for_the_others(flights: SingleFlight) -> None:
     model = Model()
     leader = asyncio.ensure_future(ask(flights, model.generate))
     await asyncio.sleep(0.012)
@@ -88,7 +119,7 @@ async def test_a_leader_whose_client_leaves_goes_on_for_the_others(flights: Flig
     assert leader.cancelled()
 
 
-async def test_the_generation_ends_with_its_last_reader(flights: Flights) -> None:
+async def test_the_generation_ends_with_its_last_reader(flights: SingleFlight) -> None:
     model = Model(pause=0.02)
     readers = [asyncio.ensure_future(ask(flights, model.generate)) for _ in range(3)]
     await asyncio.sleep(0.03)
@@ -101,7 +132,7 @@ async def test_the_generation_ends_with_its_last_reader(flights: Flights) -> Non
     assert await ask(flights, Model().generate) == TEXT
 
 
-async def test_a_leader_that_dies_is_replaced_where_it_stood(flights: Flights, counters: Counters) -> None:
+async def test_a_leader_that_dies_is_replaced_where_it_stood(flights: SingleFlight, counters: Counters) -> None:
     dying, healthy = Model(dies_after=12), Model(step=7)
     leader = asyncio.ensure_future(ask(flights, dying.generate))
     await asyncio.sleep(0)
@@ -111,7 +142,7 @@ async def test_a_leader_that_dies_is_replaced_where_it_stood(flights: Flights, c
     assert counters.counts()["flight_replaced", ""] == 1
 
 
-async def test_if_the_replacement_dies_too_all_are_told(flights: Flights) -> None:
+async def test_if_the_replacement_dies_too_all_are_told(flights: SingleFlight) -> None:
     models = [Model(dies_after=6 * i) for i in range(1, 4)]
     readers = [asyncio.ensure_future(ask(flights, model.generate)) for model in models]
     outcomes = await asyncio.gather(*readers, return_exceptions=True)
@@ -120,29 +151,32 @@ async def test_if_the_replacement_dies_too_all_are_told(flights: Flights) -> Non
     assert await ask(flights, Model().generate) == TEXT
 
 
-async def test_a_leader_alone_that_dies_says_why(flights: Flights) -> None:
+async def test_a_leader_alone_that_dies_says_why(flights: SingleFlight) -> None:
     with pytest.raises(RuntimeError, match="the engine died"):
         await ask(flights, Model(dies_after=0).generate)
 
 
-async def test_a_source_that_just_ends_is_no_answer(flights: Flights) -> None:
-    async def generate() -> AsyncGenerator[AnswerPart, None]:
-        yield AnswerPart((1,), "x")
+async def test_a_source_that_just_ends_is_no_answer(flights: SingleFlight) -> None:
+    class Broken(Endless):
+        async def next(self) -> AnswerPart:
+            if self.made == 1:
+                raise StopAsyncIteration
+            return await super().next()
 
     with pytest.raises(Unfinished):
-        await ask(flights, generate)
+        await ask(flights, lambda: Broken(9))
 
 
 async def test_closing_tells_readers(counters: Counters) -> None:
-    flights = Flights(counters)
+    flights = SingleFlight(counters)
     reader = asyncio.ensure_future(ask(flights, Model(pause=1).generate))
     await asyncio.sleep(0.01)
-    await flights.aclose()
+    flights.close()
     with pytest.raises(Unfinished):
         await reader
 
 
-async def test_a_slow_reader_holds_nobody_up(flights: Flights) -> None:
+async def test_a_slow_reader_holds_nobody_up(flights: SingleFlight) -> None:
     model = Model(pause=0)
     async with flights.join(KEY, model.generate) as slow:
         first = await anext(slow)
@@ -151,7 +185,7 @@ async def test_a_slow_reader_holds_nobody_up(flights: Flights) -> None:
     assert model.started == 1
 
 
-async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_own(flights: Flights) -> None:
+async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_own(flights: SingleFlight) -> None:
     left, fresh = Model(), Model()
     async with flights.join(KEY, left.generate) as parts:
         assert (await anext(parts)).text
@@ -159,7 +193,7 @@ async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_ow
     assert (left.started, left.finished, fresh.started) == (1, 0, 1)
 
 
-async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: Flights, counters: Counters) -> None:
+async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: SingleFlight, counters: Counters) -> None:
     done, under_way = Model(pause=0), Model(pause=0)
     other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
     await ask(flights, done.generate)

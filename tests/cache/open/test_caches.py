@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cache.answers.pump import Pump
 from cache.api import (
     AnswerEnding,
     AnswerPart,
@@ -58,7 +59,7 @@ async def make(redis_server: Any, tmp_path: Path, counters: Counters) -> AsyncIt
 
 
 def completion() -> CachedCompletion:
-    parts = (AnswerPart((5,), "a"), AnswerPart((6, 7), "b", END))
+    parts = (AnswerPart((5,), "a"), AnswerPart((6, 7), "b", END, (1,)))
     return CachedCompletion(parts=parts, max_tokens=9, provenance="p", created_at=time.time())
 
 
@@ -66,7 +67,10 @@ class Engine:
     def __init__(self) -> None:
         self.runs = 0
 
-    async def generate(self) -> AsyncGenerator[AnswerPart, None]:
+    def generate(self) -> Pump:
+        return Pump(self._run(), set())
+
+    async def _run(self) -> AsyncGenerator[AnswerPart, None]:
         self.runs += 1
         for part in completion().parts:
             await asyncio.sleep(0.02)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from cache.answers.codec import pack_part, unpack_completion
+from cache.answers.cross_process import INDEX
 from cache.answers.exact import ExactCache
 from cache.answers.lease import Lease
-from cache.answers.shared_flight import INDEX
 from cache.api import (
     Allowance,
     AnswerEnding,

@@ -19,8 +19,8 @@ from cache.api import (
     Turn,
     Verdict,
 )
-from service.core.answers.lookup import Plan, Sources
-from service.core.request import Access
+from service.core.answers.lookup import AnswerSources, Plan
+from service.core.request import Access, CacheUse
 
 QUESTION = Question(tenant="t", token_ids=(1,), parameters=(), max_tokens=9, deterministic=True)
 TURN = Turn(question=QUESTION, context=b"", text="How do I sell a used car?", greedy=True)
@@ -71,11 +71,12 @@ async def test_the_embedder_works_while_a_store_elsewhere_is_asked(
     hit: bool, remote: bool, mode: Mode, response: Access, semantic: Access, calls: list[str]
 ) -> None:
     caches: Any = Asked(stored() if hit else None, remote)
-    sources = object.__new__(Sources)
+    sources = object.__new__(AnswerSources)
     vars(sources)["_caches"] = SimpleNamespace(semantic_mode=mode)
     turn = None if semantic == NONE else TURN
     plan = Plan(caches, Allowance(1.0), QUESTION, turn, response, semantic)
-    nothing: Any = None
-    looked = await sources._ask_caches(nothing, nothing, plan, time.monotonic())
+    request: Any = SimpleNamespace(time_budget=None, cache=CacheUse())
+    engine_request: Any = None
+    looked = await sources._ask_caches(request, engine_request, plan, time.monotonic())
     assert caches.calls == calls
     assert (looked.hit is not None) is hit

@@ -82,7 +82,7 @@ def test_real_text_comes_whole_and_at_once(pair: Pairs, kind: str, text: str) ->
 def test_special_and_unknown_ids_bring_no_text(pair: Pairs, kind: str) -> None:
     tokenizer, _ = pair(kind)
     detokenizer = Detokenizer(tokenizer)
-    assert detokenizer.push([1, 2, tokenizer.vocab_size, 10**9]) == Piece("", None, 4)
+    assert detokenizer.push([1, 2, tokenizer.vocab_size, 10**9]) == Piece("", None, 4, (0, 0, 0))
     assert detokenizer.flush() == Piece("", None, 0)
 
 
@@ -200,8 +200,8 @@ def test_newline_of_a_fallback_vocabulary_stops_before_the_next_id(pair: Pairs) 
     tokenizer, library = pair("byte-fallback")
     newline, word = 3 + 10, library.token_to_id("▁the") or library.token_to_id("▁")
     assert word is not None
-    at_once = Detokenizer(tokenizer, ["\n"])
-    assert at_once.push([word, newline, word]) == Piece(tokenizer.decode([word]), "\n", 2)
+    at_once, word_text = Detokenizer(tokenizer, ["\n"]), tokenizer.decode([word])
+    assert at_once.push([word, newline, word]) == Piece(word_text, "\n", 2, (len(word_text),))
     at_the_end = Detokenizer(tokenizer, ["\n"])
     assert at_the_end.push([newline]) == Piece("", None, 1)
     assert at_the_end.flush() == Piece("", "\n", 0)
@@ -241,7 +241,7 @@ def test_half_a_character_waits_for_its_rest(pair: Pairs, kind: str) -> None:
 
 def test_after_a_stop_nothing_is_part_of_the_answer() -> None:
     detokenizer = Detokenizer(Tokenizer.of_bytes(), ["b"])
-    assert detokenizer.push(b"abc") == Piece("a", "b", 2)
+    assert detokenizer.push(b"abc") == Piece("a", "b", 2, (1,))
     assert detokenizer.push(b"d") == Piece("", "b", 0)
     assert detokenizer.flush() == Piece("", "b", 0)
 

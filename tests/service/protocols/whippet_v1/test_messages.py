@@ -25,7 +25,7 @@ from engine.errors import EngineFailed
 from service.config.settings import LimitOptions, OptimizationOptions
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
-from service.core.answers.lookup import Sources
+from service.core.answers.lookup import AnswerSources
 from service.core.errors import StreamStalled
 from service.core.generation import Generator
 from service.core.model import ServedModel
@@ -76,7 +76,7 @@ def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:
     model = model_of(engine)
     caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
     switches = Switches(OptimizationOptions(response_cache=False, semantic_cache=False), engine)
-    return Generator(model, Sources(model, engine, caches, switches, admission.slots), admission)
+    return Generator(model, AnswerSources(model, engine, caches, switches, admission.slots), admission)
 
 
 async def stream(

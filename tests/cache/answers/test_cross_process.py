@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from cache.answers.codec import pack_part
+from cache.answers.cross_process import INDEX, CrossProcess
 from cache.answers.lease import Lease, Leases
-from cache.answers.shared_flight import INDEX, SharedFlights
-from cache.answers.single_flight import Flights
-from cache.api import AnswerPart, CacheKey, FlightSettings, Kind, RedisSettings
+from cache.answers.single_flight import SingleFlight
+from cache.api import CacheKey, FlightSettings, Kind, RedisSettings
 from cache.open.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.store.redis_link import Link
-from tests.cache.flown import END, KEY, TEXT, Model, ask, read
+from tests.cache.flown import END, KEY, TEXT, Model, ask, read, spelled
 
 QUICK = FlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
 LONG = FlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)
@@ -29,21 +29,21 @@ async def ended(task: asyncio.Future[str]) -> None:
     await asyncio.wait([task])
 
 
-Make = Callable[..., SharedFlights]
+Make = Callable[..., CrossProcess]
 
 
 @pytest.fixture
 async def make_shared(redis_server: Any, keyring: Keyring, counters: Counters) -> AsyncIterator[Make]:
     links: list[Link] = []
-    made: list[SharedFlights] = []
+    made: list[CrossProcess] = []
 
     def make(
         url: str = redis_server.url, settings: FlightSettings = QUICK, budget: float = 1.0, most: int = 1 << 20
-    ) -> SharedFlights:
+    ) -> CrossProcess:
         redis = RedisSettings(url=url)
         pair = (Link(redis, budget, "small", counters), Link(redis, budget, "flight", counters))
         links.extend(pair)
-        made.append(SharedFlights(Leases(*pair, settings), Envelope(keyring, most, counters), settings, counters))
+        made.append(CrossProcess(Leases(*pair, settings), Envelope(keyring, most, counters), settings, counters))
         return made[-1]
 
     yield make
@@ -60,23 +60,23 @@ async def until(found: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def fly(shared: SharedFlights, model: Model) -> str:
+async def fly(shared: CrossProcess, model: Model) -> str:
     async with aclosing(shared.around(KEY, model.generate)) as parts:
         return await read(parts)
 
 
 async def test_two_replicas_are_one_generation(make_shared: Make, counters: Counters) -> None:
     model = Model(pause=0.01)
-    replicas = [(Flights(counters), make_shared()) for _ in range(2)]
+    replicas = [(SingleFlight(counters), make_shared()) for _ in range(2)]
 
     async def one(number: int) -> str:
         flights, shared = replicas[number % 2]
-        return await ask(flights, lambda: shared.around(KEY, model.generate))
+        return await ask(flights, lambda: shared.generation(KEY, model.generate))
 
     assert await asyncio.gather(*(one(number) for number in range(100))) == [TEXT] * 100
     assert model.started == 1
     for flights, _ in replicas:
-        await flights.aclose()
+        flights.close()
 
 
 async def test_who_comes_to_another_replica_just_after_reads_the_finished_stream(make_shared: Make) -> None:
@@ -204,10 +204,10 @@ class Late(Leases):
 async def test_an_end_that_comes_with_the_end_of_its_lease_is_read(keyring: Keyring, counters: Counters) -> None:
     envelope, model = Envelope(keyring, 1 << 20, counters), Model()
     lease, _ = await Late([]).take(KEY)
-    whole = AnswerPart(tuple(map(ord, TEXT)), TEXT, END)
+    whole = spelled(TEXT, END)
     item = envelope.seal(lease.stream, INDEX.pack(0) + pack_part(whole))
     assert item is not None
-    assert await fly(SharedFlights(Late([item]), envelope, QUICK, counters), model) == TEXT
+    assert await fly(CrossProcess(Late([item]), envelope, QUICK, counters), model) == TEXT
     assert model.started == 0
     assert ("flight_shared", "leader_lost") not in counters.counts()
 

@@ -1,4 +1,4 @@
-"""Answers that are made for all who wait, and answers that others made: what is in their messages, and how they end."""
+"""Answers as they are read: generated for this request, by somebody else, or stored; their parts, and how they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from engine.fake import plain_request
 from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlots
-from service.core.answers.streams import AnswerStream, Generated, Leader
+from service.core.answers.engine_answer import EngineAnswer
+from service.core.answers.sources import SharedAnswer
 from service.core.request import Delivery
 from service.core.text import Detokenizer, Tokenizer
 from tests.service.scripted import Script, ScriptedEngine
@@ -24,24 +25,30 @@ END = AnswerEnding(reason="length", prompt_tokens=1, completion_tokens=3)
 
 
 class Made:
-    """A leader over a script, and what became of it."""
+    """A generated answer over a script, and what became of it."""
 
     def __init__(self, script: Script, stops: tuple[str, ...] = (), batch: Delivery | None = None) -> None:
         self.engine = ScriptedEngine(script)
         self.slots = AdmissionSlots(LimitOptions(), lambda: 2)
         self.whole: list[CachedCompletion] = []
-        self.leader = Leader(
+        self.answer = EngineAnswer(
             self.engine,
             plain_request((120,), 9),
-            lambda: Detokenizer(Tokenizer.of_bytes(), stops),
             batch or Delivery(16, 0.02),
             lambda: self.slots.take(Priority.NORMAL, 1, None),
+            lambda: Detokenizer(Tokenizer.of_bytes(), stops),
             self.whole.append,
         )
 
     async def parts(self) -> list[AnswerPart]:
-        found = [part async for part in self.leader.parts()]
+        found = [await self.answer.next()]
         assert found[0] is BEGUN
+        assert self.slots.taken == 1
+        try:
+            while found[-1].ending is None:
+                found.append(await self.answer.next())
+        finally:
+            self.answer.close()
         assert self.engine.stream.cancelled
         assert self.slots.taken == 0
         return found[1:]
@@ -61,7 +68,7 @@ async def test_an_answer_ends_with_its_stop_string_ids_and_all() -> None:
     assert (last.token_ids, last.text) == (tuple(b"cd"), "c")
     assert last.ending == AnswerEnding(reason="stop_string", prompt_tokens=1, completion_tokens=4, stop_string="d")
     assert [whole.parts for whole in made.whole] == [(first, last)]
-    assert made.leader.generated.finish is None  # the engine's account is of more than was said
+    assert made.answer.finish is None  # the engine's account is of more than was said
 
 
 async def test_an_answer_that_ends_by_itself_is_the_engines() -> None:
@@ -70,7 +77,7 @@ async def test_an_answer_that_ends_by_itself_is_the_engines() -> None:
     (whole,) = made.whole
     assert whole.ending == END
     assert whole.max_tokens == 9
-    assert (made.leader.generated.start, made.leader.generated.finish) == (START, FINISH)
+    assert (made.answer.start, made.answer.finish) == (START, FINISH)
 
 
 async def test_what_breaks_off_is_whole_to_nobody() -> None:
@@ -79,18 +86,6 @@ async def test_what_breaks_off_is_whole_to_nobody() -> None:
         await made.parts()
     assert made.whole == []
     assert made.slots.taken == made.slots.waiting == 0
-
-
-@pytest.mark.parametrize(
-    ("asked", "given"),
-    [((1000, 5.0), (16, 0.02)), ((16, 0.02), (16, 0.02)), ((1, 0.0), (1, 0.0)), ((4, 1.0), (4, 0.02))],
-)
-async def test_messages_that_others_read_are_never_coarser_than_all_can_take(
-    asked: tuple[int, float], given: tuple[int, float]
-) -> None:
-    made = Made(events(b"a"), batch=Delivery(*asked))
-    await made.parts()
-    assert made.engine.stream.batched == [given]
 
 
 async def pieces(*parts: AnswerPart | Exception, pause: float = 0.0) -> AsyncIterator[AnswerPart]:
@@ -103,34 +98,29 @@ async def pieces(*parts: AnswerPart | Exception, pause: float = 0.0) -> AsyncIte
 
 
 def stream_of(
-    *parts: AnswerPart | Exception,
-    pause: float = 0.0,
-    generated: Generated | None = None,
-    deadline: float | None = None,
-) -> AnswerStream:
-    return AnswerStream(pieces(*parts, pause=pause), generated or Generated(), 0.0, deadline)
+    *parts: AnswerPart | Exception, pause: float = 0.0, own: EngineAnswer | None = None, deadline: float | None = None
+) -> SharedAnswer:
+    return SharedAnswer(pieces(*parts, pause=pause), own, deadline)
 
 
-ABC = AnswerPart(tuple(b"abc"), "abc", END)
+ABC = AnswerPart(tuple(b"abc"), "abc", END, (1, 2))
 
 
-async def test_the_one_it_was_generated_for_gets_the_engines_own_account() -> None:
-    own, others = stream_of(BEGUN, ABC, generated=Generated(START, FINISH)), stream_of(BEGUN, ABC)
+async def test_the_one_it_is_generated_for_gets_the_engines_own_account() -> None:
+    made = Made(events(b"abc"))
+    await made.parts()
+    own, others = stream_of(BEGUN, ABC, own=made.answer), stream_of(BEGUN, ABC, own=Made(events(b"abc")).answer)
     for stream in (own, others):
         await stream.opened()
-    mine, theirs = await anext(own), await anext(others)
-    assert (mine.start, mine.finish) == (START, FINISH)
-    assert theirs.start is not None
-    assert theirs.finish is not None
-    assert (theirs.start.cached_tokens, theirs.start.prefill) == (0, 0.0)
-    assert (theirs.finish.reason, theirs.finish.cached_tokens) == (FinishReason.LENGTH, 0)
-    assert mine.token_ids == theirs.token_ids == tuple(b"abc")
+    assert await own.next() == await others.next() == ABC
+    assert (own.generated, own.start, own.finish) == (True, START, FINISH)
+    assert (others.generated, others.start, others.finish) == (False, None, None)
 
 
 async def test_a_source_that_says_nothing_beforehand_loses_nothing() -> None:
     stream = stream_of(AnswerPart(tuple(b"a"), "a"), ABC)
     await stream.opened()
-    assert [event.token_ids for event in (await anext(stream), await anext(stream))] == [tuple(b"a"), tuple(b"abc")]
+    assert [part.token_ids for part in (await stream.next(), await stream.next())] == [tuple(b"a"), tuple(b"abc")]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +134,10 @@ async def test_what_the_source_meets_reaches_the_caller_in_the_engines_words(
         await stream_of(error).opened()
 
 
-async def waiting(stream: AnswerStream) -> asyncio.Task[TokenEvents]:
-    task = asyncio.ensure_future(anext(stream))
+async def waiting(stream: SharedAnswer) -> asyncio.Task[AnswerPart]:
+    task = asyncio.ensure_future(stream.next())
     await asyncio.sleep(0)
-    return task  # type: ignore[return-value]
+    return task
 
 
 async def test_an_abort_ends_one_reader_in_the_middle_and_at_once() -> None:
@@ -157,7 +147,7 @@ async def test_an_abort_ends_one_reader_in_the_middle_and_at_once() -> None:
     with pytest.raises(Aborted, match="enough"):
         await asyncio.wait_for(task, 20)
     with pytest.raises(Aborted, match="enough"):
-        await anext(stream)
+        await stream.next()
 
 
 async def test_a_caller_that_leaves_while_it_is_aborted_has_left() -> None:
@@ -174,7 +164,7 @@ async def test_a_deadline_passes_while_it_waits() -> None:
     loop = asyncio.get_running_loop()
     stream = stream_of(ABC, pause=60.0, deadline=loop.time() + 0.02)
     with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(anext(stream), 20)
+        await asyncio.wait_for(stream.next(), 20)
     early = stream_of(ABC, deadline=loop.time() + 0.02)
-    assert (await anext(early)).finish is not None
-    early.cancel()
+    assert (await early.next()).ending is not None
+    early.close()

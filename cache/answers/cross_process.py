@@ -1,4 +1,4 @@
-"""Identical requests at the same time, across replicas: the holder of a lease generates, the others read its stream.
+"""Single-flight across replicas: the holder of a lease generates, the others read its stream.
 
 Every trouble ends in generating for oneself: a fault of the store, a leader that is silent for too long, a stream that
 does not open. What was already delivered is never delivered twice (`resume`).
@@ -15,8 +15,9 @@ from contextlib import aclosing
 
 from cache.answers.codec import pack_part, unpack_part
 from cache.answers.lease import Lease, Leases
+from cache.answers.pump import Pump, parts_of
 from cache.answers.resume import resume
-from cache.api import BEGUN, AnswerPart, CacheKey, Counter, FlightSettings, Generate, StoreFault
+from cache.api import BEGUN, AnswerPart, CacheKey, Counter, FlightSettings, Generate, Generation, StoreFault
 from cache.seal.envelope import Envelope
 
 BLOCK = 0.05  # seconds a read waits for news; bounds how late a dead Redis is noticed
@@ -27,7 +28,7 @@ class _LeaderLostError(Exception):
     """The lease went before the answer ended."""
 
 
-class SharedFlights:
+class CrossProcess:
     """Wraps a way of generating so that one replica does it for all."""
 
     def __init__(self, leases: Leases, envelope: Envelope, settings: FlightSettings, counter: Counter) -> None:
@@ -35,7 +36,12 @@ class SharedFlights:
         self._envelope = envelope
         self._settings = settings
         self._counter = counter
+        self._pumps: set[asyncio.Task[None]] = set()
         self._publishing: set[asyncio.Task[None]] = set()
+
+    def generation(self, answer: CacheKey, generate: Generate, within: float | None = None) -> Generation:
+        """As `around`, at a pace of its own: other replicas' readers do not wait for this one's."""
+        return Pump(self.around(answer, generate, within), self._pumps)
 
     async def around(
         self, answer: CacheKey, generate: Generate, within: float | None = None
@@ -45,7 +51,7 @@ class SharedFlights:
         delivered: list[AnswerPart] = []
         alone = False
         while True:
-            source = generate() if alone else self._source(answer, generate, within)
+            source = parts_of(generate()) if alone else self._source(answer, generate, within)
             async with aclosing(source), aclosing(resume(delivered, source)) as rest:
                 try:
                     async for part in rest:
@@ -60,11 +66,12 @@ class SharedFlights:
                     alone = True
 
     async def aclose(self) -> None:
-        """Ends what is still being published."""
-        for task in self._publishing:
-            task.cancel()
-        if self._publishing:
-            await asyncio.wait(self._publishing)
+        """Ends what is still being generated or published."""
+        for tasks in (self._pumps, self._publishing):
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
 
     async def _source(
         self, answer: CacheKey, generate: Generate, within: float | None
@@ -77,12 +84,12 @@ class SharedFlights:
 
     async def _lead(self, lease: Lease, generate: Generate) -> AsyncGenerator[AnswerPart, None]:
         publisher = Publisher(self._leases, lease, self._settings.heartbeat, self._counter)
-        task = asyncio.get_running_loop().create_task(publisher.run(), name="flight publisher")
+        task = asyncio.get_running_loop().create_task(publisher.run(), name="publisher of a generation")
         self._publishing.add(task)
         task.add_done_callback(self._publishing.discard)
         place, whole = 0, False
         try:
-            async with aclosing(generate()) as parts:
+            async with aclosing(parts_of(generate())) as parts:
                 async for part in parts:
                     if part is BEGUN:
                         yield part

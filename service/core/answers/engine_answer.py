@@ -1,0 +1,154 @@
+"""An answer that is generated for this request: token ids become text here, once, whoever reads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion
+from engine.api import (
+    Engine,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Start,
+    TokenEvents,
+    TokenLogprob,
+    TokenStream,
+)
+from service.core.admission_slots import AdmissionSlot
+from service.core.request import Delivery
+from service.core.text import Detokenizer
+
+
+class EngineAnswer:
+    """Implements `cache.api.Generation`, and `AnswerSource` for a request whose answer nobody else reads.
+
+    Takes an admission slot when it begins, and gives it back with its ending or when it is closed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: GenerationRequest,
+        batch: Delivery,
+        enter: Callable[[], AdmissionSlot],
+        detokenizer: Callable[[], Detokenizer | None],
+        whole: Callable[[CachedCompletion], None] | None = None,
+    ) -> None:
+        self.start: Start | None = None
+        self.finish: Finish | None = None  # where the engine ended it, and not a stop string
+        self.logprobs: tuple[TokenLogprob, ...] = ()
+        self._engine = engine
+        self._request = request
+        self._batch = batch
+        self._enter = enter  # may refuse
+        self._make_detokenizer = detokenizer  # gives None where neither text nor stop strings are wanted
+        self._detokenizer: Detokenizer | None = None
+        self._whole = whole  # is given the answer when it is complete
+        self._slot: AdmissionSlot | None = None
+        self._stream: TokenStream | None = None
+        self._parts: list[AnswerPart] = []  # for `whole`
+        self._count = 0  # tokens
+
+    @property
+    def generated(self) -> bool:
+        return True
+
+    def begin(self) -> TokenStream:
+        """Raises what `enter` raises, and EngineUnavailable."""
+        slot = self._enter()
+        try:
+            stream = self._engine.submit(self._request)
+        except BaseException:
+            slot.__exit__(None, None, None)
+            raise
+        stream.batch(self._batch.max_tokens, self._batch.max_delay)
+        self._slot, self._stream = slot, stream
+        self._detokenizer = self._make_detokenizer()
+        return stream
+
+    async def next(self) -> AnswerPart:
+        """Raises what the engine raises."""
+        if self._stream is None:
+            self.begin()
+            return BEGUN
+        events = await self._stream.__anext__()
+        if events.start is not None:
+            self.start = events.start
+            if self._slot is not None:
+                self._slot.start()
+        part = self._part(events)
+        if events.logprobs:
+            self.logprobs = events.logprobs[: len(part.token_ids)]
+        self._count += len(part.token_ids)
+        if self._whole is not None:
+            self._parts.append(part)
+        if part.ending is not None:
+            self.close()
+            if self._whole is not None:
+                self._whole(self._completion())
+        return part
+
+    def abort(self, reason: str) -> None:
+        """The reader gets Aborted."""
+        if self._stream is not None:
+            self._stream.abort(reason)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+        if self._slot is not None:
+            self._slot.__exit__(None, None, None)
+            self._slot = None
+
+    def _part(self, events: TokenEvents) -> AnswerPart:
+        ids, detokenizer = events.token_ids, self._detokenizer
+        if events.finish is not None:
+            return self._last(ids, events.finish)
+        if detokenizer is None:
+            return AnswerPart(ids, "")
+        text, stop, kept, cuts = detokenizer.push(ids)
+        if stop is not None:
+            return AnswerPart(ids[:kept], text, self._ending(FinishReason.STOP_STRING, kept, stop_string=stop), cuts)
+        return AnswerPart(ids, text, None, cuts)
+
+    def _last(self, ids: tuple[int, ...], finish: Finish) -> AnswerPart:
+        """The engine's last event. The id of a stop token is part of the answer; its text is not, unless asked for."""
+        text = ""
+        cuts: tuple[int, ...] = ()
+        detokenizer = self._detokenizer
+        if detokenizer is not None:
+            silent = finish.stop_token_id is not None and not detokenizer.include_stop
+            text, stop, kept, cuts = detokenizer.push(ids[:-1] if silent else ids)
+            if stop is None:
+                rest, stop, _, _ = detokenizer.flush()
+                text += rest
+            if stop is not None:
+                ending = self._ending(FinishReason.STOP_STRING, kept, stop_string=stop)
+                return AnswerPart(ids[:kept], text, ending, cuts)
+            if silent and kept:
+                cuts = (*cuts, len(text))
+        self.finish = finish
+        ending = self._ending(finish.reason, len(ids), stop_token_id=finish.stop_token_id)
+        return AnswerPart(ids, text, ending, cuts)
+
+    def _ending(
+        self, reason: FinishReason, count: int, stop_token_id: int | None = None, stop_string: str | None = None
+    ) -> AnswerEnding:
+        return AnswerEnding(
+            reason=reason.value,
+            prompt_tokens=len(self._request.token_ids),
+            completion_tokens=self._count + count,
+            stop_token_id=stop_token_id,
+            stop_string=stop_string,
+        )
+
+    def _completion(self) -> CachedCompletion:
+        info = self._engine.info
+        return CachedCompletion(
+            parts=tuple(self._parts),
+            max_tokens=self._request.stopping.max_tokens,
+            provenance="" if info is None else f"{info.decoder} {info.weight_format} {info.dtype} {info.device}",
+            created_at=time.time(),
+        )

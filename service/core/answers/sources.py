@@ -1,0 +1,129 @@
+"""Answers to be read, wherever they come from: the engine, a generation that others read too, or a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
+
+from cache.api import BEGUN, AnswerPart, CachedCompletion, Diverged, Refused, Unfinished
+from engine.api import Finish, Start, TokenLogprob
+from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
+from service.core.answers.engine_answer import EngineAnswer
+from service.core.text import Detokenizer
+
+_RETRY = 0.5  # seconds
+
+
+class AnswerSource(Protocol):
+    """One reader's answer: ids with their text, up to the stop."""
+
+    @property
+    def generated(self) -> bool:
+        """Whether it is generated for this reader: known once it has ended."""
+
+    @property
+    def start(self) -> Start | None:
+        """How the engine began it, where it is generated for this reader."""
+
+    @property
+    def finish(self) -> Finish | None:
+        """How the engine ended it, where it is generated for this reader and no stop string ends it."""
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the part that `next` gave last, one an id, if they were asked for."""
+
+    async def next(self) -> AnswerPart:
+        """The next part, until one has an ending. Raises what `engine.errors` lists."""
+
+    def abort(self, reason: str) -> None:
+        """The reader gets Aborted."""
+
+
+class SharedAnswer:
+    """Reads an answer that others may read too, or that is stored. Its deadline or an abort ends this reading alone."""
+
+    def __init__(self, parts: AsyncIterator[AnswerPart], own: EngineAnswer | None, deadline: float | None) -> None:
+        """`own` is how it would be, or is, generated for this request."""
+        self.logprobs: tuple[TokenLogprob, ...] = ()
+        self._parts = parts
+        self._own = own
+        self._held: AnswerPart | None = None  # that `opened` took
+        self._error: Aborted | DeadlineExceeded | None = None
+        self._waiting: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    @property
+    def generated(self) -> bool:
+        return self.start is not None or self.finish is not None
+
+    @property
+    def start(self) -> Start | None:
+        return None if self._own is None else self._own.start
+
+    @property
+    def finish(self) -> Finish | None:
+        return None if self._own is None else self._own.finish
+
+    async def opened(self) -> None:
+        """Returns once the answer is under way: from then on nobody refuses it. Raises what reading would."""
+        first = await self._read()
+        if first is not BEGUN:
+            self._held = first
+
+    async def next(self) -> AnswerPart:
+        held, self._held = self._held, None
+        return held or await self._read()
+
+    def abort(self, reason: str) -> None:
+        self._fail(Aborted(reason))
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _read(self) -> AnswerPart:
+        if self._error is not None:
+            raise self._error
+        task = self._waiting = asyncio.current_task()
+        try:
+            return await self._parts.__anext__()
+        except asyncio.CancelledError:
+            if self._error is not None and task is not None and task.uncancel() == 0:
+                raise self._error from None
+            raise
+        except Refused as refused:
+            raise refused.reason from None
+        except (Unfinished, Diverged) as error:
+            raise EngineUnavailable(str(error), _RETRY) from None
+        finally:
+            self._waiting = None
+
+    def _expire(self) -> None:
+        self._fail(DeadlineExceeded("the deadline has passed"))
+
+    def _fail(self, error: Aborted | DeadlineExceeded) -> None:
+        if self._error is None:
+            self._error = error
+            if self._waiting is not None:
+                self._waiting.cancel()
+
+
+async def stored_parts(
+    completion: CachedCompletion, detokenizer: Detokenizer | None
+) -> AsyncGenerator[AnswerPart, None]:
+    """The parts of a stored answer, as fast as they are taken. Given a detokenizer, with cuts, which are not stored."""
+    for part in completion.parts:
+        ids = part.token_ids
+        if detokenizer is None:
+            yield part
+        elif part.ending is not None and part.ending.stop_token_id is not None and not detokenizer.include_stop:
+            pushed = detokenizer.push(ids[:-1])
+            yield part._replace(cuts=(*pushed.cuts, len(part.text)) if pushed.ids else ())
+        else:
+            yield part._replace(cuts=detokenizer.push(ids).cuts)
