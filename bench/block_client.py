@@ -149,7 +149,18 @@ def main() -> None:
     for name, row in found.items():
         columns = f"{row['store_ms']:7.1f} ms{row['transport_ms']:8.1f} ms{row['fetch_ms']:7.1f} ms"
         print(f"{name:36}{columns}{row['grown_mib']:7.1f} MiB")
-    print(json.dumps({"git": revision(), "device": device(), "values": COUNT, "bytes": MIB, "variants": found}))
+    print(
+        json.dumps(
+            {
+                "bench": "block_client",
+                "sha": revision(),
+                "device": device(),
+                "values": COUNT,
+                "bytes": MIB,
+                "variants": found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Exact answers, and one generation for all who ask the same at the same time."""
+"""Exact answers, and single-flight: one generation for all identical requests of the moment."""

@@ -1,8 +1,8 @@
 """Exact answers: the same prompt, under the same parameters, of the same tenant and model.
 
 An answer that stopped by itself is stored without its max_tokens, and serves every request whose limit it stays below.
-One that was cut at max_tokens serves requests with that very limit. Nothing is ever shortened to fit: where a text may
-be cut is for a tokenizer to say. Answers cut by time, by context or by a caller are not kept.
+One that was cut at max_tokens serves requests with that very limit. Nothing is ever shortened to fit: only a tokenizer
+knows where a text may be cut. Answers cut by time, by context or by a caller are not kept.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def serves(completion: CachedCompletion, question: Question, now: float) -> bool
 
 
 def entry_digest(partitions: Partitions, question: Question, max_tokens: int | None) -> str:
-    """What names an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
+    """The name of an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
     return entry_digests(partitions, question, (max_tokens,))[0]
 
 
 def entry_digests(partitions: Partitions, question: Question, limits: Sequence[int | None]) -> list[str]:
-    """The same under several limits; writing a question down takes longer than naming it."""
+    """The same for several limits at once, since encoding the question is the larger part of the work."""
     parts = (encode_ids(question.token_ids), encode(question.parameters))
     return [partitions.digest(question.tenant, b"response", *parts, encode(limit)) for limit in limits]
 
@@ -108,24 +108,24 @@ class ExactCache:
         epoch = self._epochs.known(question.tenant)
         standing = None
         if epoch is not None:
-            standing, found = await self._look(question, epoch, within)
+            standing, found = await self._read(question, epoch, within)
             if standing == epoch:
                 self._epochs.learn(question.tenant, epoch)
                 return found
         if standing is None:  # a tenant's first question, or its epoch was evicted
             standing = await self._epochs.current(question.tenant, deadline - time.monotonic())
         self._epochs.learn(question.tenant, standing)
-        return (await self._look(question, standing, deadline - time.monotonic()))[1]
+        return (await self._read(question, standing, deadline - time.monotonic()))[1]
 
-    async def _look(
+    async def _read(
         self, question: Question, epoch: bytes, within: float
     ) -> tuple[bytes | None, CachedCompletion | None]:
-        """The epoch that stands, and the answer under the epoch given: one round trip."""
+        """The epoch in the store, and the answer under the given epoch, in one round trip."""
         partition = self._partitions.of(question.tenant, epoch)
         digests = entry_digests(self._partitions, question, (None, question.max_tokens))
         keys = [CacheKey(Kind.RESPONSE, partition, digest) for digest in digests]
-        asked = (self._partitions.epoch_key(question.tenant), *keys)
-        standing, *values = await self._store.get_many(asked, within)
+        wanted = (self._partitions.epoch_key(question.tenant), *keys)
+        standing, *values = await self._store.get_many(wanted, within)
         now = time.time()
         for key, sealed in zip(keys, values, strict=True):
             if sealed is None or (data := self._envelope.open(key, sealed)) is None:

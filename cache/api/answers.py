@@ -17,7 +17,7 @@ Parameter = Scalar | tuple["Parameter", ...]
 
 class AnswerPart(NamedTuple):
     """One message of an answer as it was streamed: what it added, and in the last one how it ended. A named tuple,
-    since hundreds of them are made of a stored answer that somebody waits for."""
+    since a hit decodes hundreds of them while a caller waits."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -29,7 +29,7 @@ class AnswerPart(NamedTuple):
 class AnswerEnding:
     """How an answer ended."""
 
-    reason: str  # engine or service's word for it; STOPPED lists those that came from the answer itself
+    reason: str  # FinishReason's value; STOPPED lists those that came from the answer itself
     prompt_tokens: int
     completion_tokens: int
     stop_token_id: int | None = None
@@ -41,7 +41,7 @@ LENGTH = "length"
 
 LINGER = 1.0  # seconds that a finished generation can still be joined: by then its answer is in the store
 
-# Known by its identity: a source may begin with it, to say that it was let in before it has anything to deliver.
+# Compared by identity. A source may begin with it, to say that it was admitted before it has anything to deliver.
 BEGUN = AnswerPart((), "")
 
 
@@ -60,15 +60,15 @@ Generate = Callable[[], Generation]
 
 
 class Diverged(Exception):
-    """The new source says something else than what was already delivered."""
+    """A replacement's answer differs from what was already delivered."""
 
 
 class Unfinished(Exception):
-    """A source ended without an ending."""
+    """A source ended before the answer did."""
 
 
 class Refused(Exception):
-    """Whoever was to generate may not do so now. Its own reader gets this; the next reader's way is tried."""
+    """The leader was refused admission. Its own reader gets this; the next reader becomes leader."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -77,7 +77,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """Everything about the model that shapes an answer and that no request says."""
+    """Everything about the model that shapes an answer and is not part of a request."""
 
     weights: str  # digest, in the format and dtype they are computed in
     tokenizer: str  # digest of tokenizer and chat template
@@ -89,14 +89,14 @@ class CachedCompletion:
     """A finished answer with the borders of its messages."""
 
     parts: tuple[AnswerPart, ...]  # the last one alone has an ending
-    max_tokens: int  # what it was generated under
-    provenance: str  # which decoder, format and version wrote it
+    max_tokens: int  # of the request it was generated for
+    provenance: str  # which executor, format and version wrote it
     created_at: float
     entry_id: str = ""  # the digest it is stored under; what FlushCache takes to delete it
 
     @property
     def ending(self) -> AnswerEnding:
-        """How it ended. Raises ValueError where it has none."""
+        """Raises ValueError for an unfinished answer."""
         last = self.parts[-1].ending if self.parts else None
         if last is None:
             raise ValueError("an unfinished answer")
@@ -104,16 +104,14 @@ class CachedCompletion:
 
     @property
     def text(self) -> str:
-        """The whole of it."""
         return "".join(part.text for part in self.parts)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All ids."""
         return tuple(i for part in self.parts for i in part.token_ids)
 
     def replay(self) -> Iterator[AnswerPart]:
-        """The messages as they were streamed; no pacing, the reader's back-pressure is the only brake."""
+        """The messages as they were streamed; not paced, so that only the reader's back-pressure slows them."""
         yield from self.parts
 
 
@@ -123,7 +121,7 @@ class Question:
 
     tenant: str  # the authenticated identity, never a field of the request
     token_ids: tuple[int, ...]  # the whole rendered prompt
-    parameters: tuple[tuple[str, Parameter], ...]  # all that shapes the answer, max_tokens aside, in a fixed order
+    parameters: tuple[tuple[str, Parameter], ...]  # all that shapes the answer except max_tokens, in a fixed order
     max_tokens: int
     deterministic: bool  # greedy, or with a seed of the caller's
     max_age: float | None = None  # older answers are misses
@@ -131,7 +129,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The fuzzy part of a question: its last user turn, beside what must match exactly."""
+    """A question as the semantic cache sees it: the last user turn is compared by meaning, all else exactly."""
 
     question: Question
     context: Parameter  # system prompt, history, template settings: anything that is not the last user turn
@@ -151,7 +149,7 @@ class ResponseCache(Protocol):
 
 
 class Allowance:
-    """How long one request may still wait for stores, all its lookups together. Made for it, and passed along."""
+    """How long one request may still wait for stores, all its lookups together. One object a request."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left = seconds
@@ -164,7 +162,7 @@ class Allowance:
 
     @contextmanager
     def spending(self) -> Iterator[float]:
-        """What passes inside is taken off; yields what there is."""
+        """Yields the seconds left; the time spent inside the block is taken off."""
         begun = self._clock()
         try:
             yield self.left

@@ -12,7 +12,7 @@ from cache.api.stores import BreakerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """What the bytes of keys and values mean. Two engines share blocks only where all of it is equal."""
+    """The meaning of the bytes of keys and values. Two engines share blocks only where every field is equal."""
 
     layers: int
     kv_heads: int
@@ -30,7 +30,7 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """One run of whole pages: where it stands in the chain of hashes."""
+    """A run of whole pages, by its place in the chain of hashes."""
 
     hash: bytes  # 32 bytes; of all tokens up to its end, and of all that shapes keys and values
     parent: bytes  # of the run before, or the chain's root
@@ -39,41 +39,41 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What came of fetching."""
+    """Outcome of a fetch."""
 
     runs: int  # that arrived, from the first on without a gap
     seconds: float
 
 
 class BlockStore(Protocol):
-    """Keys and values that outlive the engine, for its plain threads. Nothing here raises; a fault is a miss."""
+    """Keys and values that outlive the engine. Called from plain threads; nothing raises, and a fault is a miss."""
 
     @property
     def run_tokens(self) -> int:
         """Whole pages, about as many as the configured bytes hold."""
 
     def worth(self, tokens: int) -> float | None:
-        """Seconds to wait for a fetch of so many tokens at most; None: recompute, that is predicted to be faster."""
+        """The most seconds to wait for a fetch of so many tokens. None: computing is predicted to be faster."""
 
     def fetch(
         self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], within: float
     ) -> Future[Fetched]:
-        """Fills the buffers, one a run, on a thread of the store's own. They may be written to until it is done."""
+        """Fills the buffers, one a run, on the store's own thread. Until the future is done they may be written to."""
 
     def used(self, partition: str, run: BlockRun) -> bool:
-        """Notes a use. True: worth keeping, call `keep`."""
+        """Counts a use. True: worth writing, call `keep`."""
 
     def keep(self, partition: str, run: BlockRun, payload: memoryview) -> bool:
         """Copies, and writes in the background. False: dropped under pressure."""
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A prefill was measured."""
+        """Takes in the measured duration of a prefill, for `worth`."""
 
     def close(self) -> None: ...
 
 
 class OpenBlockStore(BlockStore, Protocol):
-    """A store as whoever opened it sees it."""
+    """What `open_blocks` returns: the store, and the states of its connections."""
 
     @property
     def states(self) -> Mapping[str, BreakerState]:

@@ -1,4 +1,4 @@
-"""Counts and durations, as rooms report them and as a metrics page reads them."""
+"""Counts and durations: how caches report them, and how a metrics page reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Times:
 
 
 class Counter(Protocol):
-    """Where counts and times go. Labels are names of rules and states, never a caller's text."""
+    """Receives counts and durations. Labels are names of rules and states, never a caller's text."""
 
     def count(self, event: str, label: str = "", amount: int = 1) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Answers to questions that mean the same: what is decided about one, and by which cache."""
+"""Answers to questions that mean the same: the cache's protocol and its decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mode(enum.StrEnum):
 
 
 class Verdict(enum.StrEnum):
-    """What became of a semantic lookup."""
+    """Outcome of a semantic lookup."""
 
     SKIPPED = "skipped"  # not eligible
     EMPTY = "empty"  # nothing near enough
@@ -43,24 +43,24 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticLookup:
-    """What the semantic cache found and decided."""
+    """A lookup's outcome, and what it rests on."""
 
     verdict: Verdict
     served: CachedCompletion | None = None  # in mode `on` alone
-    candidate: Candidate | None = None  # what would be, or was, served or learned from
+    candidate: Candidate | None = None  # what was served, or would be in mode `on`, or is to be learned from
     veto: str = ""  # the rule that vetoed the nearest
-    audit: bool = False  # generate off the path as well, and hand the answer to `observe`
+    audit: bool = False  # generate the answer behind the request as well, and hand it to `observe`
 
 
 class SemanticCache(Protocol):
     """Answers to questions that mean the same. Nothing here raises."""
 
     def begin(self, turn: Turn) -> Callable[[], object]:
-        """Starts on what a `lookup` that is likely to follow can do without the store. The result gives it up."""
+        """Starts the part of a likely `lookup` that needs no store. Calling the result cancels it."""
 
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup: ...
 
     async def put(self, turn: Turn, completion: CachedCompletion) -> bool: ...
 
     async def observe(self, lookup: SemanticLookup, generated: CachedCompletion) -> None:
-        """Learns from a fresh answer whether the candidate's would have done."""
+        """Records whether the candidate's answer equals a freshly generated one."""

@@ -12,32 +12,32 @@ _NAME = re.compile(r"[0-9a-f]{8,128}\Z")
 
 
 class StoreFault(Exception):
-    """The store could not answer. Never leaves this package on a request's path: there it is a miss, counted."""
+    """The store did not answer. A lookup makes it a miss and a count; it leaves this package from `flush` alone."""
 
 
 class InvalidKeyFile(ValueError):
-    """The key file cannot be used. Says where, never what stands there."""
+    """The key file cannot be used. The message has file and line, never their content."""
 
 
 class BreakerState(enum.StrEnum):
-    """What a caller may do."""
+    """Of a circuit breaker."""
 
-    CLOSED = "closed"  # ask
-    OPEN = "open"  # do not ask
-    PROBING = "probing"  # one caller asks, the others do not
+    CLOSED = "closed"  # commands are sent
+    OPEN = "open"  # none is sent
+    PROBING = "probing"  # one is sent, to see
 
 
 class Kind(enum.StrEnum):
-    """What an entry is. The value is the first part of its name in the store."""
+    """Of an entry. The value is the first part of its name in the store."""
 
     RESPONSE = "r"
     SEMANTIC = "s"
     DIRECTORY = "d"  # which semantic entries a partition has
-    EVIDENCE = "v"  # what was observed of semantic candidates
+    EVIDENCE = "v"  # counts of right and wrong semantic candidates
     BLOCK = "k"
-    EPOCH = "e"  # the random number that stands for a tenant's present
-    LEASE = "l"  # who generates an answer at the moment
-    FLIGHT = "f"  # the answer being generated
+    EPOCH = "e"  # a tenant's random number; replacing it makes the tenant's entries unreachable
+    LEASE = "l"  # of the replica that generates an answer
+    FLIGHT = "f"  # the answer being generated, as a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class CacheKey:
 
     @property
     def name(self) -> str:
-        """As it stands in the store."""
+        """The key in the store."""
         return f"{self.kind.value}:{self.partition}:{self.digest}"
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPage:
-    """A page of a directory."""
+    """Some members of a directory: the semantic entries of one partition."""
 
     members: tuple[tuple[str, float], ...]  # (digest, cursor)
     total: int  # members altogether
@@ -78,14 +78,14 @@ class Store(Protocol):
     async def set(self, key: CacheKey, value: bytes, ttl: float) -> None: ...
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """The value that stands afterwards: the given one, or the one that was first."""
+        """The value that the key has afterwards: the given one, or an earlier one."""
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
         """Sets soon, off the caller's path, and makes the key a member of the directory. False: dropped under
         pressure."""
 
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
-        """How many there were."""
+        """Returns how many of them existed."""
 
     def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
         """Every live key of a partition that was there when the scan began, possibly more."""
@@ -93,7 +93,7 @@ class Store(Protocol):
     async def members(
         self, directory: CacheKey, after: float, count: int, within: float | None = None
     ) -> DirectoryPage:
-        """Those that came after a cursor, oldest first, at most `count`."""
+        """Members that were added after a cursor, oldest first, at most `count`."""
 
     async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
         """Adds to named counters; commutes with everybody else's additions."""
@@ -104,6 +104,6 @@ class Store(Protocol):
     async def read(
         self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
     ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
-        """`get_many` and `counts` in one."""
+        """`get_many` and `counts` in one round trip."""
 
     async def aclose(self) -> None: ...

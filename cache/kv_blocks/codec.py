@@ -1,7 +1,7 @@
 """How a run of keys and values lies in Redis: fixed header, key id, nonce, sealed payload, tag.
 
 The header says what the bytes mean and where in the chain they stand. It is authenticated together with the name, so
-that nothing but the very run that was asked for opens, in the very layout of this engine.
+that only the requested run opens, in the layout of this engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OVERHEAD = HEADER.size + ID_BYTES + NONCE + TAG
 
 
 def fingerprint(layout: BlockLayout) -> bytes:
-    """Of everything a layout says."""
+    """Digest of a layout: all of its fields."""
     fields = (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.item_bytes, layout.page_size)
     return sha256(encode((*fields, layout.variant))).digest()[:16]
 
@@ -48,11 +48,11 @@ class RunCodec:
         return CacheKey(Kind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
 
     def payload_bytes(self, run: BlockRun) -> int:
-        """Without what goes around it."""
+        """Of the keys and values alone, without header, nonce and tag."""
         return self._layout.token_bytes * run.tokens
 
     def seal(self, key: CacheKey, run: BlockRun, payload: bytes) -> bytes:
-        """As it is stored. Raises ValueError where the payload is not as long as the layout says."""
+        """The stored value. Raises ValueError where the payload is not as long as the layout says."""
         if len(payload) != self.payload_bytes(run):
             raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(run)}")
         header = self._header(run)
@@ -61,7 +61,7 @@ class RunCodec:
         return header + self._current + nonce + sealed
 
     def open(self, key: CacheKey, run: BlockRun, sealed: memoryview, into: memoryview) -> bool:
-        """Decrypts into the caller's buffer. False, counted, where anything is unexpected; the buffer is then void."""
+        """Decrypts into the caller's buffer. Where anything is unexpected: False, a count, and an undefined buffer."""
         size = self.payload_bytes(run)
         header = bytes(sealed[: HEADER.size])
         identity = bytes(sealed[HEADER.size : HEADER.size + ID_BYTES])

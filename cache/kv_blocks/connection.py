@@ -20,12 +20,12 @@ class BlockConnection:
 
     @property
     def breaker(self) -> Breaker:
-        """To be read, not to be told anything."""
+        """For its state: `open` reports successes and failures."""
         return self._breaker
 
     @contextmanager
     def open(self, deadline: float) -> Iterator[RespConnection]:
-        """Raises OSError or RespError, as does what is done inside."""
+        """The connection, made now if need be. An exception inside drops it. Raises OSError and RespError."""
         if not self._breaker.allow():
             raise RespError("breaker open")
         whole = False
@@ -42,7 +42,6 @@ class BlockConnection:
                 self.close()
 
     def close(self) -> None:
-        """Drops the connection."""
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -11,7 +11,7 @@ MARGIN = 1.1  # a fetch must be predicted to be faster by so much
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured, None before the first time."""
+    """Moving averages; None before the first measurement."""
 
     round_trip: float | None  # seconds
     bytes_per_second: float | None  # of fetching, opening and copying together
@@ -20,7 +20,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was decided, and on what grounds."""
+    """The decision, the name of its reason, and the two predicted durations."""
 
     fetch: bool
     reason: str
@@ -29,7 +29,7 @@ class Prediction:
 
 
 class FetchGate:
-    """Keeps the rates and decides. Safe between threads."""
+    """Keeps the rates and decides. Thread-safe."""
 
     def __init__(self, token_bytes: int, min_tokens: int) -> None:
         self._token_bytes = token_bytes
@@ -39,25 +39,24 @@ class FetchGate:
 
     @property
     def rates(self) -> Rates:
-        """As of now."""
         with self._lock:
             return self._rates
 
     def fetched(self, size: int, seconds: float) -> None:
-        """So many bytes took so long, a round trip included."""
+        """Takes in one fetch; `seconds` includes a round trip."""
         with self._lock:
             net = max(seconds - (self._rates.round_trip or 0.0), seconds / 10, 1e-9)
             rate = _mixed(self._rates.bytes_per_second, size / net)
             self._rates = Rates(self._rates.round_trip, rate, self._rates.tokens_per_second)
 
     def answered(self, seconds: float) -> None:
-        """A command without content took so long."""
+        """Takes in one command without a payload: a round trip."""
         with self._lock:
             trip = _mixed(self._rates.round_trip, seconds)
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A prefill took so long."""
+        """Takes in one prefill."""
         if tokens < 1 or seconds <= 0:
             return
         with self._lock:
@@ -65,7 +64,7 @@ class FetchGate:
             self._rates = Rates(self._rates.round_trip, self._rates.bytes_per_second, rate)
 
     def decide(self, tokens: int) -> Prediction:
-        """Before anything was measured: fetch, since only that brings a measurement."""
+        """Before anything was measured the answer is to fetch, since only that brings a measurement."""
         rates = self.rates
         if tokens < self._min_tokens:
             return Prediction(False, "short")

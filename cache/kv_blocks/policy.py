@@ -1,4 +1,4 @@
-"""Which runs are worth writing: those used a second time. Bounded memory of what was seen and what was kept."""
+"""Which runs of pages are worth writing: those used for the second time. Remembers a bounded number of names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class _Seen(enum.Enum):
 
 
 class SecondUse:
-    """Remembers so many names, the least recently used go first. Safe between threads."""
+    """Remembers `names` of them and forgets the least recently used. Thread-safe."""
 
     def __init__(self, names: int) -> None:
         self._names = names
@@ -21,7 +21,7 @@ class SecondUse:
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
 
     def used(self, name: str) -> bool:
-        """Whether it should be kept now: used before, and not known to be kept."""
+        """Whether to write it now: used before, and not known to be in the store."""
         with self._lock:
             before = self._seen.get(name)
             if before is None:
@@ -31,12 +31,12 @@ class SecondUse:
             return before is _Seen.ONCE
 
     def kept(self, name: str) -> None:
-        """It is in the store, or on its way."""
+        """It is in the store, or queued to be written."""
         with self._lock:
             self._put(name, _Seen.KEPT)
 
     def lost(self, name: str) -> None:
-        """It is not in the store after all: if it was used before, the next use keeps it."""
+        """It is not in the store after all. If it was used before, the next use says to write it."""
         with self._lock:
             if name in self._seen:
                 self._put(name, _Seen.ONCE)

@@ -1,4 +1,4 @@
-"""Just enough of Redis's protocol to move megabytes: one connection, bulk values straight into the caller's buffer."""
+"""The part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = 4096  # bytes read while looking for a line's end; what of it belongs to 
 
 
 class RespError(Exception):
-    """Redis said no, or something that is not its protocol."""
+    """An error answer, or bytes that are not RESP."""
 
 
 class RespConnection:
@@ -36,11 +36,10 @@ class RespConnection:
             raise
 
     def close(self) -> None:
-        """Drops the connection."""
         self._socket.close()
 
     def send(self, *words: bytes | memoryview, deadline: float) -> None:
-        """One command. Its answer must be read before or after those of others, in order."""
+        """One command. Several may be sent before the first answer is read; answers come in the same order."""
         head = bytearray(b"*%d\r\n" % len(words))
         self._socket.settimeout(_left(deadline))
         for word in words:
@@ -73,8 +72,8 @@ class RespConnection:
         return bytes(value[:length])
 
     def bulk(self, into: memoryview, deadline: float, begin: float | None = None) -> int | None:
-        """A value into a buffer: its length, None where there is none. With `begin`, its first bytes must be there
-        earlier. Raises RespError where it does not fit."""
+        """Reads a value into a buffer and returns its length, None where the key is absent. `begin` is an earlier
+        deadline for its first bytes. Raises RespError where the value does not fit."""
         line = self._line(deadline if begin is None else begin)
         if line[:1] == b"-":
             raise RespError(line[1:].split(b" ", 1)[0].decode("ascii", "replace"))
@@ -91,7 +90,6 @@ class RespConnection:
         return length
 
     def command(self, *words: bytes | memoryview, deadline: float) -> bytes | int | None:
-        """Send and answer."""
         self.send(*words, deadline=deadline)
         return self.answer(deadline)
 

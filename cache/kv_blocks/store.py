@@ -23,7 +23,7 @@ CLOSE_WITHIN = 1.0
 
 
 class RedisBlocks:
-    """Nothing here raises or waits for Redis on the caller's thread."""
+    """The `BlockStore` of one layout. No method raises, and none but `close` waits for Redis on the caller's thread."""
 
     def __init__(self, settings: BlockSettings, layout: BlockLayout, keyring: Keyring, counter: Counter) -> None:
         self._settings = settings
@@ -50,12 +50,11 @@ class RedisBlocks:
 
     @property
     def gate(self) -> FetchGate:
-        """What was measured."""
         return self._gate
 
     @property
     def states(self) -> dict[str, BreakerState]:
-        """Of both breakers, by name."""
+        """Of the breakers of reads and of writes, by name."""
         return {"block_reads": self._reader.breaker.state, "block_writes": self._writer.breaker.state}
 
     def worth(self, tokens: int) -> float | None:
@@ -100,12 +99,12 @@ class RedisBlocks:
         self._gate.computed(tokens, seconds)
 
     def drained(self, within: float) -> bool:
-        """Whether nothing waits to be written, after waiting for that."""
+        """Waits until the write queue is empty; False where that took longer than `within` seconds."""
         with self._change:
             return self._change.wait_for(lambda: self._queued == 0, within)
 
     def close(self) -> None:
-        """Writes what it can in a second."""
+        """Writes what it can in a second, then ends both threads."""
         self.drained(CLOSE_WITHIN)
         with self._change:
             self._closed = True
@@ -123,12 +122,12 @@ class RedisBlocks:
         begun = time.monotonic()
         keys = [self._codec.key(partition, run) for run in runs]
         arrived = 0
-        # A Redis that does not even begin to answer costs no more than any other lookup would.
+        # A Redis that does not begin to answer costs the budget of an ordinary lookup, not the whole deadline.
         begin = min(deadline, begun + self._settings.redis.budget)
         try:
             with self._reader.open(begin) as link:
                 for place in range(len(runs)):
-                    # The next value is asked for before this one is read: one round trip for all.
+                    # One GET ahead of the value that is being read, so that round trips overlap with transfers.
                     for ahead in keys[place + bool(place) : place + 2]:
                         link.send(b"GET", ahead.name.encode(), deadline=deadline)
                     begins = deadline if place else begin
@@ -140,7 +139,7 @@ class RedisBlocks:
         except (OSError, RespError) as error:
             self._counter.count("block_fault", type(error).__name__)
             if isinstance(error, TimeoutError) and not arrived:
-                self._gate.fetched(1, time.monotonic() - begun)  # slower than predicted, by how much nobody knows
+                self._gate.fetched(1, time.monotonic() - begun)  # a lower bound of how slow it was: it never arrived
         return self._report(runs, arrived, time.monotonic() - begun)
 
     def _report(self, runs: Sequence[BlockRun], arrived: int, seconds: float) -> Fetched:
@@ -157,7 +156,7 @@ class RedisBlocks:
     def _take(
         self, link: RespConnection, key: CacheKey, run: BlockRun, into: memoryview, times: tuple[float, float]
     ) -> bool:
-        """Reads one value, of which the first bytes are there by the first time, and all by the second."""
+        """Reads one value. `times`: deadline of its first bytes, deadline of all of it."""
         size = self._codec.payload_bytes(run) + OVERHEAD
         if len(self._scratch) < size:
             self._scratch = bytearray(size)
@@ -170,7 +169,7 @@ class RedisBlocks:
         return True
 
     def _write(self) -> None:
-        """The writing thread."""
+        """Body of the writing thread."""
         self._probe()
         while True:
             with self._change:
@@ -201,7 +200,7 @@ class RedisBlocks:
             self._policy.lost(key.name)
 
     def _probe(self) -> None:
-        """Measures the link with an echo where no fetch has for a while: a gate that declines learns nothing else."""
+        """Measures the link with an ECHO if no fetch did lately: a gate that declines fetches gets no other figures."""
         if time.monotonic() - self._measured < PROBE_EVERY and self._measured:
             return
         deadline = time.monotonic() + self._settings.timeout

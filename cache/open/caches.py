@@ -1,4 +1,4 @@
-"""All caches of a front process, put together from settings: what a service holds on to."""
+"""All caches of a front process, put together from settings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BATCH = 500  # names deleted at a time
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What only Redis brings."""
+    """What exists only with Redis: single-flight between replicas, and its own connections."""
 
     cross_process: CrossProcess
     link: Link
@@ -71,7 +71,7 @@ class Caches:
 
     @property
     def semantic(self) -> SemanticCache | None:
-        """None where it is off, or its embedder is not there yet."""
+        """None where it is off, or while its embedder is loading."""
         return self._semantic
 
     @property
@@ -92,16 +92,17 @@ class Caches:
 
     @property
     def remote(self) -> bool:
-        """Whether the store is another process, which takes its time to answer."""
+        """Whether the store is another process: a lookup then takes a round trip."""
         return self._settings.redis is not None
 
     def allowance(self) -> Allowance:
-        """What one request may wait for the store, all its lookups together."""
+        """A new request's budget for all its lookups together."""
         redis = self._settings.redis
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
-        """The tenant's partition, for keys and values of prompts. None where the store does not say: do not share."""
+        """The tenant's partition, for keys and values of prompts. None where the store does not
+        answer: do not share."""
         try:
             with allowance.spending() as within:
                 epoch = await self._context.epochs.recent(tenant, within)
@@ -114,8 +115,8 @@ class Caches:
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[AnswerPart]]:
-        """The answer, generated once for all who ask the same at the same time. For deterministic questions alone:
-        raises ValueError for others. Without allowance left, other replicas are not asked."""
+        """The answer, generated once for all identical requests of the moment. Raises ValueError for questions that are
+        not deterministic. With no allowance left, other replicas are left out."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
         epoch = self._context.epochs.known(question.tenant) or b""
@@ -126,37 +127,37 @@ class Caches:
         return self._single_flight.join(key, partial(self._shared.cross_process.generation, key, generate, within))
 
     def joinable(self, question: Question) -> bool:
-        """Whether somebody may be generating it, so that `join` would follow: here, or wherever the store reaches."""
+        """Whether `join` might follow a generation under way: in this process, or with Redis in any replica."""
         if self._shared is not None:
             return True
         epoch = self._context.epochs.known(question.tenant) or b""
         return self._single_flight.joinable(self.responses.key(question, epoch, question.max_tokens))
 
     async def flush_tenant(self, tenant: str) -> None:
-        """Everything of a tenant, on every replica, at once. Raises StoreFault, in which case nothing was flushed."""
+        """Makes all of a tenant unreachable on every replica. Raises StoreFault, and has then flushed nothing."""
         await self._context.epochs.bump(tenant)
 
     async def flush(self, tenant: str, kinds: tuple[Kind, ...], entry_id: str = "") -> int:
-        """Entries of some kinds, or the one of that id; how many there were. Keys and values of prompts are no entries:
-        they become unreachable, on other replicas within a second. Raises StoreFault."""
+        """Deletes entries of some kinds, or the one of that id, and returns how many there were. Prefix blocks are not
+        counted: they become unreachable, on other replicas within a second. Raises StoreFault."""
         epoch = await self._context.epochs.current(tenant)
         partition = self._context.partitions.of(tenant, epoch)
         deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not Kind.BLOCK])
         if Kind.BLOCK in kinds:
             await self._prefixes.bump(tenant)
         if Kind.RESPONSE in kinds:
-            # What has just been generated can still be joined for a moment, here and elsewhere.
+            # A finished generation can still be joined for a moment, here and on other replicas.
             self._single_flight.forget_finished()
             await self._delete(Kind.LEASE, partition, "")
         return deleted
 
     def load_semantic(self) -> None:
-        """Begins to load the embedder, exporting it if need be; lookups find none until it is there."""
+        """Begins to load the embedder, exporting it if need be; `semantic` is None until it is loaded."""
         if self._settings.semantic.mode is not Mode.OFF and self._loading is None:
             self._loading = asyncio.get_running_loop().create_task(self._load(), name="load embedder")
 
     async def loaded(self) -> bool:
-        """Whether the semantic cache is there, after waiting for it."""
+        """Waits for the embedder, and returns whether it could be loaded."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         return self._semantic is not None
@@ -197,7 +198,7 @@ class Caches:
 
 
 def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Counter) -> Caches:
-    """Needs no Redis to be there. Raises InvalidKeyFile."""
+    """Opens without waiting for Redis, which may be down. Raises InvalidKeyFile."""
     keyring = open_keyring(settings.key_file)
     partitions = Partitions(keyring, identity)
     redis = settings.redis

@@ -1,4 +1,4 @@
-"""What can be said of settings before anything is opened."""
+"""Errors of settings that show before anything is opened."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def check_redis(settings: RedisSettings) -> None:
 
 
 def missing_for_semantic(model: Path | None) -> tuple[str, ...]:
-    """Packages that the semantic cache lacks, in the order in which they are wanted."""
+    """Packages that are not installed and that the semantic cache needs."""
     return missing(model)

@@ -1,4 +1,4 @@
-"""Counts and times of the caches, kept until somebody reads them. Safe between threads."""
+"""Counts and times of the caches, in memory, read by a metrics page. Thread-safe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cache.api import BORDERS, Times
 
 
 class Counters:
-    """The `Counter` that a server keeps for its metrics page."""
+    """The `Counter` of a process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,12 +19,10 @@ class Counters:
         self._totals: dict[str, float] = {}
 
     def count(self, event: str, label: str = "", amount: int = 1) -> None:
-        """Adds to one counter."""
         with self._lock:
             self._counts[event, label] = self._counts.get((event, label), 0) + amount
 
     def observe(self, event: str, seconds: float) -> None:
-        """Adds a duration to one histogram."""
         with self._lock:
             buckets = self._buckets.setdefault(event, [0] * (len(BORDERS) + 1))
             buckets[bisect_left(BORDERS, seconds)] += 1

@@ -1,1 +1,1 @@
-"""What an entry is called and how it is sealed: keys, envelope, partition."""
+"""Names of entries and their encryption: key file, envelope, partitions of tenants."""

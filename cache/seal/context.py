@@ -1,4 +1,4 @@
-"""What all caches of a process stand on."""
+"""What all caches of a process share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cache.seal.partition import Epochs, Partitions
 
 @dataclass(frozen=True, slots=True)
 class CacheContext:
-    """One store, one set of secrets, one model."""
+    """One store, one key file, one model."""
 
     store: Store
     partitions: Partitions

@@ -1,4 +1,4 @@
-"""How a value lies in the store: versioned, bounded, sealed with AES-256-GCM, tied to its name.
+"""The format of a stored value: versioned, bounded in size, sealed with AES-256-GCM, bound to its name.
 
 Layout: magic 3 · version 1 · key id 4 · nonce 12 · ciphertext · tag 16. The first 8 bytes and the entry's name are
 authenticated along, so that a value under another name, or from another version, does not open.
@@ -23,7 +23,7 @@ OVERHEAD = HEADER + NONCE + TAG
 
 
 class Envelope:
-    """Seals and opens. Whatever does not open is None and a count, with the reason as label."""
+    """Seals and opens. What does not open is None and a count with the reason as its label."""
 
     def __init__(self, keyring: Keyring, max_bytes: int, counter: Counter) -> None:
         self._ciphers = {key.id: AESGCM(key.secret) for key in keyring.sealing}

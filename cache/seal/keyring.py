@@ -1,4 +1,4 @@
-"""The secrets of the caches: one for names, several for values. From a file that replicas share, or made up.
+"""The secrets of the caches: one for names, several for values. From a file that replicas share, or random.
 
 The file has one secret a line, 64 hexadecimal digits each: `names <hex>`, then `<label> <hex>` for values. The first
 label seals; all labels open, so that a key is rotated by writing the new one above the old. Changing `names` starts
@@ -38,7 +38,7 @@ class SealingKey:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keyring:
-    """All secrets."""
+    """The secrets of one key file."""
 
     names: bytes
     sealing: tuple[SealingKey, ...]  # the first one seals
@@ -46,7 +46,7 @@ class Keyring:
 
     @classmethod
     def generate(cls) -> Keyring:
-        """For this process alone."""
+        """Random secrets, which no other process has."""
         return cls(secrets.token_bytes(KEY_BYTES), (SealingKey.of(secrets.token_bytes(KEY_BYTES)),), shared=False)
 
     @classmethod
@@ -94,7 +94,7 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
 
 
 def open_keyring(path: Path | None) -> Keyring:
-    """From the file, or generated, which the log says."""
+    """From the file, or generated, which is logged."""
     if path is not None:
         return Keyring.read(path)
     log.info("cache: no key file; entries can be read by this process alone, and are lost with it")

@@ -20,14 +20,14 @@ from cache.seal.keyring import Keyring
 
 SCHEMA = 1
 EPOCH_BYTES = 16
-EPOCH_TTL = 90 * 86_400.0  # renewed by no one: a tenant starts anew every quarter at the latest
+EPOCH_TTL = 90 * 86_400.0  # never renewed: a tenant gets a new epoch after 90 days at the latest
 KNOWN_EPOCHS = 4096
-RECENT = 1.0  # seconds that an epoch is believed where no lookup corrects it
-ALL, PREFIXES = b"epoch", b"prefix epoch"  # what an epoch is of
+RECENT = 1.0  # seconds until an epoch that no lookup has confirmed is read again
+ALL, PREFIXES = b"epoch", b"prefix epoch"  # purposes of an epoch: all entries of a tenant, its prefixes alone
 
 
 def encode(value: Parameter | Sequence[tuple[str, Parameter]]) -> bytes:
-    """One byte string a value, and none that two values share: type, length, content."""
+    """An injective encoding: type, length, content. Stored names depend on it."""
     match value:
         case None:
             return b"n"
@@ -54,23 +54,23 @@ def encode_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA-256 over parts whose borders count."""
+    """HMAC-SHA-256 over parts, each with its length, so that moving a border changes the digest."""
     return hmac.digest(key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), sha256)
 
 
 class Partitions:
-    """Names under one set of secrets and one model."""
+    """Names of partitions and entries, under one key file and one model."""
 
     def __init__(self, keyring: Keyring, identity: ModelIdentity) -> None:
         self._names = keyring.names
         self._model = (identity.weights.encode(), identity.tokenizer.encode(), identity.adapter.encode())
 
     def of(self, tenant: str, epoch: bytes) -> str:
-        """The partition of a tenant in an epoch."""
+        """The first half of an entry's name."""
         return mac(self._tenant_key(tenant), b"partition", *self._model, str(SCHEMA).encode(), epoch).hex()[:32]
 
     def epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
-        """Where a tenant's epoch is kept. The same for all models: one purge is a purge of all."""
+        """The entry that holds a tenant's epoch. The same for all models, so that one purge covers all."""
         name = mac(self._tenant_key(tenant), purpose).hex()
         return CacheKey(Kind.EPOCH, name[:32], name[32:])
 
@@ -83,7 +83,7 @@ class Partitions:
 
 
 class Epochs:
-    """Which epoch each tenant is in, as last heard. Lookups carry the epoch along and correct it (`Epochs.learn`)."""
+    """The epoch of each tenant, as last read. A lookup reads it beside its entry, and corrects it with `learn`."""
 
     def __init__(
         self,
@@ -96,22 +96,22 @@ class Epochs:
         self._partitions = partitions
         self._purpose = purpose
         self._clock = clock
-        self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was heard
+        self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was read
 
     def known(self, tenant: str) -> bytes | None:
-        """Without asking the store; may be outdated."""
+        """Without reading the store; may be outdated."""
         known = self._known.get(tenant)
         return None if known is None else known[0]
 
     def learn(self, tenant: str, epoch: bytes) -> None:
-        """Remembers what the store said."""
+        """Takes in what was read from the store."""
         self._known[tenant] = epoch, self._clock()
         self._known.move_to_end(tenant)
         if len(self._known) > KNOWN_EPOCHS:
             self._known.popitem(last=False)
 
     async def current(self, tenant: str, within: float | None = None) -> bytes:
-        """Asks the store, and begins an epoch where there is none. Raises StoreFault."""
+        """Reads the store, and begins an epoch where there is none. Raises StoreFault."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
         key = self._partitions.epoch_key(tenant, self._purpose)
         epoch = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
@@ -119,8 +119,8 @@ class Epochs:
         return epoch
 
     async def recent(self, tenant: str, within: float | None = None) -> bytes:
-        """As it was a second ago at most; where the store does not answer, as last heard. Raises StoreFault where it
-        never was."""
+        """At most a second old; where the store does not answer, as last read. Raises StoreFault where it was never
+        read."""
         known = self._known.get(tenant)
         if known is not None and self._clock() - known[1] < RECENT:
             return known[0]
@@ -129,7 +129,7 @@ class Epochs:
         except StoreFault:
             if known is None:
                 raise
-            self.learn(tenant, known[0])  # not asked again for a while
+            self.learn(tenant, known[0])  # so that the store is left alone for a while
             return known[0]
 
     async def bump(self, tenant: str) -> None:

@@ -1,5 +1,5 @@
-"""The indexes of this process, one a partition, and how they follow the store. An index is only a hint: whatever it
-finds is read again from the store before it counts, so that a deletion or an expiry acts on every replica at once.
+"""The vector indexes of this process, one a partition, and how they follow the store. An index is only a hint: what it
+finds is read from the store before it counts, so that a deletion or an expiry acts on every replica at once.
 
 Embedding, adding and searching happen on one thread of their own; nothing else touches an index.
 """
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 PAGE = 64  # new entries that a lookup reads along the way; the rest follow in the background
 RESYNC_EVERY = 5.0  # seconds between attempts to find what an index lacks
-MOST_INDEXES = 1024  # each conversation's history has its own
-RECENT = 256  # vectors of texts that were just looked up, for storing them
+MOST_INDEXES = 1024  # one a context: conversations with different histories have different ones
+RECENT = 256  # vectors of the latest lookups, which are wanted again when their answers are stored
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class CandidateIndex:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """What a search found, and as of which state of the index."""
+    """What a search found, and in which state of the index."""
 
     vector: Vector
     found: list[tuple[str, float]]  # digest and similarity, best first
@@ -50,7 +50,7 @@ class Nearest:
 
 
 class CandidateStore:
-    """All of them, the least recently used forgotten when there are too many vectors."""
+    """The indexes. With too many vectors the least recently used index is dropped."""
 
     def __init__(self, context: CacheContext, embedder: Embedder, max_indexed: int) -> None:
         self._context = context
@@ -61,8 +61,7 @@ class CandidateStore:
         self._recent: OrderedDict[str, Vector] = OrderedDict()
 
     def begin(self, text: str, bounds: tuple[int, int], unfit: Callable[[str], bool]) -> Callable[[], object]:
-        """Embeds on the way, for whoever asks next, unless the text is unfit. The result gives it up, where it has not
-        begun yet."""
+        """Embeds in advance of a lookup, unless the text is unfit. Calling the result cancels what has not begun."""
 
         def work() -> None:
             if not unfit(text):
@@ -75,7 +74,7 @@ class CandidateStore:
         return await self._on_worker(partial(self._embed, text, least, most))
 
     def index(self, directory: CacheKey) -> CandidateIndex:
-        """The one that follows a directory."""
+        """The index that follows a directory."""
         index = self._indexes.get(directory.name)
         if index is None:
             index = self._indexes[directory.name] = CandidateIndex(directory, VectorIndex(self._embedder.width))
@@ -98,7 +97,7 @@ class CandidateStore:
             index.following = asyncio.get_running_loop().create_task(self._catch_up(index), name="semantic follow")
 
     async def nearest(self, index: CandidateIndex, text: str, bounds: tuple[int, int], count: int) -> Nearest | None:
-        """Embeds and searches in one go; None where the text is too short or too long."""
+        """Embeds and searches in one visit to the thread; None where the text is too short or too long."""
 
         def work() -> Nearest | None:
             vector = self._embed(text, *bounds)
@@ -109,18 +108,18 @@ class CandidateStore:
         return await self._on_worker(work)
 
     async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
-        """The same, searched again if entries came in the meantime."""
+        """The same, or a new search if entries were added in the meantime."""
         if nearest.changes == index.vectors.changes:
             return nearest
         found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))
         return Nearest(nearest.vector, found, index.vectors.changes)
 
     async def add(self, index: CandidateIndex, digest: str, vector: Vector) -> None:
-        """An entry that this process writes itself."""
+        """Adds an entry that this process writes itself."""
         await self._on_worker(partial(index.vectors.add, digest, vector))
 
     async def drop(self, index: CandidateIndex, digests: Sequence[str]) -> None:
-        """Entries that turned out to be gone."""
+        """Removes entries that the store no longer has."""
 
         def work() -> None:
             for digest in digests:
@@ -137,11 +136,11 @@ class CandidateStore:
         return stored
 
     def reject(self) -> None:
-        """Counts what is not as it should be."""
+        """Counts an entry that is not of this schema."""
         self._context.counter.count("cache_rejected", "schema")
 
     async def aclose(self) -> None:
-        """Ends what runs."""
+        """Ends tasks and thread."""
         for index in self._indexes.values():
             if index.following is not None:
                 index.following.cancel()
@@ -158,7 +157,7 @@ class CandidateStore:
             self._context.counter.count("semantic_follow", "fault")
 
     async def _page(self, index: CandidateIndex, size: int, within: float | None) -> bool:
-        """Whether there may be more."""
+        """Reads some members and their entries into the index. Returns whether there may be more."""
         begun = time.monotonic()
         page = await self._context.store.members(index.directory, index.cursor, size, within)
         missing = [digest for digest, _ in page.members if digest not in index.vectors]
@@ -171,7 +170,7 @@ class CandidateStore:
         if page.members:
             index.cursor = page.members[-1][1]
         elif page.total > len(index.vectors) and time.monotonic() - index.resynced_at > RESYNC_EVERY:
-            # Something was missed, or cannot be read; a directory that was lost and begun again looks like this too.
+            # An entry was missed or cannot be read, or the directory was lost and begun again.
             index.cursor, index.resynced_at = 0.0, time.monotonic()
             self._context.counter.count("semantic_follow", "resync")
             return True

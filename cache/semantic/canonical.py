@@ -55,9 +55,9 @@ class Canonical:
 
 @lru_cache(maxsize=4096)
 def canonical(text: str) -> Canonical:
-    """The shared form. Pure; the cache holds what was looked at last."""
+    """The shared form. Pure; memoized."""
     plain = unicodedata.normalize("NFKC", text).replace("’", "'").replace("‘", "'").strip()
-    if "\n" in plain or "\x00" in plain or "`" in plain:  # code or verse: nothing about it is known here
+    if "\n" in plain or "\x00" in plain or "`" in plain:  # code or verse, whose rewordings are not known here
         return Canonical((text,), ("",), frozenset())
     names = _names(plain)
     quoted = tuple(a or b for a, b in _QUOTED.findall(plain))
@@ -78,7 +78,7 @@ def canonical(text: str) -> Canonical:
 
 
 def _marked(text: str) -> str:
-    """Marks what a lower-case reading would make another word of: US, and Turkey."""
+    """Marks words that mean something else in lower case: US, Turkey."""
     if text.upper() == text:
         return text
     first, *rest = text.split() or [""]

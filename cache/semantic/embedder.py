@@ -1,7 +1,7 @@
 """Texts to unit vectors: an exported model on one thread, one text at a time. In C where the processor and the folder
 allow it, else under onnxruntime.
 
-Belongs to one thread, `worker`'s. What it takes is in docs/perf-log.md.
+Used by one thread. Durations are in docs/perf-log.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Embedder(Protocol):
     def width(self) -> int: ...
 
     def tokens(self, text: str) -> int:
-        """How long the text is, marks at both ends not counted. Nothing is ever truncated."""
+        """Tokens of the text without the marks at both ends. Nothing is ever truncated."""
 
     def embed(self, text: str) -> Vector:
         """A unit vector."""
@@ -48,7 +48,7 @@ class ModelEmbedder:
     """An `Embedder` from a folder that `export` wrote, and something that runs its model."""
 
     def __init__(self, folder: Path, digest: str, width: int, encode: Callable[[Sequence[int]], Vector]) -> None:
-        # Imported here: it takes long, and a server with the cache off does not need it.
+        # Imported here, since it takes long and a server with the cache off does not need it.
         from tokenizers import Tokenizer
 
         self._digest = digest
@@ -76,33 +76,33 @@ class ModelEmbedder:
         return self._encode(self._ids(text))
 
     def _ids(self, text: str) -> list[int]:
-        """Most texts are counted first and embedded next."""
+        """Memoizes the last text, since most are counted first and embedded next."""
         if self._last[0] != text:
             self._last = (text, self._tokenizer.encode(text).ids)
         return self._last[1]
 
 
 def open_embedder(folder: Path) -> ModelEmbedder:
-    """The faster one of those that are in the folder and run here."""
+    """The fastest runtime that the folder has and this machine supports."""
     made = json.loads((folder / MANIFEST).read_text())["runtimes"]
     if NATIVE in made and not lacking():
         try:
             found = native_embedder(folder)
             log.info("cache: the embedder runs in C")
             return found
-        except OSError as error:  # such as a folder that nothing may be executed from
+        except OSError as error:  # such as a folder mounted noexec
             log.warning("cache: the embedder is left to onnxruntime: %s", error)
     log.info("cache: the embedder runs under onnxruntime")
     return onnx_embedder(folder)
 
 
 def native_embedder(folder: Path) -> ModelEmbedder:
-    """In C. Raises OSError where it was not made."""
+    """The encoder in C. Raises OSError where the folder has none."""
     return _embedder(folder, NATIVE, NativeEncoder(folder))
 
 
 def onnx_embedder(folder: Path) -> ModelEmbedder:
-    """Under onnxruntime."""
+    """The model under onnxruntime."""
     import onnxruntime  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     options = onnxruntime.SessionOptions()

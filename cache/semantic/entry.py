@@ -16,7 +16,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a question was, where it lies, and what was answered."""
+    """A question, its vector, and its answer."""
 
     text: str
     vector: Vector
@@ -34,14 +34,14 @@ _DECODER = msgspec.msgpack.Decoder(_Raw)
 
 
 def pack_entry(entry: Entry) -> bytes:
-    """As it is stored, before it is sealed."""
+    """The stored value before it is sealed."""
     vector = entry.vector.astype(np.float16).tobytes()
     return msgspec.msgpack.encode(_Raw(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An entry as it was read. Its vector and its answer are decoded when they are wanted: most are not."""
+    """An entry as it was read. Vector and answer are decoded on demand, since most are never used."""
 
     text: str
     entry_id: str
@@ -49,7 +49,7 @@ class Stored:
     _completion: bytes
 
     def vector(self) -> Vector | None:
-        """A unit vector, or None where it is none."""
+        """None where it is not a unit vector."""
         vector = np.frombuffer(self._vector, np.float16).astype(np.float32)
         length = float(np.linalg.norm(vector))
         return vector / length if 0.9 < length < 1.1 else None

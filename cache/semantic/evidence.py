@@ -1,4 +1,4 @@
-"""What observed answers allow to be served: a bound on the error, not a feeling.
+"""When observed answers allow a candidate to be served: a statistical bound on the error.
 
 A candidate's answer either would have done or not; that is one observation, counted in its bucket of similarity. With
 s right and f wrong, the share that is right is Beta(s + 1, f + 1) distributed. Serving is allowed where that share
@@ -15,17 +15,15 @@ STRICT = "strict"
 
 
 def bucket(similarity: float) -> str:
-    """The name of the bucket."""
     return f"{math.floor(min(similarity, 0.9999) / BUCKET):d}"
 
 
 def label(name: str, right: bool) -> str:
-    """The name of a counter."""
     return f"{name}:{'right' if right else 'wrong'}"
 
 
 def chance_above(right: int, wrong: int, error: float) -> float:
-    """How probable it is that the share of wrong answers is greater than `error`."""
+    """The probability that the share of wrong answers is greater than `error`."""
     trials = right + wrong + 1
     # P(share right ≤ 1 − e) of a Beta(s + 1, f + 1) is a tail of a binomial: at most f of n + 1 are wrong.
     total = 0.0
@@ -38,12 +36,12 @@ def chance_above(right: int, wrong: int, error: float) -> float:
 def proven(counts: Mapping[str, int], name: str, error: float, confidence: float) -> bool:
     """Whether the bound holds in that bucket."""
     right, wrong = counts.get(label(name, True), 0), counts.get(label(name, False), 0)
-    # More than twice the allowed share is hopeless, and keeps the sum short.
+    # Above twice the allowed share it cannot hold; the test bounds the length of the sum.
     return wrong <= 2 * error * (right + wrong) and chance_above(right, wrong, error) <= 1 - confidence
 
 
 def refuted(counts: Mapping[str, int], name: str, error: float, confidence: float) -> bool:
-    """Whether the bound is broken in that bucket, as far as such a thing can be known."""
+    """Whether the bound is broken in that bucket, with the same confidence."""
     right, wrong = counts.get(label(name, True), 0), counts.get(label(name, False), 0)
     if wrong == 0:
         return False
@@ -51,5 +49,4 @@ def refuted(counts: Mapping[str, int], name: str, error: float, confidence: floa
 
 
 def wrongs(counts: Mapping[str, int]) -> int:
-    """All wrong ones."""
     return sum(count for name, count in counts.items() if name.endswith(":wrong"))

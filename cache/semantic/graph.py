@@ -18,12 +18,12 @@ Array = npt.NDArray[np.float32]
 
 
 class NotExportable(ValueError):
-    """The model is not of the one shape that is known here."""
+    """The model is not of the one architecture that this graph has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the encoder."""
+    """Sizes of the encoder."""
 
     layers: int
     heads: int

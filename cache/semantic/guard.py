@@ -1,5 +1,5 @@
-"""Whether two questions may share an answer, by their words alone. A vector's nearness says that they are about the
-same; these rules say that they ask the same.
+"""Whether two questions may share an answer, by their words alone. Near vectors have the same topic; these
+rules decide whether they ask the same.
 
 `veto` names the rule that forbids it; `strictly_equal` is the only thing that permits it without further evidence.
 """
@@ -24,13 +24,13 @@ def strictly_equal(one: str, other: str) -> bool:
 def veto(one: str, other: str) -> str:
     """The name of the first rule that tells the two apart, empty where none does."""
     a, b = canonical(one), canonical(other)
-    if a.words == b.words:  # in which case no rule tells them apart
+    if a.words == b.words:  # no rule could tell them apart
         return ""
     return next((name for name, differ in RULES if differ(a, b)), "")
 
 
 def fleeting(text: str) -> bool:
-    """Whether an answer would be old at once."""
+    """Whether the answer changes with time, so that a stored one is outdated at once."""
     return not lex.FLEETING.isdisjoint(canonical(text).words)
 
 

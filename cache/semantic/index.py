@@ -1,4 +1,4 @@
-"""The vectors of one partition: brute force while they are few, a graph once they are many. One thread's own."""
+"""The vectors of one partition: brute force while they are few, a graph once they are many. Used by one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPANSION = 64
 
 
 class VectorIndex:
-    """Names by nearness. Unit vectors only; similarity is cosine."""
+    """Names by similarity of their vectors: cosine, of unit vectors only."""
 
     def __init__(self, width: int, graph_at: int = GRAPH_AT) -> None:
         self._width = width
@@ -34,7 +34,7 @@ class VectorIndex:
         return name in self._place or (self._graph is not None and name in self._graph)
 
     def add(self, name: str, vector: Vector) -> None:
-        """Replaces what had the name."""
+        """Replaces an earlier vector of that name."""
         self.changes += 1
         self.remove(name)
         if self._graph is None and len(self._names) >= self._graph_at:
@@ -43,7 +43,7 @@ class VectorIndex:
         self._move()
 
     def remove(self, name: str) -> None:
-        """Nothing, where there is none of that name."""
+        """Does nothing where there is none of that name."""
         if self._graph is not None:
             self._graph.remove(name)
         place = self._place.pop(name, None)
@@ -56,7 +56,7 @@ class VectorIndex:
             self._rows[place] = self._rows[len(self._names)]
 
     def search(self, vector: Vector, count: int) -> list[tuple[str, float]]:
-        """The nearest, best first."""
+        """Best first."""
         self._move()
         found: list[tuple[str, float]] = []
         if self._names:
@@ -86,7 +86,7 @@ class VectorIndex:
 
 
 class _Graph:
-    """usearch under names."""
+    """A usearch graph whose keys are names."""
 
     def __init__(self, width: int) -> None:
         from usearch.index import Index

@@ -142,15 +142,15 @@ FUNCTION = (
     )
 )
 
-# A lower-case reading would make another word of them.
+# Words that mean something else in lower case.
 ACRONYMS = frozenset("US IT WHO OR IN ME AM AS IS A PIN AIDS".split())
 
-# With a capital, something else.
+# Words that mean something else with a capital.
 NAMESAKES = frozenset(
     "turkey china polish apple amazon java python jobs swift rust go mercury chad jordan nice reading "
     "mobile windows word excel oracle target gap orange will bill mark rose frank grant bush cook pascal ruby basic "
     "access outlook teams edge safari chrome signal slack zoom drive georgia victoria lima cologne".split()
 )
 
-# An answer to these is old at once.
+# Questions whose answers change with time.
 FLEETING = frozenset("today tonight tomorrow yesterday now currently latest nowadays recent recently".split())

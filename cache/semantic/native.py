@@ -1,5 +1,5 @@
 """The sentence encoder in C (`encoder.c`): compiled once where an embedder is made, loaded where the processor has what
-it takes. Belongs to one thread.
+it takes. Used by one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = "encoder.safetensors"
 NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")  # as /proc/cpuinfo calls them
 HIDE = "CPU_HIDE_FEATURES"  # environment variable, for tests: flags of /proc/cpuinfo that count as absent
 PATIENCE = 120.0  # seconds for the compiler
-LINE = 64  # bytes; weights begin where one begins
+LINE = 64  # bytes of a cache line, which weights are aligned to
 LINEARS = ("mix", "out", "up", "down")
 LINEAR_PARTS = ("weight", "scale", "bias", "total")
 NORM_PARTS = ("norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias")
@@ -36,7 +36,7 @@ WHOLE_PARTS = ("words", "word_scale", "places", "norm_scale", "norm_bias")
 
 
 class NotNative(RuntimeError):
-    """This machine or this model has to do without."""
+    """The encoder in C cannot be made for this machine or this model."""
 
 
 class _Linear(ctypes.Structure):
@@ -60,12 +60,12 @@ class _Encoder(ctypes.Structure):
 
 
 def hidden() -> frozenset[str]:
-    """What of `NEEDS` the environment says to treat as absent."""
+    """Flags of `NEEDS` that the environment says to treat as absent."""
     return frozenset(NEEDS) & frozenset(os.environ.get(HIDE, "").replace(",", " ").split())
 
 
 def lacking() -> str:
-    """What this machine's processor lacks; empty where it has everything."""
+    """Needed flags that this machine's processor lacks; empty where it has all."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"{sys.platform} on {platform.machine()}"
     try:
@@ -116,7 +116,7 @@ def _layer(weights: Mapping[str, Array], heads: int) -> dict[str, Array]:
     queries = [f"attention.self.{name}" for name in ("query", "key", "value")]
     width = weights["attention.self.query.bias"].size
     factor = np.ones(3 * width, np.float32)
-    factor[:width] = (width // heads) ** -0.5  # queries come out as attention wants them
+    factor[:width] = (width // heads) ** -0.5  # attention's scale, folded into the queries' weights
     linears = {
         "mix": _linear(take("weight", *queries), take("bias", *queries), factor),
         "out": _linear(take("weight", "attention.output.dense"), take("bias", "attention.output.dense")),
@@ -131,7 +131,7 @@ def _layer(weights: Mapping[str, Array], heads: int) -> dict[str, Array]:
 
 
 def write_weights(target: Path, weights: Mapping[str, Array], layers: int, heads: int, epsilon: float) -> None:
-    """A BERT's, in eight bits and the kernel's order. Raises NotNative."""
+    """Of a BERT, in eight bits and in the order of `encoder.c`. Raises NotNative."""
     words = weights["embeddings.word_embeddings.weight"]
     if words.shape[1] // heads not in (32, 64):
         raise NotNative(f"heads of {words.shape[1] // heads}")

@@ -1,4 +1,4 @@
-"""The semantic cache: finds near questions, lets the guard and the evidence decide, serves or learns."""
+"""The semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PERSONAL = re.compile(r"[\w.+-]+@[\w-]+\.\w|\d[\d -]{7,}\d")  # addresses, tele
 
 
 def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
-    """Whether one would have done for the other: the same words. Anything looser is the caller's to say."""
+    """Whether two answers have the same words."""
     return one.text.split() == other.text.split()
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A stored question that is near, and what speaks against it."""
+    """A stored question that is similar, and the rule that vetoes it, if any."""
 
     key: CacheKey
     similarity: float
@@ -53,7 +53,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What the store has of what the index found."""
+    """Candidates of the index as the store has them."""
 
     found: list[_Found]  # best first
     nearest: CacheKey  # of the index; it may be gone from the store
@@ -61,7 +61,7 @@ class _Read:
 
 
 def _unfit(turn: Turn) -> str:
-    """Why a question is not eligible, as far as that is said at once."""
+    """Why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes longer."""
     if not (turn.greedy and turn.question.deterministic):
         return "not_greedy"
     if not turn.plain:
@@ -70,7 +70,7 @@ def _unfit(turn: Turn) -> str:
 
 
 def _nothing() -> None:
-    """There is nothing to give up."""
+    """Cancels nothing."""
 
 
 class SimilarCache:
@@ -95,7 +95,7 @@ class SimilarCache:
         """Embeds the question, which needs no store."""
         if self._settings.mode is Mode.OFF or _unfit(turn):
             return _nothing
-        # Read on the other thread: who looks it up next finds it read.
+        # `fleeting` canonicalizes the text, whose result is memoized: done on the worker, the lookup finds it ready.
         return self._candidates.begin(turn.text, (self._settings.min_tokens, self._settings.max_tokens), fleeting)
 
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
@@ -153,7 +153,7 @@ class SimilarCache:
             self._context.counter.count("semantic_observed", "fault")
 
     async def aclose(self) -> None:
-        """Ends the thread."""
+        """Ends tasks and thread."""
         await self._candidates.aclose()
 
     def _why_not(self, turn: Turn) -> str:
@@ -189,11 +189,11 @@ class SimilarCache:
     async def _read(
         self, turn: Turn, index: CandidateIndex, near: list[tuple[str, float]], epoch: bytes, allowance: Allowance
     ) -> _Read:
-        """The candidates as they stand in the store now, and beside them what is known of the nearest."""
+        """Reads the candidates and the evidence of the nearest, in one round trip."""
         keys = [CacheKey(Kind.SEMANTIC, index.directory.partition, digest) for digest, _ in near]
-        asked = (self._context.partitions.epoch_key(turn.question.tenant), *keys)
+        wanted = (self._context.partitions.epoch_key(turn.question.tenant), *keys)
         with allowance.spending() as within:
-            (standing, *values), observed = await self._context.store.read(asked, self._evidence(keys[0]), within)
+            (standing, *values), observed = await self._context.store.read(wanted, self._evidence(keys[0]), within)
         if standing != epoch:
             if standing is not None:
                 self._context.epochs.learn(turn.question.tenant, standing)
@@ -211,7 +211,7 @@ class SimilarCache:
         return _Read(found, keys[0], observed)
 
     async def _decide(self, turn: Turn, read: _Read, allowance: Allowance) -> SemanticLookup:
-        """Over all candidates: a nearest one that is vetoed must not hide a second one that is right."""
+        """Considers all candidates: a nearest one that is vetoed must not hide a second one that is right."""
         first = self._first(turn, read.found)
         if first is None:
             vetoed = next((each.veto for each in read.found if each.veto), "")
@@ -227,13 +227,13 @@ class SimilarCache:
                 return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=first)
             return self._served(first, Verdict.STRICT)
         name = bucket(first.similarity)
-        # An entry that was wrong once is not like the others, whatever they show.
+        # The pooled evidence does not speak for an entry that was wrong once.
         if proven(mine, name, *bound) or (not wrongs(mine) and proven(pooled, name, *bound)):
             return self._served(first, Verdict.LEARNED)
         return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=first)
 
     def _first(self, turn: Turn, found: list[_Found]) -> Candidate | None:
-        """The nearest with equal words, else the nearest above the threshold, whose answer would do."""
+        """The nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
         threshold = max(self._settings.threshold, turn.threshold or 0.0)
         open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
         for loose, each in sorted(open_, key=lambda pair: pair[0]):
@@ -256,7 +256,7 @@ class SimilarCache:
         )
 
     def _directory(self, turn: Turn, epoch: bytes) -> CacheKey:
-        """All that must match exactly: tenant, model, epoch, context, parameters, embedder."""
+        """Keyed by all that must match exactly: tenant, model, epoch, context, parameters, embedder."""
         partitions, question = self._context.partitions, turn.question
         parts = (encode(turn.context), encode(question.parameters), self._digest.encode())
         digest = partitions.digest(question.tenant, b"semantic", *parts)[:CONTEXT_DIGITS]
@@ -264,7 +264,7 @@ class SimilarCache:
 
     @staticmethod
     def _evidence(entry: CacheKey) -> tuple[CacheKey, CacheKey]:
-        """Where an entry's own observations are counted, and its partition's."""
+        """The counters of an entry, and those of its partition."""
         return (
             CacheKey(Kind.EVIDENCE, entry.partition, entry.digest),
             CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:CONTEXT_DIGITS]),

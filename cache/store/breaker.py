@@ -1,4 +1,4 @@
-"""When to stop asking a store that fails, and when to try again. Pure logic, safe between threads."""
+"""When to stop sending commands to a store that fails, and when to try again. No I/O; thread-safe."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """As of the last call."""
+        """As of the last call of a method."""
         return self._state
 
     @property
     def waiting(self) -> bool:
-        """Whether `allow` would say no now. Takes no probe."""
+        """Whether `allow` would be False now. Does not become the probe."""
         with self._lock:
             closed = self._state is BreakerState.CLOSED
             return not closed and self._clock() - self._since < self._settings.cooldown
 
     def allow(self) -> bool:
-        """Whether to ask now. A True while probing makes the caller the probe: it must report."""
+        """Whether to send a command now. True in state PROBING makes the caller the probe: it must report."""
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return True
-            # A probe that never reported (its task was killed) does not hold the breaker open for ever.
+            # A probe that never reported (its task was killed) must not keep the breaker open for ever.
             if self._clock() - self._since < self._settings.cooldown:
                 return False
             self._state, self._since = BreakerState.PROBING, self._clock()
             return True
 
     def succeeded(self) -> None:
-        """An answer came."""
         with self._lock:
             if self._state is BreakerState.OPEN:
                 return  # a straggler from before it opened proves nothing
@@ -53,7 +52,7 @@ class Breaker:
             self._failures.clear()
 
     def failed(self) -> None:
-        """No answer came in time, or a wrong one."""
+        """An error, or no answer in time."""
         with self._lock:
             now = self._clock()
             if self._state is BreakerState.PROBING:

@@ -45,7 +45,7 @@ class MemoryStore:
 
     @property
     def held(self) -> int:
-        """Bytes, expired entries that nobody asked for included."""
+        """Bytes, including expired entries that no lookup has removed yet."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class MemoryStore:
         return value
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        """Sets at once: there is no path to keep it off."""
+        """Sets at once, since nothing here takes time."""
         self._put(_Entry(key, self._clock() + ttl, value))
         if key.name not in self._entries:
             return False
@@ -111,7 +111,6 @@ class MemoryStore:
         return await self.get_many(keys), await self.counts(counted)
 
     async def aclose(self) -> None:
-        """Forgets everything."""
         self._entries.clear()
         self._bytes = 0
 
@@ -125,7 +124,7 @@ class MemoryStore:
         self._put(_Entry(directory, self._clock() + ttl, members=members))
 
     def _take(self, key: CacheKey) -> _Entry:
-        """Out of the store, to be changed and put back: its size changes with it."""
+        """Takes an entry out to be changed and put back, so that its size is counted anew."""
         entry = self._live(key) or _Entry(key, 0.0)
         self._remove(key.name)
         return entry

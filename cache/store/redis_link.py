@@ -1,4 +1,5 @@
-"""One pool of connections to Redis, its time budget and its breakers. The only place that knows redis-py's ways.
+"""One pool of connections to Redis, its time budget and its breakers. The only module that depends on how redis-py
+behaves.
 
 redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried
 and every wait is cut by a budget.
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
 READ_SIZE = 1 << 20
-CONNECT = 1.0  # seconds that connecting may take, whoever waits for it
+CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
 
 
 def open_client(settings: RedisSettings, wait: float) -> Redis:
@@ -51,10 +52,11 @@ def open_client(settings: RedisSettings, wait: float) -> Redis:
 
 
 class Clients:
-    """So many clients at most. One whose command was interrupted is thrown away, never used again: an answer that is
-    still on its way can reach nobody else, and redis-py's own pool loses a connection whose release is cancelled.
+    """At most `connections` clients. One whose command was interrupted is closed, never used again: its late answer
+    would be read as that of the next command, and redis-py's own pool loses a connection whose release is cancelled.
 
-    Connecting may take longer than a lookup may wait (TLS, a far server): it goes on without the one who began it.
+    Connecting may take longer than a lookup may wait (TLS, a far server): it continues after the lookup that began it
+    has given up.
     """
 
     def __init__(self, settings: RedisSettings, wait: float) -> None:
@@ -66,7 +68,7 @@ class Clients:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Redis]:
-        """A client of the caller's own."""
+        """A client that nobody else uses in the meantime."""
         async with self._free:
             client = self._idle.pop() if self._idle else await self._connected()
             whole = False
@@ -83,7 +85,7 @@ class Clients:
                     self._task(_close(client))
 
     async def aclose(self) -> None:
-        """Drops the connections, once nobody uses them any more; no wait is longer than a client's own."""
+        """Closes the connections once they are idle; waits no longer than a command may take."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._wait):
                 for _ in range(self._settings.connections):
@@ -148,7 +150,7 @@ class Link:
 
     @property
     def states(self) -> dict[str, BreakerState]:
-        """Of both breakers, by name."""
+        """Of the breakers of reads and of writes, by name."""
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
     async def read(self, command: Callable[[Redis], Awaitable[T]], within: float | None = None) -> T:
@@ -160,7 +162,7 @@ class Link:
         return await self._run(self._writes, command, within)
 
     async def aclose(self) -> None:
-        """Drops the connections."""
+        """Closes the connections; later commands raise StoreFault."""
         self._closed = True
         await self._clients.aclose()
 
@@ -183,7 +185,7 @@ class Link:
     def _fault(self, breaker: Breaker, error: Exception) -> StoreFault:
         word = type(error).__name__
         self._counter.count("cache_fault", word)
-        # A wrong type under one name is that name's trouble; all else is the server's.
+        # WRONGTYPE says something about one key, every other error about the server.
         if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
             breaker.succeeded()
         else:

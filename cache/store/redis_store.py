@@ -52,11 +52,11 @@ class RedisStore:
 
     @property
     def link(self) -> Link:
-        """For leases and flights, which are small and urgent too."""
+        """For leases and streams of single-flight, which are small and urgent too."""
         return self._small
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
-        """What is not a string is none."""
+        """A key of another type counts as absent."""
         if not keys:
             return ()
         names = [key.name for key in keys]

@@ -1,4 +1,4 @@
-"""Writes that nobody waits for: a bounded queue and the one task that empties it."""
+"""Writes behind requests: a bounded queue and the one task that empties it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH = 32  # writes that go in one round trip
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One value on its way."""
+    """One queued value."""
 
     key: CacheKey
     value: bytes
@@ -23,7 +23,7 @@ class Write:
 
 
 class WriteQueue:
-    """Takes writes at once or not at all. A write that fails is counted and forgotten: it was a cache's."""
+    """Takes a write at once or refuses it. A write that fails is counted and not repeated."""
 
     def __init__(
         self, flush: Callable[[Sequence[Write]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
@@ -38,7 +38,7 @@ class WriteQueue:
 
     @property
     def held(self) -> int:
-        """Bytes that wait."""
+        """Bytes queued or being written."""
         return self._bytes
 
     def offer(self, write: Write) -> bool:
@@ -53,12 +53,12 @@ class WriteQueue:
         return True
 
     async def drained(self) -> None:
-        """Returns when nothing waits."""
+        """Returns when the queue is empty."""
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
     async def aclose(self, within: float) -> None:
-        """Writes what it can in that many seconds, then forgets the rest."""
+        """Writes what it can in `within` seconds and drops the rest."""
         task = self._task
         if task is not None and not task.done():
             await asyncio.wait([task], timeout=within)
