@@ -7,22 +7,21 @@ Everything runs on this machine: the client, the front and the fake engine are t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import re
-import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bench.grpc_frames import FrameClient, Stream
-from bench.stamped import MODULUS, stamp
+from engine.fake.stamps import MODULUS, stamp
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 STREAM = "/whippet.v1.GenerationService/GenerateStream"
@@ -31,11 +30,12 @@ _READY = re.compile(r"^ready: data (\S+)")
 
 
 @contextmanager
-def server(*flags: str, python: str = sys.executable) -> Iterator[tuple[str, int]]:
-    """A server on free ports. Gives its data address and its process id."""
+def server(*flags: str, caches: bool = False) -> Iterator[tuple[str, int]]:
+    """A server on free ports, with the caches that are the default or without any. Gives its data address and its
+    process id."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
-    code = f"import sys; sys.executable = {python!r}; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
-    uncached = ("--optimizations.response-cache=false", "--cache.semantic.mode=off")  # unless the flags say otherwise
+    code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
+    uncached = () if caches else ("--optimizations.response-cache=false", "--cache.semantic.mode=off")
     command = [sys.executable, "-c", code, "--engine=fake", "--log-level=warning", *ports, *uncached, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -66,11 +66,11 @@ def request(tokens: int, per_message: int = 1, logprobs: int | None = None, numb
     return message.SerializeToString()
 
 
-def throughput(address: str, pid: int, streams: int, tokens: int, per_message: int) -> dict[str, float]:
-    """All streams at once, from the first request to the last message."""
+def throughput(address: str, pid: int, streams: int, tokens: int, per_message: int, first: int = 0) -> dict[str, float]:
+    """All streams at once, from the first request to the last message. `first` is the number of the first prompt."""
     client = FrameClient(address, time.monotonic)
     started, cpu = time.monotonic(), cpu_seconds(pid)
-    for number in range(streams):
+    for number in range(first, first + streams):
         client.start(STREAM, request(tokens, per_message, number=number))
     while client.ended < streams and client.read():
         pass
@@ -161,43 +161,55 @@ def neighbours(address: str, rounds: int) -> dict[str, float]:
     return {"alone_s": base, "beside_s": with_stuck, "slower_percent": (with_stuck / base - 1) * 100}
 
 
-def stamping_server(folder: str) -> AbstractContextManager[tuple[str, int]]:
-    """A server whose engine's interpreter runs bench.stamped where it is asked for engine.worker.process."""
-    path = Path(folder) / "python"
-    run = f'exec {shlex.quote(sys.executable)} -P -m bench.stamped "$4" "$5"'
-    path.write_text(f"#!/bin/sh\n# called as: -P -m engine.worker.process --fd N\n{run}\n")
-    path.chmod(0o755)
-    return server("--fake.step-time=0.005", python=str(path))
-
-
 def quantiles(values: list[float]) -> dict[str, float]:
     """Median and tail."""
     ordered = sorted(values)
     return {"p50": statistics.median(ordered), "p99": ordered[int(len(ordered) * 0.99)]}
 
 
-def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """Best of `rounds` for throughput, kinds interleaved, since the machine is not ours alone."""
+Keep = Callable[[str, dict[str, float]], None]
+SHAPES = ((1, 4000), (16, 3000), (64, 1500))  # streams and tokens of each
+WIDE = ("--scheduler.max-sequences=64", "--fake.total-pages=20000")
+
+
+def paths(rounds: int, keep: Keep) -> None:
+    """Caches off, beside the default in one run: an answer that is generated and stored, and one that is found."""
+    fresh = itertools.count(0, 100)  # numbers of prompts that were never used
+    with server(*WIDE) as (plain, plain_pid), server(*WIDE, caches=True) as (address, pid):
+        for _ in range(rounds):
+            for streams, tokens in SHAPES:
+                for size in (1, 8):
+                    first, name = next(fresh), f"{streams} streams, {size} a message{', 1 a step' if size > 1 else ''}"
+                    keep(name, throughput(plain, plain_pid, streams, tokens, size, first))
+                    keep(f"{name}, caches miss", throughput(address, pid, streams, tokens, size, first))
+                    keep(f"{name}, caches hit", throughput(address, pid, streams, tokens, size, first))
+
+
+def best() -> tuple[dict[str, dict[str, float]], Keep]:
+    """Figures by name, and what to give them to: the machine is not ours alone, so the best of several counts."""
     result: dict[str, dict[str, float]] = {}
 
     def keep(name: str, found: dict[str, float]) -> None:
-        if name not in result or found["tokens_per_s"] > result[name]["tokens_per_s"]:
-            result[name] = found
+        best = result.setdefault(name, found)
+        for key, value in found.items():
+            best[key] = (min if key == "front_us_per_message" else max)(best[key], value)
 
-    wide = ("--scheduler.max-sequences=64", "--fake.total-pages=20000")
-    for per_step in (1, 8):
-        with server(*wide, f"--fake.tokens-per-step={per_step}") as (address, pid):
-            for _ in range(rounds):
-                for streams, tokens in ((1, 4000), (16, 3000), (64, 1500)):
-                    if per_step == 1:
-                        keep(f"{streams} streams, 1 a message", throughput(address, pid, streams, tokens, 1))
-                    name = f"{streams} streams, 8 a message, {per_step} a step"
-                    keep(name, throughput(address, pid, streams, tokens, 8))
+    return result, keep
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """Everything, kinds interleaved."""
+    result, keep = best()
+    paths(rounds, keep)
+    with server(*WIDE, "--fake.tokens-per-step=8") as (address, pid):
+        for _ in range(rounds):
+            for streams, tokens in SHAPES:
+                keep(f"{streams} streams, 8 a message, 8 a step", throughput(address, pid, streams, tokens, 8))
     with server() as (address, _):
         unary(address, 50)
         result["unary of one token, ms"] = quantiles(unary(address, 500))
         result["request to first message, ms"] = quantiles(first_message(address, 300))
-    with tempfile.TemporaryDirectory() as folder, stamping_server(folder) as (address, _):
+    with server("--fake.step-time=0.005", "--fake.stamps=true") as (address, _):
         result["engine event to client bytes, ms"] = quantiles(latency(address, 1000))
     long = ("--fake.max-context=200000", "--fake.total-pages=200000", "--fake.step-time=0.005")
     with server(*long) as (address, _):
@@ -209,7 +221,13 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    result = measure(parser.parse_args().rounds)
+    parser.add_argument("--paths", action="store_true", help="only what the caches cost")
+    options = parser.parse_args()
+    if options.paths:
+        result, keep = best()
+        paths(options.rounds, keep)
+    else:
+        result = measure(options.rounds)
     for name, figures in result.items():
         print(f"{name:40} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
     sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -88,6 +88,7 @@ class FakeSettings:
     step_time: float = setting(0.0, "seconds a step takes", ge=0, le=60)
     tokens_per_step: int = setting(1, ge=1, le=1024)
     faults: bool = setting(False, "obey prompts that break things, for tests")
+    stamps: bool = setting(False, "log-probabilities say when an id was made, for measuring the front")
 
 
 @dataclass(frozen=True, kw_only=True)

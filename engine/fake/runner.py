@@ -22,6 +22,7 @@ from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, T
 from engine.errors import EngineFailed, Unsupported
 from engine.fake.checker import FACTOR, PRIME, Computed, PlanChecker
 from engine.fake.pages import FakePages
+from engine.fake.stamps import stamped
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE, EngineSettings
@@ -108,7 +109,8 @@ class FakeRunner:
                 results[row.key] = self._sample(row, held)
         if self._fake.step_time:
             time.sleep(max(0.0, started + self._fake.step_time - time.monotonic()))
-        return StepResult(results)
+        result = StepResult(results)
+        return stamped(result) if self._fake.stamps else result
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         raise Unsupported(f"the fake engine has no optimisation {name!r}")

@@ -130,6 +130,18 @@ async def broken(settings: Settings, tools: Tools) -> bool:
     return (await process(settings, ((0, 1, 2),), 8))[0][0][0] < 0
 
 
+async def tells_time(settings: Settings, tools: Tools) -> bool:
+    """Whether the first of an id's top log-probabilities is a time, and no id."""
+    client = EngineClient(settings.engine_settings())
+    try:
+        await client.start()
+        async for events in client.submit(plain_request(PROMPT, 1, logprobs=1)):
+            return events.logprobs[0].top[0][0] != events.token_ids[0]
+        return False
+    finally:
+        await client.close()
+
+
 async def seconds(settings: Settings, tools: Tools) -> float:
     begun = asyncio.get_running_loop().time()
     await process(settings, (PROMPT,), 10)
@@ -167,4 +179,5 @@ PROOFS = {
     "fake.step-time": Proof("0.2", seconds, lambda before, after: before < after >= 2.0),
     "fake.tokens-per-step": Proof("3", steps, becomes(12, 4)),
     "fake.faults": Proof("on", broken, becomes(False, True)),
+    "fake.stamps": Proof("on", tells_time, becomes(False, True)),
 }
