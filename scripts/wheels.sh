@@ -5,7 +5,7 @@
 set -eu
 folder=${1:?usage: scripts/wheels.sh FOLDER [PYTHON]}
 wanted='grpcio|grpcio-health-checking|grpcio-reflection|grpcio-status|protobuf|googleapis-common-protos|msgspec|pydantic'
-wanted="$wanted|pydantic_core|pydantic-settings|annotated-types|typing-inspection|typing_extensions|python-dotenv|PyYAML"
+wanted="$wanted|pydantic_core|annotated-types|typing-inspection|typing_extensions|PyYAML"
 wanted="$wanted|uvloop|hpack|cryptography|cffi|pycparser|redis|hiredis|Jinja2|MarkupSafe|prometheus_client"
 python3 -m pip freeze | grep -Ei "^($wanted)==" >"${TMPDIR:-/tmp}/wheels.$$"
 platforms=$(for glibc in 17 24 26 27 28 31 34 35; do printf -- '--platform manylinux_2_%s_x86_64 ' "$glibc"; done)

@@ -12,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from engine.errors import InvalidModel
+from engine.settings import Device, Dtype, ModelOptions, Quantization
 from service.cli.doctor_text import render
 from service.cli.interpreter import command, environment
 from service.cli.machine import look, probe
@@ -39,10 +40,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="FOLDER", help="check this model, too")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--quantization", default="auto", choices=("auto", "int8"))
-    parser.add_argument("--decoder", default="auto", metavar="NAME", help="as for whippet serve")
+    model = ModelOptions()
+    parser.add_argument("--device", default=model.device, choices=get_args(Device))
+    parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype))
+    parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization))
+    parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help="as for whippet serve")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT")
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT")
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT")

@@ -10,42 +10,42 @@ from typing import NoReturn
 from tqdm import tqdm
 
 _LINE_INTERVAL = 1.0  # seconds
-_IN_BYTES = {"weights"}  # stages that count bytes
+_IN_BYTES = {"weights"}  # phases that count bytes
 _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Told of stages one after another; the last report of each has done == total."""
+    """Takes reports of one phase after another; the last report of each has done == total."""
 
     def __init__(self) -> None:
         self._bar: tqdm[NoReturn] | None = None
-        self._stage = ""
-        self._told_at = 0.0
+        self._phase = ""
+        self._logged_at = 0.0
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """`done` of `total` bytes or pieces of a stage."""
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """`done` of `total` bytes or pieces of a phase."""
         if sys.stderr.isatty():
-            self._draw(stage, done, total)
+            self._draw(phase, done, total)
             return
         now = time.monotonic()
-        if done >= total or now - self._told_at >= _LINE_INTERVAL:
-            self._told_at = now
-            _log.info("%s: %s of %s", stage, _amount(stage, done), _amount(stage, total))
+        if done >= total or now - self._logged_at >= _LINE_INTERVAL:
+            self._logged_at = now
+            _log.info("%s: %s of %s", phase, _amount(phase, done), _amount(phase, total))
 
-    def _draw(self, stage: str, done: int, total: int) -> None:
+    def _draw(self, phase: str, done: int, total: int) -> None:
         bar = self._bar
-        if bar is None or self._stage != stage:
-            bar = self._open(stage, total)
+        if bar is None or self._phase != phase:
+            bar = self._open(phase, total)
         bar.update(done - bar.n)
         if done >= total:
             self._close()
 
-    def _open(self, stage: str, total: int) -> tqdm[NoReturn]:
+    def _open(self, phase: str, total: int) -> tqdm[NoReturn]:
         self._close()
-        in_bytes = stage in _IN_BYTES
-        self._stage = stage
+        in_bytes = phase in _IN_BYTES
+        self._phase = phase
         self._bar = tqdm(
-            desc=stage,
+            desc=phase,
             total=total,
             file=sys.stderr,
             unit="B" if in_bytes else " pieces",
@@ -60,5 +60,5 @@ class Progress:
             self._bar = None
 
 
-def _amount(stage: str, count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if stage in _IN_BYTES else str(count)
+def _amount(phase: str, count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if phase in _IN_BYTES else str(count)

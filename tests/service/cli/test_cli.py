@@ -17,6 +17,8 @@ import pytest
 
 from service.cli import COMMANDS, doctor, machine, main
 from service.cli.doctor_text import render
+from service.config.leaves import leaves
+from service.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
@@ -241,3 +243,11 @@ def test_a_taken_port_is_told_and_no_problem(engine: Engine) -> None:
         report = doctor.examine(flags(listen=address))
     assert report["problems"] == []
     assert f"{address}: Address already in use" in render(report)
+
+
+def test_the_doctor_takes_the_settings_of_a_server() -> None:
+    """It reads them without pydantic, whose absence it would report."""
+    known = {leaf.path[0]: leaf.default for leaf in leaves(Settings) if len(leaf.path) == 1}
+    given = {name: value for name, value in vars(doctor._parser().parse_args([])).items() if name != "json"}
+    assert len(given) == 9
+    assert given == {name: known[name] for name in given}

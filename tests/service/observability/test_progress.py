@@ -1,4 +1,4 @@
-"""What somebody who waits for a model to load is told."""
+"""Progress of loading, on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("capture: 100%" in line and "2/2" in line for line in last)
 
 
-def test_a_log_gets_the_end_of_each_stage(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_gets_the_end_of_each_phase(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     caplog.set_level(logging.INFO)
     progress = Progress()
