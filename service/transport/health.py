@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Callable
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from service.core.errors import InvalidRequest
-from service.transport.rpc import abort_with, decode, service
+from service.core.errors import InvalidRequest, Violation
+from service.transport.rpc import abort_with, service
 from service.transport.writer import Context
 
 SERVICE = "grpc.health.v1.Health"
@@ -20,6 +21,7 @@ GENERATION = "whippet.v1.GenerationService"
 _INTERVAL = 0.1  # seconds between looks at whether requests are taken
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_REQUEST = health_pb2.HealthCheckRequest.DESCRIPTOR.full_name
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
@@ -92,9 +94,9 @@ class Health:
 
     async def _name(self, data: bytes, context: Context) -> str:
         try:
-            return str(decode(health_pb2.HealthCheckRequest, data).service)
-        except InvalidRequest as error:
-            await abort_with(error, context)
+            return str(health_pb2.HealthCheckRequest.FromString(data).service)
+        except DecodeError:
+            await abort_with(InvalidRequest((Violation("", f"the bytes are no {_REQUEST}"),)), context)
 
 
 def _response(status: int) -> bytes:

@@ -8,12 +8,11 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
-from service.core.errors import AnswerTooLarge, InvalidRequest, Violation
+from service.core.errors import AnswerTooLarge
 from service.core.request import Origin
 from service.transport.auth import Caller, Metadata, Right
 from service.transport.status import ResourceTypes, failure_of
@@ -21,7 +20,6 @@ from service.transport.writer import Context
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger(__name__)
-_Message = TypeVar("_Message", bound=Message)
 
 
 class Guard(Protocol):
@@ -83,14 +81,6 @@ class Endpoints:
         caller = self._guard.authorize(context.invocation_metadata() or (), right)
         deadline = None if remaining is None else now + remaining
         return Call(context, Origin(caller.tenant, now, deadline))
-
-
-def decode(kind: type[_Message], data: bytes) -> _Message:
-    """Raises InvalidRequest where the bytes are no such message, invalid UTF-8 included; gRPC would answer INTERNAL."""
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        raise InvalidRequest((Violation("", f"the bytes are no {kind.DESCRIPTOR.full_name}"),)) from None
 
 
 async def abort_with(error: Exception, context: Context, resources: ResourceTypes | None = None) -> NoReturn:

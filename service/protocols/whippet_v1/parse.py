@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
 
 from engine.api import Priority, SamplingParams
 from service.core.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
@@ -28,6 +30,7 @@ from service.core.validation import Violations, too_long
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
+_Message = TypeVar("_Message", bound=Message)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
@@ -55,6 +58,14 @@ _ACCESS = {
     pb.CACHE_MODE_WRITE: Access(read=False, write=True),
     pb.CACHE_MODE_READ_WRITE: Access(read=True, write=True),
 }
+
+
+def decode(kind: type[_Message], data: bytes) -> _Message:
+    """Raises InvalidRequest where the bytes are no such message, invalid UTF-8 included; gRPC would answer INTERNAL."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest((Violation("", f"the bytes are no {kind.DESCRIPTOR.full_name}"),)) from None
 
 
 def check_model(name: str, facts: ModelFacts) -> None:

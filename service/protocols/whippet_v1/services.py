@@ -9,9 +9,10 @@ from google.protobuf.message import Message
 
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.seam import Services, UseCases
+from service.protocols.whippet_v1.parse import decode
 from service.protocols.whippet_v1.servicer import AdminServicer, GenerationServicer, ModelServicer
 from service.transport.auth import Right
-from service.transport.rpc import Call, Endpoints, Guard, StreamBody, UnaryBody, decode, service
+from service.transport.rpc import Call, Endpoints, Guard, StreamBody, UnaryBody, service
 from service.transport.status import ResourceTypes
 from service.transport.writer import StallWatch
 
