@@ -17,7 +17,7 @@ from engine.scheduling.sequence import Sequence as Live
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
 
 CHUNK = 128  # tokens
-STEP = 0.1  # seconds that a step is said to take: slow enough for the gate to fetch whenever it may
+STEP = 2.0  # seconds that a step is said to take: so slow that the gate fetches over the slowest of links
 TEXT = tuple(1 + at * at % 251 for at in range(700))
 
 

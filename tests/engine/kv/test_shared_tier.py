@@ -10,7 +10,7 @@ from engine.fake import plain_request
 from engine.ipc.events import Event, Failure
 from engine.scheduling.sequence import Sequence as Live
 from engine.settings import PAGE_SIZE
-from tests.engine.tiered import CHUNK, TEXT, DictStore, Engine, alone
+from tests.engine.tiered import CHUNK, STEP, TEXT, DictStore, Engine, alone
 
 Held = dict[tuple[str, bytes], bytes]
 
@@ -176,7 +176,7 @@ def test_the_switch_stops_reading_and_writing(held: Held) -> None:
     assert engine.ask()[0] == 0
     assert store(engine).asked == []
     assert store(engine).uses == {}
-    assert store(engine).rates == [(len(TEXT), pytest.approx(0.0, abs=1.0))]
+    assert store(engine).rates == [(len(TEXT), pytest.approx(STEP, abs=20.0))]
     engine.tier.set_enabled(True)
     assert engine.ask((*TEXT[:640], 1))[0] == 640
 
