@@ -123,9 +123,11 @@ def bert(weights: dict[str, Array], size: Size, ids: list[int], weigh: Round, ac
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Size], NativeEncoder]:
-    library = tmp_path_factory.mktemp("library") / LIBRARY
-    compile_encoder(library)
+def made(exported_embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Size], NativeEncoder]:
+    library = exported_embedder / LIBRARY  # of this very source: the folder is named after it
+    if not library.is_file():
+        library = tmp_path_factory.mktemp("library") / LIBRARY
+        compile_encoder(library)
 
     @cache
     def make(size: Size) -> NativeEncoder:

@@ -94,7 +94,11 @@ async def test_a_connection_slower_than_the_budget_comes_about_all_the_same(
     store = open_store(proxy.url)
     with pytest.raises(StoreFault):
         await store.get_many([key(1)])
-    await asyncio.sleep(0.4)
+
+    async def connected() -> bool:
+        return bool(vars(vars(store.link)["_clients"])["_idle"])
+
+    await until(connected)
     proxy.delay = 0.0
     accepted = proxy.accepted
     await until(partial(answers, store))
@@ -184,8 +188,14 @@ async def test_full_memory_fails_writes_and_leaves_reads_alone(
     assert await store.get_many([key(1)]) == (b"kept",)
     assert store.states["small_reads"] is BreakerState.CLOSED
     server.command("CONFIG", "SET", "maxmemory", "0")
-    await asyncio.sleep(QUICK.cooldown)
-    await store.set(key(2), b"again", 60)
+
+    async def written() -> bool:
+        with contextlib.suppress(StoreFault):
+            await store.set(key(2), b"again", 60)
+            return True
+        return False
+
+    await until(written)
     assert store.states["bulk_writes"] is BreakerState.CLOSED
 
 
