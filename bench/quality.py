@@ -69,7 +69,7 @@ def line(name: str, found: Evaluation) -> str:
 
 
 def folders(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, Path]]:
-    """What is to be measured, by name."""
+    """Folders to measure, by the name that their row has."""
     for group in options.nearest:
         yield f"nearest-{group}", nearest(options.base, work / f"nearest-{group}", group)
     for given in options.folders:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from quant.checkpoint.errors import CheckpointError
 from quant.errors import CannotQuantize
 
-STOPPED = 130  # as a shell tells an interrupt
+STOPPED = 130  # exit status of a command that was interrupted
 
 
 class Bars:
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """What no part of the work could say better; then torch is as it was asked for."""
+    """Faults of the arguments that later steps would report less clearly; then torch's threads are set."""
     for folder in (given.model, getattr(given, "against", None)):
         if folder is not None and not folder.is_dir():
             raise CannotQuantize(f"{folder} is no folder: give one with config.json, *.safetensors and tokenizer.json")

@@ -1,4 +1,4 @@
-"""What calibration keeps of a linear's inputs: how large each channel is, and how nearby channels go together."""
+"""Statistics of a linear's inputs from calibration: the magnitude of each channel, and products of nearby channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token windows that a quantizer looks at and is judged on: from a text file, or written by the model itself."""
+"""Token windows to calibrate on and to judge with: from a text file, or sampled from the model itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def text_windows(model: Path, text: Path, length: int, count: int | None = None)
 def own_windows(
     decoder: Decoder, config: Mapping[str, object], length: int, count: int, seed: int, done: Callable[[int], None]
 ) -> torch.Tensor:
-    """Text that the model writes at temperature 1, from its own first token. `done` hears of finished windows."""
+    """Text that the model writes at temperature 1, from its own first token. `done` gets the number of
+    finished windows."""
     random = torch.Generator().manual_seed(seed)
 
     def pick(logits: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> torch.Tensor:
-    """int64 [tokens]. Whole lines at a time: the library keeps far more of a text than its ids."""
+    """int64 [tokens]. Whole lines at a time: the library holds far more memory for a text than its ids take."""
     parts: list[torch.Tensor] = []
     lines: list[str] = []
     size = 0

@@ -66,7 +66,7 @@ class Decoder:
         return Block(self.config, self.config.windows[index], rotation(self.config.rope, positions, self.device))
 
     def hidden(self, ids: torch.Tensor, progress: Callable[[int], None] | None = None) -> torch.Tensor:
-        """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` hears of every finished layer."""
+        """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` is called with each finished layer."""
         x = self.embed(ids)
         for index in range(self.config.layers):
             block, weights = self.block(index, ids.shape[1]), self.layer(index)

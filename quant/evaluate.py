@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from quant import metrics
+from quant.checkpoint.rope import DynamicScaling
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
 
@@ -63,6 +64,11 @@ def evaluate(
     if windows.shape[1] < 2:
         raise CannotQuantize("a window needs two tokens at least: the second is what the first predicts")
     decoder = Decoder.open(model, device)
+    if isinstance(decoder.config.rope.scaling, DynamicScaling) and windows.shape[1] > decoder.config.max_context:
+        raise CannotQuantize(
+            f"windows of {windows.shape[1]} tokens are beyond the {decoder.config.max_context} positions "
+            "that a model with dynamic rope scaling can be judged on: choose shorter ones"
+        )
     base = None if against is None else Decoder.open(against, device)
     if base is not None and base.config.vocab_size != decoder.config.vocab_size:
         raise CannotQuantize("the two models have vocabularies of different sizes: they cannot be compared")

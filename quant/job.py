@@ -1,4 +1,4 @@
-"""A quantization under way: which layers are finished, kept in the output folder so that a killed job goes on.
+"""A quantization under way: its finished layers lie in the output folder, so that a killed job can go on.
 
 OUT/.partial/state.json                what the job is, and what each finished layer lost
 OUT/.partial/layer-00000.safetensors   a finished layer, as it will be shipped
@@ -113,7 +113,7 @@ class Job:
 
 
 def job_key(source: Checkpoint, options: Record) -> str:
-    """Tells one job from another: the source's config, its files' sizes and times, and the options."""
+    """Identifies a job: the source's config, its files' sizes and times, and the options."""
     digest = hashlib.sha256((source.folder / CONFIG).read_bytes())
     for file in source.files:
         about = file.stat()

@@ -1,4 +1,4 @@
-"""One decoder layer from float32 to four bits: fold scales, choose ranges, round, and say what was lost."""
+"""One decoder layer from float32 to four bits: fold scales, choose ranges, round, and report the loss."""
 
 from __future__ import annotations
 

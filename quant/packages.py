@@ -1,4 +1,4 @@
-"""Quantizing with the packages that others wrote, where the user has installed them and asks for them by name."""
+"""Quantizing with AutoAWQ and bitsandbytes, where the user has installed them and names them with --engine."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job
 
 
 def _about(options: QuantizeOptions) -> dict[str, Any]:
-    """The options that decide the result, as the report tells them."""
+    """The options that decide the result, for the report and the job's key."""
     text = None
     if options.text is not None:
         try:

@@ -32,7 +32,7 @@ class LayerOutcome:
 
 
 class Recipe(Protocol):
-    """Layers are asked for in order."""
+    """`layer` is called in the order of layers."""
 
     def layer(self, index: int) -> LayerOutcome: ...
 

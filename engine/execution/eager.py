@@ -9,7 +9,7 @@ import torch
 from engine.errors import EngineFailed, Unsupported
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
-from engine.model.attention import Share, StepAttention
+from engine.model.attention import RowSpan, StepAttention
 from engine.model.transformer import StepInput
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import refuse_drafts
@@ -68,11 +68,11 @@ class Eager:
         positions: list[int] = []
         slots: list[int] = []
         sampled: list[int] = []
-        shares: list[Share] = []
+        spans: list[RowSpan] = []
         for row in rows:
             sequence, end = self._parts.sequences.of(row), row.start + row.count
             pages = sequence.pages
-            shares.append(Share(len(token_ids), row.count, row.start, pages))
+            spans.append(RowSpan(len(token_ids), row.count, row.start, pages))
             token_ids += sequence.token_ids[row.start : end]
             positions += range(row.start, end)
             slots += [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(row.start, end)]
@@ -87,6 +87,6 @@ class Eager:
             token_ids=packed[0],
             positions=packed[1],
             slots=packed[2],
-            attention=StepAttention(shares, self._windows, self._parts.pool, device),
+            attention=StepAttention(spans, self._windows, self._parts.pool, device),
             sampled=None if len(sampled) == len(token_ids) else torch.tensor(sampled, dtype=torch.int64, device=device),
         )

@@ -1,4 +1,4 @@
-"""Matrix products with weights. The model calls a `Linear` and never asks how its weights are kept.
+"""Matrix products with weights. The model calls a `Linear` and does not know its weight format.
 
 Projections that read the same input are one linear: their weights are laid one under another, each written once
 into its final place.

@@ -1,4 +1,4 @@
-"""Four- and eight-bit weights on a GPU, kept once: as the decode kernels read them."""
+"""Four- and eight-bit weights on a GPU, in one copy: the layout that the decode kernels read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CudaKernels:
 
 class CudaLinear:
     """Products by the matrix kernel, and where it does not serve by tiles of dequantized rows: right on every device,
-    and slow. Decoders read `matrix` themselves."""
+    and slow. Executors read `matrix` themselves."""
 
     def __init__(self, matrix: Matrix, bias: torch.Tensor | None, kernels: CudaKernels | None = None) -> None:
         self.matrix = matrix

@@ -1,4 +1,4 @@
-"""Projections of one input whose weights are kept in different ways, such as where one was left unquantized."""
+"""Projections of one input whose weights differ in form, such as where one was left unquantized."""
 
 from __future__ import annotations
 

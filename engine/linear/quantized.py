@@ -28,8 +28,8 @@ Reader = Callable[[TensorSource, str, int, int], canonical.Linear]  # source, pr
 
 
 def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, plan: DensePlan | None) -> LinearLoader:
-    """Reads weights as `spec` says; `quantize` makes eight bits of plain ones, but of the head. `exact`: activations
-    are never rounded below the placement's own type, whatever that costs."""
+    """Reads weights in the format `spec`; `quantize` rounds plain ones to eight bits, except the head's. No `plan`:
+    activations are never rounded below the placement's own type, however slow that is."""
     if spec is not None and quantize is not None:
         raise ValueError("weights that are quantized already are not quantized again")
     how = Int8Spec() if quantize == "int8" else spec
@@ -43,7 +43,7 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, plan: De
 
 
 def loader_of(read: Reader, plan: DensePlan | None) -> LinearLoader:
-    """Any reader's parts, stacked and placed."""
+    """Stacks what `read` returns and lays it out for its device."""
 
     kernels = CudaKernels()
 

@@ -1,1 +1,1 @@
-"""From a model folder, or its config alone, to weights in their places."""
+"""From a model folder, or its config alone, to weights on their device."""

@@ -1,4 +1,4 @@
-"""Memory while weights are unpacked: what is freed goes back at once, so that no more is held than stays."""
+"""The allocator while weights are unpacked: freed memory goes back to the system at once, so the peak stays low."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 
 import torch
 
-# Of glibc's malloc.h. Its threshold grows with what is freed, up to 32 MiB; from then on what is freed stays between
-# what is kept.
+# Of glibc's malloc.h. Its mmap threshold grows with the sizes that are freed, up to 32 MiB; smaller blocks then come
+# from the heap and leave holes between the weights.
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
-_WHILE_UNPACKING: Final = 2 << 20  # bytes; what is copied on the way takes less, and its memory is used again
+_WHILE_UNPACKING: Final = 2 << 20  # bytes; temporary copies are smaller, and the heap reuses their memory
 _LARGEST: Final = 32 << 20
 
 
@@ -32,7 +32,7 @@ def returning(device: torch.device) -> Iterator[None]:
 
 
 def _set(threshold: int) -> None:
-    """Allocations of so many bytes and more are the system's own business, one by one."""
+    """Allocations of this many bytes and more get a mapping of their own, returned when freed."""
     with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, threshold)

@@ -1,7 +1,7 @@
 """The decoder-only transformer of all families: ids of a ragged step in, hidden states and logits out.
 
-No state of its own but weights: pages, positions and masks come as arguments. The residual stream and what lies
-between a projection and the pool is float32 whatever the weights are.
+It has no state but weights: pages, positions and masks are arguments. The residual stream, and activations between a
+projection and the KV cache, are float32 whatever the weights are.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Transformer:
         self.rope = rope  # [positions, 2, head_dim]
         self.placement = placement
 
-    def forward(self, step: StepInput, pool: KvCache) -> torch.Tensor:
-        """Fills the pool; returns hidden states [sampled, hidden] before the last norm, float32."""
+    def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
+        """Writes keys and values to the cache. Hidden states [sampled, hidden] before the last norm, float32."""
         x = functional.embedding(step.token_ids, self.weights.embedding).float()
         cos, sin = self.rope.index_select(0, step.positions).unsqueeze(1).unbind(2)  # [tokens, 1, head_dim]
         for index, layer in enumerate(self.weights.layers):
-            x.add_(self._attend(index, layer, x, (cos, sin), step, pool))
+            x.add_(self._attend(index, layer, x, (cos, sin), step, cache))
             x.add_(self._feed(layer, x))
         return x if step.sampled is None else x.index_select(0, step.sampled)
 
@@ -59,13 +59,13 @@ class Transformer:
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         step: StepInput,
-        pool: KvCache,
+        cache: KvCache,
     ) -> torch.Tensor:
         config = self.config
         qkv = layer.qkv(layer.input_norm(x).to(self.placement.dtype)).view(x.shape[0], -1, config.head_dim)
         turned = qkv[:, : config.heads + config.kv_heads]
         _rotate(turned, layer, angles)
-        pool.write(index, step.slots, qkv[:, config.heads :])
+        cache.write(index, step.slots, qkv[:, config.heads :])
         found = step.attention(index, layer.window, turned[:, : config.heads])
         return layer.output(found.reshape(x.shape[0], -1))
 

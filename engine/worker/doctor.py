@@ -1,7 +1,7 @@
 """What this machine would do with a model, without loading its weights: `python -m engine.worker.doctor` prints
 it as JSON.
 
-A process of its own, because it imports torch and wakes the GPU, and whoever asks should do neither.
+A process of its own, because it imports torch and initialises the GPU, which the command line should not do.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _settings(argv: Sequence[str]) -> EngineSettings:
 
 
 def examine(settings: EngineSettings) -> Report:
-    """Looks at the machine and, where `settings.model` names one, at the model on it."""
+    """Reports on the machine and, where `settings.model` names one, on serving that model."""
     report = Report(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
     try:
         report.gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -207,7 +207,7 @@ class _Shapes:
 
 
 def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
-    """What a decoder judges a model by: weights without memory, one page, one slot."""
+    """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
     nowhere = Placement(placement.dtype, torch.device("meta"))
     spec = form.in_memory
     read = load_dense if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device), None)

@@ -21,9 +21,9 @@ HIDE: Final = "CPU_HIDE_FEATURES"  # environment variable: flags of /proc/cpuinf
 class CpuFeatures:
     """Units of the instruction set, under their names in /proc/cpuinfo (x86 and Arm).
 
-    The engine asks here alone, so that what one CPU does can be tested on another: with flags of the test's own, or in
-    a whole process by hiding some (`HIDE`). What torch itself dispatches to stays: ATEN_CPU_CAPABILITY=avx2 and
-    ONEDNN_MAX_CPU_ISA=AVX2 bound that.
+    All of the engine reads them here, so that what one CPU does can be tested on another: with flags that a test makes
+    up, or in a whole process by hiding some (`HIDE`). That leaves alone what torch dispatches to, which
+    ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 bound.
     """
 
     flags: frozenset[str]

@@ -28,9 +28,8 @@ def inverse_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """What turns high_freq_factor times in the original context is kept; below low_freq_factor it is scaled.
-
-    Between the two it is a ramp.
+    """Frequencies of more than high_freq_factor turns in the original context stay, those below low_freq_factor are
+    divided by the factor, and between the two it is a ramp.
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / plain

@@ -16,7 +16,7 @@ BELONGING = "use the config.json that belongs to the weights"
 
 
 def check_folder(checkpoint: Checkpoint, config: ModelConfig, spec: QuantSpec | None) -> None:
-    """Raises BadFile. Of packed tensors only the names are looked at: whoever reads them checks the rest."""
+    """Raises BadFile. Of packed tensors only the names are compared here; their readers check shapes and types."""
     tied = {f"{HEAD}.weight"} if config.tied_head else set()
     if spec is None:
         _check_tensors(checkpoint, dense_tensors(config), ignored=tied)

@@ -29,7 +29,7 @@ def read_linear(
 
 
 def tensor_names(layer: str, spec: QuantSpec | None) -> tuple[str, ...]:
-    """The tensors a layer may be stored in, without its bias: for progress and for naming what is left over."""
+    """The tensors a layer may be stored in, without its bias: to check a folder for missing and surplus tensors."""
     stems: tuple[str, ...] = ()
     if isinstance(spec, AwqSpec):
         stems = ("qweight", "qzeros", "scales")

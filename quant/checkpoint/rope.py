@@ -19,10 +19,10 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScaling:
-    """Unscaled as far as the model was trained; beyond that the base would grow with the length of the text.
+    """Unscaled up to max_position_embeddings; beyond, the base would grow with the length of the text.
 
-    Keys are cached with the angles of the length at which they were made, so no length beyond is served: what is
-    served is then exact.
+    Cached keys would then have the angles of an earlier length. So longer texts are not served, and what is served is
+    exact.
     """
 
     factor: float

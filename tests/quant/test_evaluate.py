@@ -129,3 +129,18 @@ def test_models_of_different_vocabularies_are_refused(stored, windows, tmp_path)
 def test_a_window_of_one_token_is_refused(stored, windows):
     with pytest.raises(CannotQuantize, match="two tokens"):
         evaluate(stored / "awq-tiny", windows[:, :1], None, quiet, CPU)
+
+
+def test_windows_beyond_what_dynamic_scaling_serves_are_refused(stored, windows, tmp_path):
+    """There its angles change with the length of the text, which is not computed."""
+    config = json.loads((stored / "awq-tiny" / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to((stored / "awq-tiny" / "model.safetensors").resolve())
+
+    def judge(positions):
+        dynamic = {**config, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": positions}
+        (tmp_path / "config.json").write_text(json.dumps({**dynamic, "rope_parameters": None}))
+        return evaluate(tmp_path, windows[:1], None, quiet, CPU)
+
+    assert judge(windows.shape[1]).perplexity > 1
+    with pytest.raises(CannotQuantize, match="dynamic rope scaling"):
+        judge(windows.shape[1] - 1)
