@@ -21,7 +21,7 @@ from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.page_pool import PagePool
 from engine.linear import DenseLinear, Placement
-from engine.model.attention import Share, StepAttention
+from engine.model.attention import RowSpan, StepAttention
 from engine.model.norm import RmsNorm
 from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Layer, Weights
@@ -122,7 +122,7 @@ def forced(model: Transformer, tokens: Items[int]) -> torch.Tensor:
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     pool = KvCache(shape, pages, model.placement, heads_outside=False)
     places = torch.arange(count, device=device)
-    share = [Share(0, count, 0, list(range(pages)))]
+    share = [RowSpan(0, count, 0, list(range(pages)))]
     attention = StepAttention(share, tuple(dict.fromkeys(config.windows)), pool, device)
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=device)
