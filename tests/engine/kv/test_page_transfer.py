@@ -17,7 +17,7 @@ from engine.kv.page_pool import PagePool
 from engine.kv.page_transfer import PoolPages
 from engine.kv.prefix_index import PrefixIndex
 from engine.linear import Placement
-from engine.model.attention import Share, reach
+from engine.model.attention import RowSpan, key_range
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
@@ -73,13 +73,13 @@ def test_keys_in_stretches_are_seen_as_keys_in_one(dtype: torch.dtype, window: i
     made = pool(dtype, heads_outside=True)
     query = torch.randn(1, SHAPE.kv_heads, 3, SHAPE.head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     for start in (81, 90, 95):
-        share = Share(0, 1, start, pages)
+        span = RowSpan(0, 1, start, pages)
         keys, values = (part.transpose(0, 1).flatten(1, 2)[:, : start + 1] for part in made.layer(1)[:, pages])
         low = 0 if window is None else start - window + 1
         scores = query[0].double() @ keys[:, low:].double().transpose(1, 2) / SHAPE.head_dim**0.5
         expected = scores.softmax(-1) @ values[:, low:].double()
         for whole in (True, False):
-            found = reach(share, window, made, torch.device("cpu"), whole)
+            found = key_range(span, window, made, torch.device("cpu"), whole)
             assert found.attend(made, 1, query).dtype == dtype
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(found.attend(made, 1, query)[0].double(), expected, rtol=0, atol=tolerance)
