@@ -33,7 +33,7 @@ from service.observability.scrape import PATH as METRICS_PATH
 from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.whippet_v1.services import GENERATION, WhippetV1
-from service.transport.auth import OpenHouse, TokenFile
+from service.transport.auth import NoTokens, TokenFile
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
 from service.transport.ports import Port, PortTaken, credentials_of, open_port
@@ -43,18 +43,18 @@ from service.transport.writer import StallWatch
 PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
 
 # Exit codes
-STOPPED = 0  # as asked, nothing was lost
+STOPPED = 0  # by a signal, no request was lost
 CUT_OFF = 1  # requests were still live when the drain's time was over, or something broke
 BAD_SETTINGS = 2
 BAD_MODEL = 3
 PORT_TAKEN = 4
 
-_LAST_WORDS = 2.0  # seconds for statuses to leave once everything has ended
+_STATUS_GRACE = 2.0  # seconds for statuses to leave once everything has ended
 _log = logging.getLogger(__name__)
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Serves until it is told to stop. Returns the exit code; what is wrong at the start is one line on stderr."""
+    """Serves until a signal comes. Returns the exit code; an error at the start is one line on stderr."""
     try:
         settings = load(argv)
         logging.basicConfig(
@@ -62,7 +62,7 @@ def serve(argv: Sequence[str]) -> int:
             stream=sys.stderr,
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
-        logging.getLogger("grpc._cython.cygrpc").addFilter(_not_about_departures)
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
         return uvloop.run(_serve(settings))
     except BadSettings as error:
         return _refuse(error, BAD_SETTINGS)
@@ -74,7 +74,7 @@ def serve(argv: Sequence[str]) -> int:
         return _refuse(error, CUT_OFF)
 
 
-def _not_about_departures(record: logging.LogRecord) -> bool:
+def _is_no_departure(record: logging.LogRecord) -> bool:
     """gRPC logs a traceback where a caller goes away at the very moment that its answer is sent."""
     return "ExecuteBatchError raised in core" not in record.getMessage()
 
@@ -85,8 +85,8 @@ def _refuse(error: Exception, code: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _House:
-    """All that runs."""
+class _Parts:
+    """What starts and stops with the server."""
 
     engine: EngineClient
     admission: Admission
@@ -105,36 +105,63 @@ class _House:
 
 async def _serve(settings: Settings) -> int:
     stop = _Signals(asyncio.get_running_loop())
-    house = _build(settings)
+    parts = _build(settings)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(house.caches.aclose)
-        stack.push_async_callback(house.engine.close)
-        for port in house.ports:
+        stack.push_async_callback(parts.caches.aclose)
+        stack.push_async_callback(parts.engine.close)
+        for port in parts.ports:
             await port.server.start()
             stack.push_async_callback(port.server.stop, None)
-        if house.metrics is not None:
-            stack.push_async_callback(house.metrics.stop)
-            await house.metrics.start()
-        background = [asyncio.create_task(house.health.run()), asyncio.create_task(house.watch.run())]
+        if parts.metrics is not None:
+            stack.push_async_callback(parts.metrics.stop)
+            await parts.metrics.start()
+        background = [asyncio.create_task(parts.health.run()), asyncio.create_task(parts.watch.run())]
         for task in background:
             stack.callback(task.cancel)
-        if not await stop.before(house.engine.start()):
+        if not await stop.before(parts.engine.start()):
             return STOPPED
-        house.caches.now()
+        parts.caches.now()
         gc.collect()
-        gc.freeze()  # a full collection would otherwise look at every imported module, with all streams waiting
-        house.health.refresh()
-        _announce(settings, house)
+        gc.freeze()  # a full collection would otherwise visit every imported module, with all streams waiting
+        parts.health.refresh()
+        _announce(settings, parts)
         await stop.before(_first_to_end(background))
-        return await _drain(settings.drain.timeout, house, stop)
+        return await _drain(settings.drain.timeout, parts, stop)
 
 
-def _build(settings: Settings) -> _House:
+def _build(settings: Settings) -> _Parts:
     """Everything, bound and not yet started."""
     credentials = credentials_of(settings.tls)
     tokens = settings.auth.tokens_file
+    guard: Guard = NoTokens() if tokens is None else TokenFile(tokens)
+    cases, engine = _use_cases(settings, guard)
+    health = Health(lambda: engine.state is EngineState.READY and not cases.admission.draining)
+    watch = StallWatch(settings.stream.stall_timeout)
+    metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name)
+    data = [protocol.data_services(cases, guard, watch) for protocol in PROTOCOLS]
+    operators = [protocol.admin_services(cases, guard) for protocol in PROTOCOLS]
+
+    def port(address: str, services: list[Services]) -> Port:
+        handlers = [handler for one in services for handler in one.handlers]
+        names = [name for one in services for name in one.names]
+        return open_port(address, [*handlers, health.handlers()], [*names, HEALTH], credentials)
+
+    return _Parts(
+        engine=engine,
+        admission=cases.admission,
+        caches=cases.caches,
+        health=health,
+        watch=watch,
+        data=port(settings.listen, data),
+        admin=port(settings.admin_listen, operators),
+        probes=open_port(settings.health_listen, [health.handlers()], (HEALTH,), None),
+        metrics=MetricsPort(settings.metrics_listen, metrics.families) if settings.metrics_listen else None,
+    )
+
+
+def _use_cases(settings: Settings, guard: Guard) -> tuple[UseCases, EngineClient]:
+    """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
-    guard: Guard = OpenHouse() if tokens is None else TokenFile(tokens)
     tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model)
     vocab_size = None if settings.model is None else tokenizer.vocab_size
     engine = EngineClient(
@@ -145,8 +172,6 @@ def _build(settings: Settings) -> _House:
         return settings.scheduler.max_sequences if engine.info is None else engine.info.max_sequences
 
     admission = Admission(settings.limits, capacity)
-    health = Health(lambda: engine.state is EngineState.READY and not admission.draining)
-    watch = StallWatch(settings.stream.stall_timeout)
     model = ServedModel(settings.served_name, tokenizer, engine)
     switches = Switches(settings.optimizations, engine)
     caches = AnswerCaches(cache_options, engine, tokenizer.digest)
@@ -160,65 +185,46 @@ def _build(settings: Settings) -> _House:
         caches=caches,
         flusher=Flusher(caches, guard.tenants),
     )
-    metrics = Metrics(engine, admission, caches, switches, settings.served_name)
-    data = [protocol.data_services(cases, guard, watch) for protocol in PROTOCOLS]
-    operators = [protocol.admin_services(cases, guard) for protocol in PROTOCOLS]
-
-    def port(address: str, services: list[Services]) -> Port:
-        handlers = [handler for one in services for handler in one.handlers]
-        names = [name for one in services for name in one.names]
-        return open_port(address, [*handlers, health.handlers()], [*names, HEALTH], credentials)
-
-    return _House(
-        engine=engine,
-        admission=admission,
-        caches=caches,
-        health=health,
-        watch=watch,
-        data=port(settings.listen, data),
-        admin=port(settings.admin_listen, operators),
-        probes=open_port(settings.health_listen, [health.handlers()], (HEALTH,), None),
-        metrics=MetricsPort(settings.metrics_listen, metrics.families) if settings.metrics_listen else None,
-    )
+    return cases, engine
 
 
-def _announce(settings: Settings, house: _House) -> None:
-    """Says on stdout what is served, where, and how to call it."""
-    info = house.engine.info
+def _announce(settings: Settings, parts: _Parts) -> None:
+    """Prints what is served, where, and how to call it."""
+    info = parts.engine.info
     if info is not None:
         sys.stdout.write(
             f"serving {settings.served_name}: {info.architecture}, {info.weight_format} {info.dtype} on {info.device}, "
             f"decoder {info.decoder}, {info.max_sequences} sequences of up to {info.max_context} tokens\n"
         )
-    if house.metrics is not None:
-        sys.stdout.write(f"metrics: http://{house.metrics.address}{METRICS_PATH}\n")
+    if parts.metrics is not None:
+        sys.stdout.write(f"metrics: http://{parts.metrics.address}{METRICS_PATH}\n")
     tls = "-plaintext" if settings.tls.cert is None else "-cacert CA.pem"
     token = "" if settings.auth.tokens_file is None else ' -H "authorization: Bearer $TOKEN"'
     sys.stdout.write(
         f'call it: grpcurl {tls}{token} -d \'{{"text": "def read_json(path):", "stopping": {{"max_tokens": 64}}}}\' '
-        f"{house.data.address} {GENERATION}/GenerateStream\n"
-        f"ready: data {house.data.address} admin {house.admin.address} health {house.probes.address}\n"
+        f"{parts.data.address} {GENERATION}/GenerateStream\n"
+        f"ready: data {parts.data.address} admin {parts.admin.address} health {parts.probes.address}\n"
     )
     sys.stdout.flush()
 
 
-async def _drain(within: float, house: _House, stop: _Signals) -> int:
-    """Refuses what is new, waits for what is live, then lets go. A second signal cuts the wait short."""
-    house.admission.drain()
-    house.health.refresh()
-    _log.info("draining: %d live requests", house.admission.live)
-    await stop.before(house.admission.idle(within))
-    cut = house.admission.live
+async def _drain(within: float, parts: _Parts, stop: _Signals) -> int:
+    """Refuses new requests, waits for live ones, then closes. A second signal cuts the wait short."""
+    parts.admission.drain()
+    parts.health.refresh()
+    _log.info("draining: %d live requests", parts.admission.live)
+    await stop.before(parts.admission.idle(within))
+    cut = parts.admission.live
     if cut:
         _log.warning("%d requests are cut off", cut)
-    await house.engine.close()  # what is still live fails with UNAVAILABLE
-    house.health.close()
-    await asyncio.gather(*(port.server.stop(_LAST_WORDS) for port in house.ports))
+    await parts.engine.close()  # what is still live fails with UNAVAILABLE
+    parts.health.close()
+    await asyncio.gather(*(port.server.stop(_STATUS_GRACE) for port in parts.ports))
     return CUT_OFF if cut else STOPPED
 
 
 async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
-    """These never end by themselves: what ends one is raised."""
+    """These tasks never end by themselves: raises the error that ended one."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
@@ -233,7 +239,7 @@ class _Signals:
             loop.add_signal_handler(number, self._came.set)
 
     async def before(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Runs `work` until it is done or a signal comes. Whether it got done."""
+        """Runs `work` until it is done or a signal comes; whether it was done."""
         task = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future(self._came.wait())
         try:

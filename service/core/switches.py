@@ -11,7 +11,7 @@ from service.core.errors import Unimplemented
 
 RESPONSE_CACHE = "response_cache"
 SEMANTIC_CACHE = "semantic_cache"
-_OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # whoever uses them asks `on`; all others are the engine's
+_OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # read through `on` by their users; all others belong to the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Switch:
 
 
 class Switches:
-    """All that this build has."""
+    """Every switch of this build."""
 
     def __init__(self, options: OptimizationOptions, engine: Engine) -> None:
         self._engine = engine
@@ -35,15 +35,15 @@ class Switches:
         }
 
     def all(self) -> tuple[Switch, ...]:
-        """By name."""
+        """Sorted by name."""
         return tuple(self._switches.values())
 
     def on(self, name: str) -> bool:
-        """Whether it is in force."""
+        """Its present state."""
         return self._switches[name].enabled
 
     async def set(self, name: str, enabled: bool) -> Switch:
-        """Returns when it is in force. Raises Unimplemented for a name that there is not."""
+        """Returns once it has taken effect. Raises Unimplemented for an unknown name."""
         async with self._lock:
             switch = self._switches.get(name)
             if switch is None:

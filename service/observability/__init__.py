@@ -1,1 +1,1 @@
-"""What is told of the server: metrics, their port, progress of loading."""
+"""Metrics, the port they are scraped from, and progress of loading."""

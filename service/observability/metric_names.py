@@ -1,4 +1,4 @@
-"""What metrics are called: every event that is counted has its family here, and every family its one sentence.
+"""Names of metrics: every event that is counted has its family here, and every family its one sentence.
 
 Labels are names of rules and states, never a caller's text.
 """
@@ -12,60 +12,60 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """How an event is told."""
+class Counted:
+    """The family that an event is counted in, and with which labels."""
 
     family: str
-    label: str = ""  # what the event's own label is called; empty where it has none
+    label: str = ""  # name of the event's own label; empty where it has none
     fixed: Labels = ()
-    known: tuple[str, ...] = ()  # values of the label that are told from the start, as 0
+    known: tuple[str, ...] = ()  # values of the label that are there from the start, as 0
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Counters of one name."""
+    """Counters with one name."""
 
     labels: tuple[str, ...]
     help: str
 
 
-_LOOKED = ("hit", "miss", "fault")
+_OUTCOMES = ("hit", "miss", "fault")
 
-EVENTS: Mapping[str, Shown] = {
-    "response_lookup": Shown("cache_requests", "outcome", (("cache", "response"),), _LOOKED),
-    "semantic_lookup": Shown("semantic_lookups", "verdict", (), ("strict", "learned", "unproven", "vetoed", "empty")),
-    "semantic_veto": Shown("semantic_vetoes", "rule"),
-    "semantic_skipped": Shown("cache_skipped", "reason", (("cache", "semantic"),)),
-    "response_skipped": Shown("cache_skipped", "reason", (("cache", "response"),)),
-    "response_not_kept": Shown("cache_not_kept", "reason", (("cache", "response"),)),
-    "semantic_observed": Shown("semantic_observations", "outcome", (), ("right", "wrong")),
-    "semantic_audit": Shown("semantic_audits", "outcome", (), ("done", "skipped", "failed")),
-    "semantic_follow": Shown("semantic_index", "event"),
-    "semantic_unavailable": Shown("semantic_unavailable", "error"),
-    "cache_fault": Shown("cache_faults", "kind"),
-    "cache_rejected": Shown("cache_rejected", "reason"),
-    "cache_too_large": Shown("cache_too_large", "kind"),
-    "cache_write_dropped": Shown("cache_writes_lost", "kind", (("reason", "dropped"),)),
-    "cache_write_failed": Shown("cache_writes_lost", "", (("reason", "failed"), ("kind", ""))),
-    "cache_dropped": Shown("cache_tasks_lost", "task", (("reason", "dropped"),)),
-    "cache_beside": Shown("cache_tasks_lost", "reason", (("task", ""),)),
-    "flight": Shown("flights", "role", (), ("lead", "follow")),
-    "flight_replaced": Shown("flights_replaced"),
-    "flight_shared": Shown("shared_flights", "event"),
-    "block_gate": Shown("prefix_gate", "decision"),
-    "block_chunks": Shown("prefix_chunks", "outcome"),
-    "block_bytes": Shown("prefix_chunk_bytes", "direction"),
-    "block_written": Shown("prefix_chunks_written"),
-    "block_write_dropped": Shown("prefix_writes_lost", "", (("reason", "dropped"),)),
-    "block_write_failed": Shown("prefix_writes_lost", "reason"),
-    "block_fault": Shown("prefix_faults", "kind"),
-    "block_rejected": Shown("prefix_rejected", "reason"),
+EVENTS: Mapping[str, Counted] = {
+    "response_lookup": Counted("cache_requests", "outcome", (("cache", "response"),), _OUTCOMES),
+    "semantic_lookup": Counted("semantic_lookups", "verdict", (), ("strict", "learned", "unproven", "vetoed", "empty")),
+    "semantic_veto": Counted("semantic_vetoes", "rule"),
+    "semantic_skipped": Counted("cache_skipped", "reason", (("cache", "semantic"),)),
+    "response_skipped": Counted("cache_skipped", "reason", (("cache", "response"),)),
+    "response_not_kept": Counted("cache_not_kept", "reason", (("cache", "response"),)),
+    "semantic_observed": Counted("semantic_observations", "outcome", (), ("right", "wrong")),
+    "semantic_audit": Counted("semantic_audits", "outcome", (), ("done", "skipped", "failed")),
+    "semantic_follow": Counted("semantic_index", "event"),
+    "semantic_unavailable": Counted("semantic_unavailable", "error"),
+    "cache_fault": Counted("cache_faults", "kind"),
+    "cache_rejected": Counted("cache_rejected", "reason"),
+    "cache_too_large": Counted("cache_too_large", "kind"),
+    "cache_write_dropped": Counted("cache_writes_lost", "kind", (("reason", "dropped"),)),
+    "cache_write_failed": Counted("cache_writes_lost", "", (("reason", "failed"), ("kind", ""))),
+    "cache_dropped": Counted("cache_tasks_lost", "task", (("reason", "dropped"),)),
+    "cache_beside": Counted("cache_tasks_lost", "reason", (("task", ""),)),
+    "flight": Counted("flights", "role", (), ("lead", "follow")),
+    "flight_replaced": Counted("flights_replaced"),
+    "flight_shared": Counted("shared_flights", "event"),
+    "block_gate": Counted("prefix_gate", "decision"),
+    "block_chunks": Counted("prefix_chunks", "outcome"),
+    "block_bytes": Counted("prefix_chunk_bytes", "direction"),
+    "block_written": Counted("prefix_chunks_written"),
+    "block_write_dropped": Counted("prefix_writes_lost", "", (("reason", "dropped"),)),
+    "block_write_failed": Counted("prefix_writes_lost", "reason"),
+    "block_fault": Counted("prefix_faults", "kind"),
+    "block_rejected": Counted("prefix_rejected", "reason"),
 }
 TIMES: Mapping[str, str] = {"response_lookup": "response", "semantic_lookup": "semantic", "block_fetch": "prefix"}
 
 FAMILIES: Mapping[str, Family] = {
     "cache_requests": Family(("cache", "outcome"), "Lookups of requests, by what the cache had."),
-    "cache_skipped": Family(("cache", "reason"), "Requests that a cache was not asked for, by the reason."),
+    "cache_skipped": Family(("cache", "reason"), "Requests that skipped a cache, by the reason."),
     "cache_not_kept": Family(("cache", "reason"), "Answers that were not kept, by the reason."),
     "cache_faults": Family(("kind",), "Commands that the caches' store did not answer in time or at all."),
     "cache_rejected": Family(("reason",), "Entries that were damaged, foreign or of an older version."),

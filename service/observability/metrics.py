@@ -1,4 +1,4 @@
-"""What is told to Prometheus, read when it asks from what is counted anyhow; `metric_names` says what is called how."""
+"""Metrics for Prometheus, read at each scrape from counters that exist anyhow; names stand in `metric_names`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from engine.api import Engine, EngineLoad, EngineState
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
-from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Labels, Shown
+from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Counted, Labels
 from service.version import version
 
 Counts = Mapping[tuple[str, str], int]  # (event, label) → count
 
 
-# What a verdict of the semantic cache was to the one who asked; in shadow nothing is served.
+# What a verdict of the semantic cache meant for the request; in shadow nothing is served.
 _OUTCOMES = {"empty": "miss", "vetoed": "miss", "unproven": "miss"}
 _FOUND = ("strict", "learned")
 _BREAKERS = {"closed": 0, "probing": 1, "open": 2}
 
 
 class Metrics:
-    """Reads what is counted, on the event loop that counts it."""
+    """Reads counters on the event loop that changes them."""
 
     def __init__(
         self, engine: Engine, admission: Admission, caches: AnswerCaches, switches: Switches, model_name: str
@@ -38,7 +38,7 @@ class Metrics:
         self._version = version()  # read from a file
 
     def families(self) -> list[Metric]:
-        """All there is to tell now."""
+        """All families, as of now."""
         load = self._engine.load
         return [*self._process(), *_engine(load), *self._requests(), *self._counted(load), *self._cached()]
 
@@ -67,20 +67,20 @@ class Metrics:
 
     def _counted(self, load: EngineLoad) -> Iterator[Metric]:
         rows = _Rows()
-        for shown in EVENTS.values():
-            for value in shown.known:
-                rows.add(shown, value, 0)
+        for counted in EVENTS.values():
+            for value in counted.known:
+                rows.add(counted, value, 0)
         counts: Counts = self._caches.counts()
         for (event, label), count in counts.items():
-            shown_as = EVENTS.get(event)
-            if shown_as is None:
-                rows.add(Shown("unnamed_events", "event"), f"{event}.{label}" if label else event, count)
+            found = EVENTS.get(event)
+            if found is None:
+                rows.add(Counted("unnamed_events", "event"), f"{event}.{label}" if label else event, count)
             else:
-                rows.add(shown_as, label, count)
+                rows.add(found, label, count)
         self._outcomes(rows, counts)
         for reason, count in self._admission.slots.refusals.items():
-            rows.add(Shown("requests_refused", "reason"), reason, count)
-        prefix = Shown("cache_requests", "outcome", (("cache", "prefix"),))
+            rows.add(Counted("requests_refused", "reason"), reason, count)
+        prefix = Counted("cache_requests", "outcome", (("cache", "prefix"),))
         rows.add(prefix, "hit", load.begun_cached)
         rows.add(prefix, "miss", load.begun - load.begun_cached)
         yield from rows.families()
@@ -90,7 +90,7 @@ class Metrics:
         if self._caches.semantic_mode is Mode.OFF:
             return
         served = "hit" if self._caches.semantic_mode is Mode.ON else "shadow"
-        semantic = Shown("cache_requests", "outcome", (("cache", "semantic"),))
+        semantic = Counted("cache_requests", "outcome", (("cache", "semantic"),))
         for word in (served, "miss", "fault", "skipped"):
             rows.add(semantic, word, 0)
         for (event, label), count in counts.items():
@@ -115,20 +115,20 @@ class Metrics:
 
 
 class _Rows:
-    """Counts on their way into families."""
+    """Counts by family and labels."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[Labels, int]] = {}
 
-    def add(self, shown: Shown, value: str, count: int) -> None:
+    def add(self, counted: Counted, value: str, count: int) -> None:
         """Counts under equal labels add up."""
-        labels = {**dict(shown.fixed), **({shown.label: value} if shown.label else {})}
-        key = tuple((name, labels[name]) for name in FAMILIES[shown.family].labels)
-        row = self._rows.setdefault(shown.family, {})
+        labels = {**dict(counted.fixed), **({counted.label: value} if counted.label else {})}
+        key = tuple((name, labels[name]) for name in FAMILIES[counted.family].labels)
+        row = self._rows.setdefault(counted.family, {})
         row[key] = row.get(key, 0) + count
 
     def families(self) -> Iterator[Metric]:
-        """Those that have anything."""
+        """Those with at least one row."""
         for name, row in self._rows.items():
             family = CounterMetricFamily(f"whippet_{name}", FAMILIES[name].help, labels=FAMILIES[name].labels)
             for labels, count in sorted(row.items()):

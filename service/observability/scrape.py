@@ -1,6 +1,6 @@
-"""The metrics port: plain HTTP that answers GET /metrics, and what its listener costs at most.
+"""The metrics port: plain HTTP that answers GET /metrics, with bounds on what its clients can cost.
 
-Runs on the server's own event loop, so that what is read is of one moment; only the text is made in a thread.
+Runs on the server's own event loop, so that all values are of one moment; only the text is made in a thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 from service.transport.ports import PortTaken
 
 PATH = "/metrics"
-_MOST_CONNECTIONS = 16
-_MOST_HEAD = 8192  # bytes of a request
-_PATIENCE = 5.0  # seconds that one connection may take
-_HASTE = 0.5  # the same, for those beyond
+_MAX_CONNECTIONS = 16
+_MAX_HEAD = 8192  # bytes of a request
+_TIMEOUT = 5.0  # seconds for one connection
+_TIMEOUT_CROWDED = 0.5  # seconds for each one beyond the maximum
 _TEXT = "text/plain; charset=utf-8"
 _REASONS = {
     200: "OK",
@@ -46,11 +46,11 @@ class MetricsPort:
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Answers from now on."""
-        self._server = await asyncio.start_server(self._accept, sock=self._socket, limit=_MOST_HEAD)
+        """Accepts connections from now on."""
+        self._server = await asyncio.start_server(self._accept, sock=self._socket, limit=_MAX_HEAD)
 
     async def stop(self) -> None:
-        """Ends what is under way too."""
+        """Cuts off scrapes that are under way."""
         if self._server is None:
             self._socket.close()
             return
@@ -62,18 +62,18 @@ class MetricsPort:
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        crowded = len(self._tasks) >= _MOST_CONNECTIONS
+        crowded = len(self._tasks) >= _MAX_CONNECTIONS
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer, crowded), name="metrics")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, crowded: bool) -> None:
         try:
-            async with asyncio.timeout(_HASTE if crowded else _PATIENCE):
+            async with asyncio.timeout(_TIMEOUT_CROWDED if crowded else _TIMEOUT):
                 writer.write(await self._answer(reader, crowded))
                 await writer.drain()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            pass  # it has gone, or is too slow to wait for
+            pass  # the client has gone, or is too slow
         finally:
             writer.close()
 
@@ -92,18 +92,18 @@ class MetricsPort:
         try:
             kind, body = await self._page(accept)
         except Exception:
-            _log.exception("the metrics could not be told")
+            _log.exception("the metrics could not be read")
             return _response(500, _TEXT, b"see the log\n")
         return _response(200, kind, body, bodiless=method == "HEAD")
 
     async def _page(self, accept: str) -> tuple[str, bytes]:
         encode, kind = choose_encoder(accept)
-        told = _Told([*self._families(), *self._process.collect()])
-        return kind, await asyncio.to_thread(encode, told)
+        snapshot = _Snapshot([*self._families(), *self._process.collect()])
+        return kind, await asyncio.to_thread(encode, snapshot)
 
 
-class _Told(Collector):
-    """What was read, to be put into text."""
+class _Snapshot(Collector):
+    """Families that were read on the event loop, for the encoder."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._all = families
@@ -124,7 +124,7 @@ def _bound(address: str) -> socket.socket:
 
 
 def _read(head: bytes) -> tuple[str, str, str]:
-    """Method, path and what is accepted; empty where they are not told."""
+    """Method, path and the Accept header; empty where they are missing."""
     first, *rest = head.decode("latin-1").split("\r\n")
     method, target, *_ = [*first.split(" "), "", ""]
     headers = dict(line.lower().split(":", 1) for line in rest if ":" in line)

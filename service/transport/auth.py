@@ -6,7 +6,7 @@ The file is YAML, a list of entries:
       sha256: "9f86d081884c7d65…" # of the token, hexadecimal: printf %s "$TOKEN" | sha256sum
       rights: [generate]          # generate, admin
 
-It is read again when it changes. A file that has become unreadable leaves the old entries in force.
+It is read again when it changes. If it has become unreadable, the old entries stay in force.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from service.core.errors import PermissionDenied, Unauthenticated
 DEFAULT_TENANT = "default"
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-_CHECK_INTERVAL = 1.0  # seconds between looks at the file's time
+_CHECK_INTERVAL = 1.0  # seconds between checks of the file's modification time
 _log = logging.getLogger(__name__)
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Right(enum.StrEnum):
-    """What a token allows."""
+    """What a token permits."""
 
     GENERATE = "generate"
     ADMIN = "admin"
@@ -45,7 +45,7 @@ class Right(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever a token stands for."""
+    """The tenant that a token belongs to, and its rights."""
 
     tenant: str
     rights: frozenset[Right]
@@ -57,8 +57,8 @@ class _Entry:
     caller: Caller
 
 
-class OpenHouse:
-    """Asks for no token: everyone is the default tenant and may do everything."""
+class NoTokens:
+    """No tokens are configured: every caller is the default tenant with all rights."""
 
     def __init__(self) -> None:
         self._everyone = Caller(DEFAULT_TENANT, frozenset(Right))
@@ -68,7 +68,7 @@ class OpenHouse:
         return self._everyone
 
     def tenants(self) -> frozenset[str]:
-        """The one there is."""
+        """The default one."""
         return frozenset((self._everyone.tenant,))
 
 
@@ -97,7 +97,7 @@ class TokenFile:
         return frozenset(entry.caller.tenant for entry in self._entries)
 
     def _find(self, digest: bytes) -> Caller | None:
-        """Looks at every entry, so that time tells nothing."""
+        """Compares with every entry, so that timing reveals nothing."""
         found = None
         for entry in self._entries:
             if hmac.compare_digest(entry.digest, digest):
@@ -121,7 +121,7 @@ class TokenFile:
 
 
 def read_tokens(path: Path) -> tuple[_Entry, ...]:
-    """The entries of the file. Raises BadSettings, which names the entry and never shows a hash."""
+    """The entries of the file. Raises BadSettings, which names the entry and never contains a hash."""
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

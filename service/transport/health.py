@@ -1,6 +1,6 @@
-"""grpc.health.v1: `""` means that the process is alive, the name of the generation service that requests are taken.
+"""grpc.health.v1: `""` is SERVING while the process lives, the generation service while requests are accepted.
 
-Asks for no token, since whoever probes has none.
+No token is needed: probes have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from service.transport.writer import Context
 
 SERVICE = "grpc.health.v1.Health"
 GENERATION = "whippet.v1.GenerationService"
-_INTERVAL = 0.1  # seconds between looks at whether requests are taken
+_INTERVAL = 0.1  # seconds between polls of readiness
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _REQUEST = health_pb2.HealthCheckRequest.DESCRIPTOR.full_name
@@ -26,7 +26,7 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """What is told of this process, and to whom."""
+    """Status of the two names, and the calls that watch them."""
 
     def __init__(self, ready: Callable[[], bool]) -> None:
         self._ready = ready
@@ -35,7 +35,7 @@ class Health:
         self._closed = False
 
     def handlers(self) -> grpc.GenericRpcHandler[bytes, bytes]:
-        """The service, for as many servers as want it."""
+        """The service; several servers may have it."""
         return service(
             SERVICE,
             {
@@ -45,20 +45,20 @@ class Health:
         )
 
     async def run(self) -> None:
-        """Keeps the answer true, for ever."""
+        """Polls readiness, for ever."""
         while True:
             self.refresh()
             await asyncio.sleep(_INTERVAL)
 
     def refresh(self) -> None:
-        """Looks now."""
+        """Polls now."""
         status = _SERVING if not self._closed and self._ready() else _NOT_SERVING
         if status != self._status[GENERATION]:
             self._status[GENERATION] = status
             self._wake()
 
     def close(self) -> None:
-        """The process ends: nothing is serving, and watchers are let go."""
+        """The process ends: nothing is SERVING any more, and watchers' calls end."""
         self._closed = True
         self._status = dict.fromkeys(self._status, _NOT_SERVING)
         self._wake()
@@ -76,15 +76,15 @@ class Health:
 
     async def _watch(self, data: bytes, context: Context) -> None:
         name = await self._name(data, context)
-        told = None
+        sent = None
         event = asyncio.Event()
         self._changed.add(event)
         try:
             while True:
                 event.clear()
                 status = self._status.get(name, _UNKNOWN)
-                if status != told:
-                    told = status
+                if status != sent:
+                    sent = status
                     await context.write(_response(status))
                 if self._closed:
                     return

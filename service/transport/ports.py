@@ -13,11 +13,11 @@ from service.config.settings import BadSettings, TlsOptions
 from service.transport.rpc import MAX_MESSAGE_BYTES
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    # Clients that ping while they wait for a token are not a nuisance.
+    # Clients may ping while they wait for a token.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Notices a client whose machine went away without a word.
+    # Detects a client whose machine went away without closing the connection.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -35,7 +35,7 @@ class Port:
     """A server and where it listens."""
 
     server: grpc.aio.Server
-    address: str  # the port resolved, where 0 was asked for
+    address: str  # with the real port where the setting said 0
 
 
 def open_port(

@@ -246,9 +246,9 @@ async def test_openmetrics_where_it_is_asked_for(port: MetricsPort) -> None:
 
 
 async def test_who_is_silent_holds_nobody_up(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "_PATIENCE", 0.3)
+    monkeypatch.setattr(scrape, "_TIMEOUT", 0.3)
     host, _, number = port.address.rpartition(":")
-    silent = [await asyncio.open_connection(host, int(number)) for _ in range(scrape._MOST_CONNECTIONS)]
+    silent = [await asyncio.open_connection(host, int(number)) for _ in range(scrape._MAX_CONNECTIONS)]
     await asyncio.sleep(0.05)
     assert b" 503 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
     for reader, writer in silent:
@@ -264,7 +264,7 @@ async def test_what_breaks_while_reading_is_500(caplog: pytest.LogCaptureFixture
     port = MetricsPort("127.0.0.1:0", broken)  # type: ignore[arg-type]
     await port.start()
     assert b" 500 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
-    assert "could not be told" in caplog.text
+    assert "could not be read" in caplog.text
     await port.stop()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from service.config.settings import BadSettings
 from service.core.errors import PermissionDenied, Unauthenticated
-from service.transport.auth import Caller, OpenHouse, Right, TokenFile, read_tokens
+from service.transport.auth import Caller, NoTokens, Right, TokenFile, read_tokens
 
 
 def digest(token: str) -> str:
@@ -27,7 +27,7 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 def test_without_a_file_everyone_may_everything() -> None:
     for right in Right:
-        assert OpenHouse().authorize((), right) == Caller("default", frozenset(Right))
+        assert NoTokens().authorize((), right) == Caller("default", frozenset(Right))
 
 
 def test_a_token_stands_for_its_tenant_and_rights(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from service.core.errors import UnknownModel
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.services import RESOURCES, unary
-from service.transport.auth import OpenHouse, Right
+from service.transport.auth import NoTokens, Right
 from service.transport.rpc import MAX_MESSAGE_BYTES, Call, Endpoints
 from service.transport.writer import Context
 
@@ -42,7 +42,7 @@ class Recorder:
 
 async def call(body: Any, data: bytes = b"", context: Recorder | None = None) -> tuple[bytes | None, Recorder]:
     context = context or Recorder()
-    handler = Endpoints(OpenHouse(), RESOURCES).unary(Right.GENERATE, unary(pb.TokenizeRequest, body))
+    handler = Endpoints(NoTokens(), RESOURCES).unary(Right.GENERATE, unary(pb.TokenizeRequest, body))
     try:
         return await handler.unary_unary(data, cast(Context, context)), context  # type: ignore[misc]
     except Ended:
