@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from service.version import version
 
-# subcommand → module with `run(argv) -> exit code`, and what it does
+# subcommand → module with `run(argv) -> exit code`, and its line in --help
 COMMANDS = {
     "serve": ("service.cli.serve", "serve a model over gRPC"),
     "generate": ("service.cli.generate", "ask a server and stream its answer to the terminal"),
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="whippet",
         description="A gRPC streaming server for one language model.",
-        epilog=f"commands:\n{lines}\n\n`whippet COMMAND --help` tells the flags of each.",
+        epilog=f"commands:\n{lines}\n\n`whippet COMMAND --help` lists the flags of each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -1,4 +1,4 @@
-"""A client's way to a server: where it is, how it is known, and what its refusals mean in one line."""
+"""How a client reaches a server: address, credentials, and its refusals in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to, and as whom."""
+    """Address and credentials."""
 
     address: str
     token: str | None
@@ -82,7 +82,7 @@ def exit_code(error: grpc.RpcError) -> int:
 
 
 def explain(error: grpc.RpcError, address: str) -> str:
-    """One line: the code, what the server said, the fields that are wrong, when to try again."""
+    """One line: the code, the server's message, the fields that are wrong, when to try again."""
     call = cast(grpc.Call, error)
     message = call.details() or "no reason given"
     details = _details(call)

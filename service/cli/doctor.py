@@ -1,7 +1,7 @@
 """`whippet doctor`: what this machine has, and how a model would be served on it.
 
 The engine's part comes from a process of its own, `python -m engine.worker.doctor`. Exit code 1 where serving is
-impossible; a port that is taken is told but is no such reason, since a running server takes it.
+impossible. A port that is taken is reported but is no such reason, since a running server takes it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def examine(flags: argparse.Namespace) -> dict[str, Any]:
-    """Everything found, as it is printed with --json."""
+    """The whole report, as printed with --json."""
     machine = look()
     missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
-    engine = _ask_engine(flags)
-    text, text_problems = _look_at_text(flags.model)
+    engine = _engine_report(flags)
+    text, text_problems = _text_report(flags.model)
     addresses = (flags.listen, flags.admin_listen, flags.health_listen, flags.metrics_listen)
     problems = [*missing, *engine.get("problems", []), *text_problems]
     return {
@@ -71,15 +71,15 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ask_engine(flags: argparse.Namespace) -> dict[str, Any]:
+def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
     """The report of `engine.worker.doctor`; `problems` alone where it gives none."""
-    asked = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
-    asked += ["--quantization", flags.quantization]
+    arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
+    arguments += ["--quantization", flags.quantization]
     if flags.model is not None:
-        asked += ["--model", flags.model]
+        arguments += ["--model", flags.model]
     try:
         done = subprocess.run(
-            command("engine.worker.doctor", asked),
+            command("engine.worker.doctor", arguments),
             env=environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -97,8 +97,8 @@ def _ask_engine(flags: argparse.Namespace) -> dict[str, Any]:
     return {"problems": [f"the engine cannot be asked (exit code {done.returncode}): {last.strip()}"]}
 
 
-def _look_at_text(folder: str | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """What tokenizer and chat template are like, and what is wrong with them."""
+def _text_report(folder: str | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """Facts of the tokenizer and the chat template, and problems with them."""
     if folder is None:
         return None, []
     from service.core.text import Tokenizer

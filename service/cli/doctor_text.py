@@ -19,11 +19,11 @@ def render(report: dict[str, Any]) -> str:
         *(("problem", problem) for problem in report["problems"]),
         ("verdict", "serving is impossible" if report["problems"] else "ready to serve"),
     ]
-    told = ""
+    last = ""
     out = []
     for name, text in lines:
-        out.append(f"{name if name != told else '':<11}{text}")
-        told = name
+        out.append(f"{name if name != last else '':<11}{text}")
+        last = name
     return "\n".join(out)
 
 

@@ -1,7 +1,7 @@
-"""`whippet generate`: asks a server and streams its answer to the terminal.
+"""`whippet generate`: sends a prompt to a server and streams the answer to the terminal.
 
 Exit codes: 0; 2 for a command line that makes no sense; 64 and the gRPC code for a refusal; 130 for ctrl-C; 141 where
-whoever reads stdout went away.
+stdout was closed by its reader.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _request(flags: argparse.Namespace) -> pb.GenerateStreamRequest:
-    """Sets what was given; the server says what is wrong with it."""
+    """With the flags that were given; the server validates them."""
     prompt = _prompt(flags.prompt)
     try:
         request = pb.GenerateStreamRequest(
@@ -128,8 +128,8 @@ def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamReques
 
 @contextmanager
 def _cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
-    """Says whether it happened. An exception thrown into the middle of grpc is lost now and then; a handler is not.
-    The call is cancelled by another thread, since this one may hold the call's own lock."""
+    """The event is set once ctrl-C came. An exception thrown into the middle of grpc is lost now and then; a handler is
+    not. The call is cancelled by another thread, since this one may hold the call's own lock."""
     happened = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:
@@ -178,7 +178,7 @@ class _Out:
         sys.stdout.flush()
 
     def end_line(self) -> None:
-        """What comes next on the terminal begins on a line of its own."""
+        """Lets the next output on the terminal begin on a new line."""
         if self._live and self._texts and not self._texts[-1].endswith("\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Another Python process that finds the same packages as this one: torch stays out of the command itself."""
+"""Runs a module in another Python process with the same packages, so that the command itself needs no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 
 def command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The words that run a module in this interpreter, the current folder not importable."""
+    """Arguments that run a module in this interpreter; the current folder is not importable."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> Mapping[str, str]:
-    """So that the process finds the packages that this one would."""
+    """With a PYTHONPATH that finds the packages of this process."""
     home = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
 def run_module(module: str, arguments: Sequence[str]) -> int:
-    """In the foreground, on this terminal; ctrl-C reaches it and it alone answers. Returns its exit code."""
+    """In the foreground, on this terminal; ctrl-C is left to it. Returns its exit code."""
     with subprocess.Popen(command(module, arguments), env=environment()) as child:
         while True:
             try:
@@ -31,5 +31,5 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 
 
 def _exit_code(returned: int) -> int:
-    """As a shell tells a signal."""
+    """128 and the signal's number, as shells have it, for a process that a signal ended."""
     return 128 - returned if returned < 0 else returned

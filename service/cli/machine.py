@@ -31,7 +31,7 @@ PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "safetensors", "jinja2"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes and counts. None where the system does not tell."""
+    """Bytes and counts. None where the system does not say."""
 
     system: str
     python: str
@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class PortState:
-    """Whether a server could listen there."""
+    """Whether a server could listen on an address."""
 
     address: str
     problem: str | None
@@ -74,7 +74,7 @@ def look(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> M
 
 
 def probe(address: str) -> PortState:
-    """Binds for a moment."""
+    """Binds the address and closes it again."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""`whippet serve`: hands its flags to the server."""
+"""`whippet serve`: passes its flags to the server."""
 
 from __future__ import annotations
 

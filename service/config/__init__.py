@@ -1,1 +1,1 @@
-"""The settings tree, and where its values come from."""
+"""The settings tree: its definition, its leaves, and the sources of their values."""
