@@ -1,5 +1,5 @@
 """What the caches cost and what they save, on plain Redis: a semantic lookup by length of the question, idle and while
-an answer is generated; a stored answer against a generated one. Prints tables and ends in one JSON line. Starts a
+an answer is generated; a stored answer beside a generated one. Prints tables and ends in one JSON line. Starts a
 redis-server of its own, and servers on free ports.
 """
 
@@ -56,14 +56,14 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # the embedder's tokens, upper borders
 REAL = 2000  # entries that are sentences; the others are random directions
 _FILLER = "filler "
-ASKED = ROOT / "tests" / "bench" / "replay" / "data" / "clinc_500.json"  # queries to assistants, of CLINC150
-AS_ASKED = "as long as they come"
+QUERIES = ROOT / "tests" / "bench" / "replay" / "data" / "clinc_500.json"  # queries to assistants, of CLINC150
+QUERIED = "as long as they come"
 Figures = dict[str, dict[str, float]]
 Buckets = dict[str, list[str]]  # texts by what their figures are called
 
 
 class Mixed:
-    """The real embedder, but for texts that only fill the index."""
+    """The real embedder, with random vectors for texts that only fill the index."""
 
     def __init__(self, real: ModelEmbedder) -> None:
         self._real = real
@@ -71,11 +71,9 @@ class Mixed:
         self.digest, self.width = real.digest, real.width
 
     def tokens(self, text: str) -> int:
-        """As the real one says."""
         return self._real.tokens(text)
 
     def embed(self, text: str) -> Vector:
-        """A real vector, or any."""
         if not text.startswith(_FILLER):
             return self._real.embed(text)
         found: Vector = self._random.standard_normal(self.width).astype(np.float32)
@@ -83,7 +81,7 @@ class Mixed:
 
 
 def sentences() -> list[str]:
-    """What the docstrings of Python's standard library say: English of every length, on every machine."""
+    """From docstrings of Python's standard library: English of every length, on every machine."""
     found: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
@@ -126,35 +124,35 @@ class Lookups:
         self.similar = SimilarCache(context, self.embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
 
     async def fill(self, texts: list[str], entries: int) -> None:
-        """Real questions first, then directions."""
+        """Real questions first, then random vectors."""
         filler = (f"{_FILLER}number {n} of many" for n in range(entries - len(texts)))
         for number, text in enumerate((*texts, *filler)):
             await self.similar.put(turn(text), answer())
             if number % 200 == 0:
-                await asyncio.sleep(0.05)  # for the queue to drain
-        await asyncio.sleep(3.0)  # what is written in the background, and what follows it
+                await asyncio.sleep(0.05)  # so that the write queue empties
+        await asyncio.sleep(3.0)  # writes in the background, and the index that follows them
 
     async def measure(self, buckets: Buckets) -> dict[str, list[float]]:
-        """Milliseconds: the whole way of a request that the response cache does not know."""
+        """Milliseconds of both lookups, for a request that the response cache does not have."""
         found: dict[str, list[float]] = {}
         order = [(name, text) for name, texts in buckets.items() for text in texts]
         random.Random(2).shuffle(order)
         for _, text in order[:20]:
             await self.similar.lookup(turn(text), Allowance(1.0))
-        await asyncio.sleep(1.0)  # the first of them set the index to follow the directory of all it has
+        await asyncio.sleep(1.0)  # the first of them made the index follow the directory
         gc.freeze()  # as a server does once it is ready
         for name, text in order:
             allowance, begun = Allowance(1.0), time.perf_counter()
-            asked = turn(text)
-            self.similar.begin(asked)  # as the service does where the store is elsewhere
-            if await self.exact.get(asked.question, allowance) is None:
-                await self.similar.lookup(asked, allowance)
+            given = turn(text)
+            self.similar.begin(given)  # as the service does where the store is another process
+            if await self.exact.get(given.question, allowance) is None:
+                await self.similar.lookup(given, allowance)
             found.setdefault(name, []).append((time.perf_counter() - begun) * 1e3)
         return found
 
 
 def bucketed(lookups: Lookups, texts: list[str], each: int) -> Buckets:
-    """So many texts of each length, half of them a stored question in other clothes; and what people ask a machine."""
+    """`each` texts of every length, half of them stored questions in other spelling; and real queries to assistants."""
     buckets: Buckets = {f"≤ {border} tokens": [] for border in LENGTHS}
     for text in texts:
         length = lookups.embedder.tokens(text)
@@ -162,13 +160,13 @@ def bucketed(lookups: Lookups, texts: list[str], each: int) -> Buckets:
         some = buckets.get(f"≤ {border} tokens", [])
         if length >= 3 and len(some) < each:
             some.append(text.lower().rstrip(".") if len(some) % 2 else text)
-    asked = [str(query[0]) for query in json.loads(ASKED.read_text())["test"]]
-    return buckets | {AS_ASKED: [text for text in asked if lookups.embedder.tokens(text) >= 3][: 4 * each]}
+    queries = [str(query[0]) for query in json.loads(QUERIES.read_text())["test"]]
+    return buckets | {QUERIED: [text for text in queries if lookups.embedder.tokens(text) >= 3][: 4 * each]}
 
 
 @contextmanager
 def generating() -> Iterator[None]:
-    """The demo model answers one request after the other, on one thread."""
+    """Meanwhile the demo model answers one request after the other, on one thread."""
     code = (
         "import sys, time, grpc\n"
         "from service.pb.whippet.v1 import generation_pb2 as pb, generation_pb2_grpc as rpc\n"
@@ -192,7 +190,7 @@ def generating() -> Iterator[None]:
 
 @contextmanager
 def measuring(what: str) -> Iterator[None]:
-    """Says so, for whoever keeps the machine quiet meanwhile."""
+    """Prints begin and end on stderr, so that the machine can be kept quiet in between."""
     print(f"measuring: {what}", file=sys.stderr, flush=True)
     yield
     print(f"measured: {what}", file=sys.stderr, flush=True)
@@ -236,7 +234,7 @@ def lookups(entries: int, each: int, rounds: int) -> Figures:
         return uvloop.run(run(redis.url))
 
 
-def ask(client: FrameClient, number: int, text: str, tokens: int) -> float:
+def request(client: FrameClient, number: int, text: str, tokens: int) -> float:
     """Milliseconds of one unary request."""
     message = pb.GenerateRequest(text=text, sampling=pb.SamplingOptions(temperature=0))
     message.stopping.max_tokens = tokens
@@ -256,17 +254,17 @@ def replays(count: int) -> Figures:
         flags = (f"--optimizations.response-cache={enabled}", "--cache.semantic.mode=off", "--fake.step-time=0.001")
         with server(*flags) as (address, _):
             client = FrameClient(address, time.monotonic)
-            ask(client, 0, "again and again", 64)
+            request(client, 0, "again and again", 64)
             time.sleep(1.2)
             with measuring(f"answers, {name}"):
-                times = [ask(client, n, "again and again", 64) for n in range(1, count + 1)]
+                times = [request(client, n, "again and again", 64) for n in range(1, count + 1)]
             client.close()
             result[f"answer of 64 tokens, {name}"] = quantiles(times)
     return result
 
 
 def main() -> None:
-    """Every part, or the one named."""
+    """Runs all parts, or those of `--part`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("lookups", "replays"), action="append")
     parser.add_argument("--entries", type=int, default=10_000)

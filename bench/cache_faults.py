@@ -1,5 +1,5 @@
-"""What a Redis that is sick adds to requests that nobody asked before, one after the other through one server: gone,
-stalled, slow, cutting its answers, full, read-only, emptied again and again. Prints a table and ends in one JSON line.
+"""What a faulty Redis adds to requests that no cache has, one after the other through one server: Redis gone, stalled,
+slow, cutting its answers, full, read-only, emptied before every request. Prints a table and ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.about import device, revision
-from bench.cache import Figures, ask, measuring, quantiles
+from bench.cache import Figures, measuring, quantiles, request
 from bench.front import server
 from bench.grpc_frames import FrameClient
 from bench.redis_server import Proxy, RedisServer, proxy_in_thread, redis_server, write_keys
 
 SLOW = 0.1  # seconds an answer takes
-CUT = 9  # bytes of an answer that come
+CUT = 9  # bytes of an answer that arrive
 RECOVERY = 2.0  # seconds
 
 
-def sicknesses(redis: RedisServer, between: Proxy) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
-    """What makes it sick, and what makes it well again. The last is for ever."""
+def faults(redis: RedisServer, between: Proxy) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """How to cause each fault, and how to end it. The last one cannot be ended."""
 
     def slow(seconds: float) -> None:
         between.delay = seconds
@@ -62,25 +62,24 @@ def measure(count: int) -> Figures:
         flags = (url, f"--cache.key-file={keys}", "--cache.semantic.mode=off", "--optimizations.response-cache=true")
         with server(*flags) as (address, _):
             client = FrameClient(address, time.monotonic)
-            asked = 0
-            for name, (sicken, heal) in sicknesses(redis, between).items():
-                sicken()
+            sent = 0
+            for name, (cause, end) in faults(redis, between).items():
+                cause()
                 times = []
                 with measuring(f"requests, Redis {name}"):
                     for _ in range(count):
                         if name == "emptied":
                             redis.command("FLUSHALL")
-                        times.append(ask(client, asked, f"{name} {asked}", 1))
-                        asked += 1
+                        times.append(request(client, sent, f"{name} {sent}", 1))
+                        sent += 1
                 result[name] = quantiles(times)
-                heal()
+                end()
                 time.sleep(RECOVERY)
             client.close()
     return result
 
 
 def main() -> None:
-    """Prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=400, help="requests of each kind")
     given = parser.parse_args()

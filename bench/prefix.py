@@ -47,7 +47,7 @@ LLAMA_8B = 131_072  # bytes of keys and values a token, of Llama 3.1 8B in bfloa
 
 
 class DevicePages:
-    """The engine's own index under a trace whose blocks stand for pages: what `bench.replay` asks for."""
+    """The engine's own index as a `bench.replay` prefix index: each block of the trace is a page."""
 
     def __init__(self, capacity: int) -> None:
         self._pool = PagePool(capacity)
@@ -58,7 +58,7 @@ class DevicePages:
         return len(self._index.find(self._sequence(blocks)))
 
     def insert(self, blocks: Items[int]) -> None:
-        """As a sequence that computes them all and ends."""
+        """Runs a sequence that computes them all and ends."""
         sequence = self._sequence(blocks[: self._pool.total])
         self._index.begin(sequence, self._index.find(sequence))
         whole = len(sequence.token_ids) // PAGE_SIZE
@@ -69,13 +69,13 @@ class DevicePages:
 
     @staticmethod
     def _sequence(blocks: Items[int]) -> Sequence:
-        """One page a block, and a token behind them."""
+        """One page a block, and one token after them."""
         ids = [block for block in blocks for _ in range(PAGE_SIZE)]
         return Sequence(plain_request((*ids, 0)), [*ids, 0])
 
 
 class Engine:
-    """The engine's loop without its socket, as new as if the process had just started."""
+    """The engine's loop without its socket, in the state of a process that has just started."""
 
     def __init__(self, runner: ModelRunner, tier: BlockSettings | None, prefixes: bool = True) -> None:
         self.runner = runner
@@ -109,7 +109,7 @@ class Engine:
         return first, cached, answer
 
     def settle(self) -> None:
-        """Until all that is worth keeping has been written."""
+        """Waits until all that is worth keeping has been written."""
         while self.tier is not None and self.tier.spare():
             pass
         if isinstance(self.store, RedisBlocks) and not self.store.drained(30):
@@ -171,7 +171,7 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSetti
 
 
 def _warm(engine: Engine, rng: random.Random, vocabulary: int) -> None:
-    """Other prompts of the same lengths, so that no arm pays for what the first of its kind pays."""
+    """Warms up with other prompts of the same lengths, so that no variant pays for first calls."""
     shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
     for _ in range(3):
         engine.ask((*shared, *(rng.randrange(3, vocabulary) for _ in range(QUESTION))))
@@ -179,7 +179,7 @@ def _warm(engine: Engine, rng: random.Random, vocabulary: int) -> None:
 
 
 def decisions(gate: dict[str, Any], told: Items[int]) -> list[dict[str, Any]]:
-    """What the gate says for 512 tokens at the measured link, by prefill rate."""
+    """The gate's decision for 512 tokens at the measured link, by prefill rate."""
     found = []
     for token_bytes in (gate["token_bytes"], LLAMA_8B):
         for rate in (gate["prefill_tokens_per_second"], *told):
@@ -193,7 +193,7 @@ def decisions(gate: dict[str, Any], told: Items[int]) -> list[dict[str, Any]]:
 
 
 def trace(path: Path) -> list[dict[str, Any]]:
-    """Hits by capacity, of the engine's index and of a simulation that is no part of it."""
+    """Hits by capacity, of the engine's index and of an independent simulation."""
     requests = read_blocks(path)
     found = []
     for capacity in CAPACITIES:
@@ -249,7 +249,7 @@ def main() -> None:
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
-    """Nobody watches."""
+    """Drops counts."""
 
 
 if __name__ == "__main__":

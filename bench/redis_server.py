@@ -1,4 +1,4 @@
-"""Redis servers of one's own, and a proxy that misbehaves: benches measure against them, tests share them."""
+"""Starts Redis servers on free ports, and a proxy that causes faults. For benches and tests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-START = 10.0  # seconds a server has
+START = 10.0  # seconds a server may take to listen
 
 
 def free_port() -> int:
-    """One of the loopback that nobody listens on."""
+    """A loopback port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def write_keys(path: Path) -> Path:
-    """A key file with one key, new in every call."""
+    """Writes a key file with one random key."""
     path.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
     return path
 
@@ -44,11 +44,11 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Of its first database."""
+        """URL of its first database."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> RedisServer:
-        """Waits until it listens."""
+        """Returns once it listens."""
         binary = shutil.which("redis-server")
         if binary is None:
             raise RuntimeError("redis-server is needed: apt-get install redis-server")
@@ -68,15 +68,15 @@ class RedisServer:
         raise RuntimeError("redis-server did not start")
 
     def pause(self) -> None:
-        """It answers nothing, and its connections stay."""
+        """Stops the process: it answers nothing, and its connections stay open."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """After a pause."""
+        """Continues after `pause`."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """At once, whatever it does; nothing where it does not run."""
+        """Kills it; does nothing where it does not run."""
         if self.process is not None:
             self.resume()
             self.process.kill()
@@ -89,7 +89,7 @@ class RedisServer:
         self.process.send_signal(what)
 
     def command(self, *words: str | bytes) -> bytes:
-        """One command over a bare socket, so that no client has to be trusted."""
+        """One command over a plain socket, so that tests depend on no client."""
         raw = [word.encode() if isinstance(word, str) else word for word in words]
         request = b"*%d\r\n" % len(raw) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in raw)
         with socket.create_connection(("127.0.0.1", self.port), 5) as link:
@@ -100,7 +100,7 @@ class RedisServer:
             return answer
 
     def keys(self, pattern: str) -> list[str]:
-        """Names that match; they hold no line ends."""
+        """Names that match; none may contain a line end."""
         return [line.decode() for line in self.command("KEYS", pattern).split(b"\r\n")[2::2]]
 
     def get(self, key: str) -> bytes:
@@ -110,7 +110,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server() -> Iterator[RedisServer]:
-    """One for the length of a `with` block."""
+    """A server for the length of a `with` block."""
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder)).start()
         try:
@@ -133,17 +133,17 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Of the first database behind it."""
+        """URL of the first database behind it."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     async def start(self) -> Proxy:
-        """On a free port."""
+        """Listens on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     async def stop(self) -> None:
-        """With all connections."""
+        """Closes all connections."""
         if self._server is not None:
             self._server.close()
         for task in list(self._tasks):
@@ -181,7 +181,7 @@ class Proxy:
 
 @contextmanager
 def proxy_in_thread(target: int) -> Iterator[Proxy]:
-    """A proxy on a loop of its own, for who blocks."""
+    """A proxy on an event loop in a thread, for callers that block."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -27,7 +27,7 @@ from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 
 _STOPPED = 130  # as a shell says that ctrl-C ended a command
-_MEMORY = 4 * 2**30  # bytes; a trace is held whole
+_MEMORY = 4 * 2**30  # bytes; room for a whole trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,7 @@ LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # upper borders of buckets, in the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HitReport:
-    """Of one trace: hits by kind, false ones among them, and lookups by length."""
+    """Result for one trace: hits by kind, false ones among them, and lookups by length."""
 
     lookups: int
     hits: dict[str, int]  # verdict → count
@@ -44,18 +44,17 @@ class HitReport:
 
     @property
     def rate(self) -> float:
-        """Hits of lookups."""
         return sum(self.hits.values()) / self.lookups if self.lookups else 0.0
 
     @property
     def false_rate(self) -> tuple[float, float, float]:
-        """False ones of the hits, with the borders of the 95 % interval."""
+        """Share of false hits among the hits, with the bounds of its 95 % interval."""
         hits, wrong = sum(self.hits.values()), sum(self.wrong.values())
         return (wrong / hits if hits else 0.0, *interval(wrong, hits))
 
 
 def interval(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's, of a share."""
+    """Wilson's interval of a share."""
     if total == 0:
         return 0.0, 1.0
     share = count / total
@@ -66,7 +65,7 @@ def interval(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 async def replay_exact(requests: Iterable[TraceRequest], cache: ResponseCache) -> HitReport:
-    """A whole prompt that comes again. An answer names its prompt, so that a false hit shows."""
+    """Hits on whole prompts. The stored answer names its prompt, so that a false hit shows."""
     hits = wrong = lookups = 0
     for request in requests:
         ids = (*request.blocks, request.tokens)
@@ -120,7 +119,7 @@ async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, e
 
 
 def replay_cosine(questions: Iterable[Labelled], embedder: Embedder, threshold: float) -> HitReport:
-    """What a static threshold would do: the anchor to compare with. Brute force."""
+    """What a static threshold would do, to compare with. Brute force."""
     rows: list[np.ndarray[Any, np.dtype[np.float32]]] = []
     intents: list[str] = []
     hits = wrong = lookups = 0
@@ -143,7 +142,7 @@ def replay_cosine(questions: Iterable[Labelled], embedder: Embedder, threshold: 
 
 
 def lines(name: str, report: HitReport) -> list[str]:
-    """A report for reading."""
+    """The report as lines of text."""
     share, low, high = report.false_rate
     found = [f"{name}: {report.lookups} lookups, {100 * report.rate:.2f} % hits"]
     for kind, count in sorted(report.hits.items()):

@@ -11,7 +11,7 @@ from bench.replay.traces import TraceRequest
 
 
 class PrefixIndex(Protocol):
-    """What finds and keeps prefixes: `LruBlocks` here, an engine's own elsewhere."""
+    """Finds and keeps prefixes: `LruBlocks` here, the engine's own index in `bench.prefix`."""
 
     def match(self, blocks: Sequence[int]) -> int:
         """How many leading blocks are held."""
@@ -44,7 +44,7 @@ class LruBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixReport:
-    """Of one trace and one capacity."""
+    """Result for one trace and one capacity."""
 
     requests: int
     blocks: int
@@ -53,18 +53,18 @@ class PrefixReport:
 
     @property
     def rate(self) -> float:
-        """Blocks found, of all."""
+        """Share of blocks that were found."""
         return self.hits / self.blocks if self.blocks else 0.0
 
     @property
     def rate_beyond_head(self) -> float:
-        """The same without the first block of each request, where that is one and the same."""
+        """The same without the first block of each request, where all requests share it."""
         rest = self.blocks - self.requests if self.shared_head else self.blocks
         return (self.hits - self.shared_head) / rest if rest else 0.0
 
 
 def replay_prefix(requests: Sequence[TraceRequest], index: PrefixIndex) -> PrefixReport:
-    """One after the other, each inserted after it was looked for."""
+    """One request after the other: matched, then inserted."""
     heads = {request.blocks[0] for request in requests if request.blocks}
     hits = head_hits = blocks = 0
     for request in requests:

@@ -20,7 +20,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A question, and what it asks for."""
+    """A question and its label."""
 
     text: str
     intent: str
