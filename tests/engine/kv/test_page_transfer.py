@@ -69,7 +69,7 @@ def test_layouts_differ_where_bytes_do() -> None:
 @pytest.mark.parametrize(
     "pages", [[3, 4, 5, 6, 7, 8], [0, 1, 2, 9, 10, 11], [4, 5, 1, 2, 8, 9], [1, 3, 5, 6, 9, 10], [9, 7, 5, 3, 1, 0]]
 )
-def test_keys_in_stretches_are_seen_as_keys_in_one(dtype: torch.dtype, window: int | None, pages: list[int]) -> None:
+def test_keys_in_several_runs_give_what_one_run_gives(dtype: torch.dtype, window: int | None, pages: list[int]) -> None:
     made = pool(dtype, heads_outside=True)
     query = torch.randn(1, SHAPE.kv_heads, 3, SHAPE.head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     for start in (81, 90, 95):
@@ -84,7 +84,7 @@ def test_keys_in_stretches_are_seen_as_keys_in_one(dtype: torch.dtype, window: i
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(found.attend(made, 1, query)[0].double(), expected, rtol=0, atol=tolerance)
             if pages == [4, 5, 1, 2, 8, 9] and window is None and not whole:
-                assert found.stretches == ((64, 32), (16, 32), (128, start - 63))
+                assert found.runs == ((64, 32), (16, 32), (128, start - 63))
 
 
 CONFIG = {
