@@ -14,9 +14,10 @@ from engine.ipc.events import Event, Failure
 from engine.ipc.frames import Cancel, Command, Configure, FrameError, Pause, Resume, Step, Submit, Switch, Switched
 from engine.ipc.link import Link
 from engine.kv.shared_tier import BlockTier
-from engine.scheduling.plan import Runner, StepPlan
+from engine.scheduling.plan import Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.worker.recording import StepRecorder
 
 _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
@@ -35,12 +36,14 @@ class Loop:
         scheduler: Scheduler,
         tier: BlockTier | None = None,
         tier_report: Callable[[], TierReport] | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self._link = link
         self._runner = runner
         self._scheduler = scheduler
         self._tier = tier
         self._tier_report = tier_report
+        self._recorder = recorder
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
         self._failures = 0  # steps in a row
@@ -48,6 +51,16 @@ class Loop:
 
     def run(self) -> None:
         """The engine's life."""
+        try:
+            self._rounds()
+        except (EOFError, ConnectionError, FrameError, EngineFailed):
+            raise  # the front's doing, or a step's, which is recorded already
+        except Exception as error:
+            if self._recorder is not None:
+                self._recorder.write(error)
+            raise
+
+    def _rounds(self) -> None:
         busy = False
         while True:
             try:
@@ -117,16 +130,22 @@ class Loop:
         return plan is not None
 
     def _run(self, plan: StepPlan) -> list[Event]:
+        result: StepResult | None = None
         try:
             result = self._runner.run(plan)
             events = self._scheduler.commit(plan, result, time.monotonic())
         except Exception as error:
             self._failures += 1
+            if self._recorder is not None:
+                self._recorder.add(plan, result)
+                self._recorder.write(error)
             _log.exception("a step of %d rows failed", len(plan.rows))
             if _device_lost(error) or self._failures == _MOST_FAILURES:
                 raise EngineFailed(f"step failure {self._failures} in a row, giving up") from error
             return self._scheduler.fail(plan)
         self._failures = 0
+        if self._recorder is not None:
+            self._recorder.add(plan, result)
         return events
 
     def _publish(self, events: list[Event], now: float, idle: bool) -> None:

@@ -28,8 +28,9 @@ from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler
-from engine.settings import EngineSettings
+from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.loop import Loop
+from engine.worker.recording import StepRecorder
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -70,7 +71,7 @@ def _serve(link: Link) -> int:
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
     link.send(Ready(runner.info))
-    Loop(link, runner, scheduler, tier, tier_report).run()
+    Loop(link, runner, scheduler, tier, tier_report, _recorder(settings, runner)).run()
     if tier is not None:
         tier.close()
     runner.close()
@@ -102,6 +103,12 @@ def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
         lookahead_tokens=info.lookahead_tokens,
         max_tokens_per_row=info.max_tokens_per_row,
     )
+
+
+def _recorder(settings: EngineSettings, runner: Runner) -> StepRecorder | None:
+    if not settings.record_steps:
+        return None
+    return StepRecorder(settings, runner.info, runner.pages.layout.token_bytes * PAGE_SIZE)
 
 
 def _prefixes(

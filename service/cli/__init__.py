@@ -16,6 +16,7 @@ COMMANDS = {
     "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
     "cache": ("service.cli.cache", "run a trace through the caches"),
+    "replay": ("service.cli.replay", "do the steps again that led to a fault, from a file that the engine wrote"),
     "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
 }
 

@@ -17,6 +17,7 @@ from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose, leaders
 from engine.execution.step_state import Parts, Unfit
+from engine.fake.checked import CheckedRunner
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Row, RowResult, Runner
 from engine.scheduling.scheduler import Limits, Scheduler
@@ -83,12 +84,18 @@ class Trial:
         return make_runner(self.settings, self.prepared, progress, (own,) if self.entry is EAGER else (own, EAGER))
 
 
-@pytest.fixture(scope="module", params=EXECUTORS, ids=lambda entry: entry.name)
+TRIALS = [
+    pytest.param((entry, device), marks=[pytest.mark.gpu] if device == "cuda" else [], id=f"{entry.name}-{device}")
+    for device in ("cpu", "cuda")
+    for entry in EXECUTORS
+]
+
+
+@pytest.fixture(scope="module", params=TRIALS)
 def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    entry: ExecutorEntry = request.param
+    entry, device = request.param
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(dict(entry.trial)))
-    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     settings = EngineSettings(
         model=str(folder),
         load_format="dummy",
@@ -140,7 +147,7 @@ def generate(
     runner: Runner, asked: list[GenerationRequest], pages: int, budget: int, apart: int = 0
 ) -> dict[str, Answer]:
     """The answers; each request comes `apart` steps after the one before it."""
-    info = runner.info
+    checked, info = CheckedRunner(runner), runner.info
     limits = Limits(
         max_sequences=info.max_sequences,
         max_batch_tokens=budget,
@@ -158,7 +165,7 @@ def generate(
         plan = scheduler.plan(steps * 0.01)
         if plan is None:
             continue
-        for event in scheduler.commit(plan, runner.run(plan), steps * 0.01):
+        for event in scheduler.commit(plan, checked.run(plan), steps * 0.01):
             assert event.failure is None
             found[event.key].ids += event.token_ids
             found[event.key].logprobs += event.logprobs
@@ -189,7 +196,7 @@ def test_each_executor_agrees_with_eager(trial: Trial) -> None:
         for request in batch:
             ids = found[request.request_id].ids
             assert len(ids) == request.stopping.max_tokens or ids[-1] in (3, 5)
-            if parts.model.placement.dtype == torch.float32:
+            if trial.settings.device == "cpu":
                 assert ids == expected[request.request_id]
         for request in batch[:: max(1, len(batch) // 8)]:
             judge(parts, request, found[request.request_id].ids, gap)
@@ -232,7 +239,7 @@ def test_every_entry_was_compared_or_says_why_not(trial: Trial) -> None:
         assert sum(made.sampled for made in trial.made) > 8
         return
     assert len(trial.reason.splitlines()) == 1
-    assert trial.prepared.parts.model.placement.device.type != "cuda", "on a GPU all are compared"
+    assert trial.settings.device == "cpu", "on a GPU all are compared"
     with pytest.raises(Unsupported, match=trial.entry.decoder):
         choose(trial.entry.decoder, trial.prepared.parts)
 

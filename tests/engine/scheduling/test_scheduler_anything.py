@@ -13,7 +13,7 @@ from engine.ipc.events import Event, Failure
 from engine.scheduling.plan import RowResult, StepPlan, StepResult
 from engine.scheduling.rank import rank
 from engine.settings import PAGE_SIZE
-from tests.engine.scheduled import Bench, alone
+from tests.engine.scheduled import Bench, alone, sent
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = bench.scheduler.plan(bench.now)
         if plan is None:
             return
-        rows = dict(bench.runner.run(plan).rows)
+        rows = dict(bench.runner.run(sent(plan)).rows)
         row = data.draw(st.sampled_from(plan.rows))
         if row.sample:
             rows[row.key] = RowResult(())

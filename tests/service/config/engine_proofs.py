@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from engine.api import EngineLoad, ModelInfo
 from engine.client import EngineClient
 from engine.errors import EngineError, Unsupported
@@ -142,6 +144,14 @@ async def tells_time(settings: Settings, tools: Tools) -> bool:
         await client.close()
 
 
+async def recorded(settings: Settings, tools: Tools) -> int:
+    """Files that a fault leaves in the folder for temporary ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tools.folder))
+        assert await broken(settings, tools)
+    return len(list(tools.folder.glob("whippet-steps-*")))
+
+
 async def seconds(settings: Settings, tools: Tools) -> float:
     begun = asyncio.get_running_loop().time()
     await process(settings, (PROMPT,), 10)
@@ -157,6 +167,7 @@ async def looks_in_redis(settings: Settings, tools: Tools) -> bool:
 PROOFS = {
     "model": Proof(f"{MODELS}/demo", model("weights_bytes"), base=MODEL),
     "engine.kind": Proof("fake", kind, becomes("Qwen3ForCausalLM", "fake"), MODEL),
+    "engine.record-steps": Proof("on", recorded, becomes(0, 1), ("--engine=fake", "--fake.faults=on")),
     "device": Proof("cuda", model("device"), lambda _, after: "cuda" in after, MODEL),
     "dtype": Proof("bfloat16", model("dtype"), becomes("float32", "bfloat16"), MODEL),
     "decoder": Proof("graph", model("decoder"), lambda before, after: before == "eager" and "graph" in after, MODEL),

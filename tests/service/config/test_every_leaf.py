@@ -17,8 +17,7 @@ from tests.service.conftest import Server
 
 Serve = Callable[..., AbstractContextManager[Server]]
 PROOFS: dict[str, Proof] = {**engine_proofs.PROOFS, **cache_proofs.PROOFS, **front_proofs.PROOFS}
-PENDING = {"engine.record-steps"}  # nothing behind it yet
-LEAVES = [leaf.name for leaf in leaves(Settings) if leaf.name not in PENDING]
+LEAVES = [leaf.name for leaf in leaves(Settings)]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from engine.api import FinishReason, GenerationRequest, Stopping
 from engine.errors import EngineFailed, Unsupported
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD, NO_TOKEN, DecodePipeline, RowState, bucket, can_sample
+from engine.fake.checker import PlanChecker
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
@@ -154,10 +155,21 @@ class SlowRunner:
     def __init__(self, devices: Rows[SlowDevice], max_context: int) -> None:
         self.device, self.devices = devices[0], devices
         self.sequences = SequenceTable()
+        self.checker, self.checked = PlanChecker(len(self.device.slots), 32), True
         self.pipelines = [DecodePipeline(device, self.sequences, max_context) for device in devices]
         self.alternating, self.pipeline = AlternatingPipelines(self.pipelines), self.pipelines[0]
 
     def run(self, plan: StepPlan) -> StepResult:
+        if not self.checked:
+            return self._run(plan)
+        self.checker.begin(plan)
+        for row in plan.rows:
+            self.checker.feed(row)
+        result = self._run(plan)
+        self.checker.result(plan, result)
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self.sequences.apply(plan)
         of = self.sequences.of
         mine = [row for row in plan.rows if row.count == 1 and row.sample and can_sample(of(row))]
@@ -401,6 +413,7 @@ def test_numbers_begin_anew_before_they_overflow() -> None:
 
 def test_a_device_that_ends_without_a_token_is_a_failure() -> None:
     life = alone([1, 2], max_tokens=100)
+    life.runner.checked = False  # the failed step is planned again, which no scheduler does
     life.step()
     life.device.launch = lambda steps, longest: None  # type: ignore[method-assign]
     with pytest.raises(EngineFailed):
