@@ -234,9 +234,12 @@ def test_drafts_are_refused_or_verified_and_never_passed_over(trial: Trial) -> N
     executor.close()
 
 
-def test_every_entry_was_compared_or_says_why_not(trial: Trial) -> None:
+def test_every_entry_is_compared_or_says_why_not(trial: Trial) -> None:
     if trial.reason is None:
-        assert sum(made.sampled for made in trial.made) > 8
+        runner = trial.runner()
+        generate(runner, requests(4), 128, 64)
+        runner.close()
+        assert trial.made[-1].sampled > 0, "its claims leave nothing to compare"
         return
     assert len(trial.reason.splitlines()) == 1
     assert trial.settings.device == "cpu", "on a GPU all are compared"
