@@ -17,7 +17,7 @@ from cache.answers.codec import pack_part, unpack_part
 from cache.answers.lease import Lease, Leases
 from cache.answers.pump import Pump, parts_of
 from cache.answers.resume import resume
-from cache.api import BEGUN, AnswerPart, CacheKey, Counter, FlightSettings, Generate, Generation, StoreFault
+from cache.api import BEGUN, AnswerPart, CacheKey, Counter, Generate, Generation, SingleFlightSettings, StoreFault
 from cache.seal.envelope import Envelope
 
 BLOCK = 0.05  # seconds a read waits for news; bounds how late a dead Redis is noticed
@@ -31,7 +31,7 @@ class _LeaderLostError(Exception):
 class CrossProcess:
     """Wraps a way of generating so that one replica does it for all."""
 
-    def __init__(self, leases: Leases, envelope: Envelope, settings: FlightSettings, counter: Counter) -> None:
+    def __init__(self, leases: Leases, envelope: Envelope, settings: SingleFlightSettings, counter: Counter) -> None:
         self._leases = leases
         self._envelope = envelope
         self._settings = settings

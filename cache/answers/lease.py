@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from cache.api import CacheKey, FlightSettings, Kind, StoreFault
+from cache.api import CacheKey, Kind, SingleFlightSettings, StoreFault
 from cache.store.redis_link import Link
 
 TOKEN_BYTES = 16
@@ -38,13 +38,13 @@ class Lease:
     @property
     def stream(self) -> CacheKey:
         """Where its holder writes."""
-        return CacheKey(Kind.FLIGHT, self.key.partition, self.key.digest + self.token)
+        return CacheKey(Kind.SHARED_GENERATION, self.key.partition, self.key.digest + self.token)
 
 
 class Leases:
     """Takes, keeps and gives back leases, and carries the streams that belong to them. All raise StoreFault."""
 
-    def __init__(self, urgent: Link, patient: Link, settings: FlightSettings) -> None:
+    def __init__(self, urgent: Link, patient: Link, settings: SingleFlightSettings) -> None:
         self._urgent = urgent
         self._patient = patient  # for reads that block; its budget is longer than BLOCK
         self._settings = settings

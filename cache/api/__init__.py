@@ -32,12 +32,12 @@ from cache.api.settings import (
     BreakerSettings,
     CacheOptions,
     CacheSettings,
-    FlightSettings,
     PrefixOptions,
     RedisSettings,
     ResponseSettings,
     SemanticOptions,
     SemanticSettings,
+    SingleFlightSettings,
 )
 from cache.api.stores import BreakerState, CacheKey, DirectoryPage, InvalidKeyFile, Kind, Store, StoreFault
 
@@ -66,7 +66,6 @@ __all__ = [
     "DirectoryPage",
     "Diverged",
     "Fetched",
-    "FlightSettings",
     "Generate",
     "Generation",
     "InvalidKeyFile",
@@ -86,6 +85,7 @@ __all__ = [
     "SemanticLookup",
     "SemanticOptions",
     "SemanticSettings",
+    "SingleFlightSettings",
     "Store",
     "StoreFault",
     "Times",

@@ -89,7 +89,7 @@ class ResponseSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlightSettings:
+class SingleFlightSettings:
     """Identical requests at the same time."""
 
     lease: float = 2.0  # seconds; a leader that is silent for so long is dead
@@ -171,7 +171,7 @@ class CacheSettings:
     key_file: Path | None = None  # None: a key that lives as long as the process
     memory_bytes: int = MEMORY_BYTES  # used where there is no Redis
     response: ResponseSettings = field(default_factory=ResponseSettings)
-    flight: FlightSettings = field(default_factory=FlightSettings)
+    single_flight: SingleFlightSettings = field(default_factory=SingleFlightSettings)
     semantic: SemanticSettings = field(default_factory=SemanticSettings)
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class Kind(enum.StrEnum):
     BLOCK = "k"
     EPOCH = "e"  # a tenant's random number; replacing it makes the tenant's entries unreachable
     LEASE = "l"  # of the replica that generates an answer
-    FLIGHT = "f"  # the answer being generated, as a stream
+    SHARED_GENERATION = "f"  # the answer being generated, as a stream
 
 
 @dataclass(frozen=True, slots=True)

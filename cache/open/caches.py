@@ -20,7 +20,6 @@ from cache.api import (
     CacheKey,
     CacheSettings,
     Counter,
-    FlightSettings,
     Generate,
     Kind,
     Mode,
@@ -28,6 +27,7 @@ from cache.api import (
     Question,
     RedisSettings,
     SemanticCache,
+    SingleFlightSettings,
     Store,
     StoreFault,
 )
@@ -213,12 +213,12 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
     context = CacheContext(store, partitions, Epochs(store, partitions), envelope, counter)
     shared = None
     if redis is not None and isinstance(store, RedisStore) and keyring.shared:
-        shared = _share(redis, store, envelope, settings.flight, counter)
+        shared = _share(redis, store, envelope, settings.single_flight, counter)
     return Caches(settings, context, shared)
 
 
 def _share(
-    redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: FlightSettings, counter: Counter
+    redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: SingleFlightSettings, counter: Counter
 ) -> _Shared:
     patient = Link(redis, redis.write_budget, "flight", counter)
     return _Shared(CrossProcess(Leases(store.link, patient, settings), envelope, settings, counter), patient)

@@ -13,15 +13,15 @@ from cache.answers.codec import pack_part
 from cache.answers.cross_process import INDEX, CrossProcess
 from cache.answers.lease import Lease, Leases
 from cache.answers.single_flight import SingleFlight
-from cache.api import CacheKey, FlightSettings, Kind, RedisSettings
+from cache.api import CacheKey, Kind, RedisSettings, SingleFlightSettings
 from cache.open.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.store.redis_link import Link
 from tests.cache.flown import END, KEY, TEXT, Model, ask, read, spelled
 
-QUICK = FlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
-LONG = FlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)
+QUICK = SingleFlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
+LONG = SingleFlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)
 
 
 async def ended(task: asyncio.Future[str]) -> None:
@@ -38,7 +38,7 @@ async def make_shared(redis_server: Any, keyring: Keyring, counters: Counters) -
     made: list[CrossProcess] = []
 
     def make(
-        url: str = redis_server.url, settings: FlightSettings = QUICK, budget: float = 1.0, most: int = 1 << 20
+        url: str = redis_server.url, settings: SingleFlightSettings = QUICK, budget: float = 1.0, most: int = 1 << 20
     ) -> CrossProcess:
         redis = RedisSettings(url=url)
         pair = (Link(redis, budget, "small", counters), Link(redis, budget, "flight", counters))
@@ -214,4 +214,4 @@ async def test_an_end_that_comes_with_the_end_of_its_lease_is_read(keyring: Keyr
 
 def test_a_lease_must_outlive_its_heartbeat() -> None:
     with pytest.raises(ValueError, match="two heartbeats"):
-        FlightSettings(lease=1.0, heartbeat=0.6)
+        SingleFlightSettings(lease=1.0, heartbeat=0.6)
