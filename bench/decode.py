@@ -36,7 +36,7 @@ from engine.worker.build import make_runner, prepare
 
 BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.07}  # TB/s, one kernel over 880 MB
 FIRST_PROMPT = 128  # tokens
-Ask = Callable[[Sequence[int], int], Answer]  # prompt and tokens → answer
+Generate = Callable[[Sequence[int], int], Answer]  # prompt and tokens → answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
     return torch.randint(3, vocabulary, (count, length), generator=generator).tolist()
 
 
-def measure(ask: Ask, given: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
+def measure(ask: Generate, given: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
     """All contexts, then first tokens."""
     rows: dict[int, dict[str, float]] = {}
     for context in given.context:

@@ -20,7 +20,7 @@ import torch
 
 from bench.about import revision
 from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, random_weights, timers
-from engine.kernels.attention import Places
+from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary, open_library
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.sampling import SampledRow, Sampling, allocate, sampling
@@ -78,7 +78,7 @@ def prepared(library: KernelLibrary, row: SampledRow, logits: torch.Tensor) -> t
     wide = torch.zeros(batch, dtype=torch.int64, device=logits.device)
     choice = Choice(torch.ones(batch, device=logits.device), wide, wide.clone())
     place = torch.full((batch,), 500, dtype=torch.int32, device=logits.device)
-    return state, sampling(library, state, choice, Places(place, place.view(batch, 1)))
+    return state, sampling(library, state, choice, RowPages(place, place.view(batch, 1)))
 
 
 def measure(library: KernelLibrary, launcher: Launcher, batches: list[int], vocabulary: int) -> list[dict[str, object]]:

@@ -55,7 +55,7 @@ class SplitScratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RowPages:
     """Where each row stands and which pages it holds; changed by the host and by `advance` alone."""
 
     position: torch.Tensor  # int32 [batch]: of the token being fed; -1 is an idle row
@@ -123,7 +123,7 @@ class AttentionOp:
 
     library: Kernels
     heads: Heads
-    places: Places
+    places: RowPages
     embedding: Embedding
     scratch: SplitScratch
     multiprocessors: int

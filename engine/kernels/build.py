@@ -164,7 +164,7 @@ def is_virtual(arch: str) -> bool:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """NVRTC's name of a card's architecture; 9.0 alone has instructions that its successors lack."""
+    """NVRTC's name of a GPU's architecture; 9.0 alone has instructions that its successors lack."""
     major, minor = capability
     return f"sm_{major}{minor}a" if capability == (9, 0) else f"sm_{major}{minor}"
 
@@ -178,7 +178,7 @@ class Kernels(Protocol):
 
 
 class KernelLibrary:
-    """Kernels for one card, loaded on demand."""
+    """Kernels for one GPU, loaded on demand."""
 
     def __init__(self, arch: str, cache: CubinCache) -> None:
         self.arch = arch
@@ -212,7 +212,7 @@ class KernelLibrary:
 
 
 def open_library(capability: tuple[int, int], cache: Path | None = None, arch: str | None = None) -> KernelLibrary:
-    """The library of the current card, or for another architecture that it can run. Raises BuildError where it cannot
+    """The library of the current GPU, or for another architecture that it can run. Raises BuildError where it cannot
     compile."""
     if capability < MINIMUM_CAPABILITY:
         raise BuildError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")

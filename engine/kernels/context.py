@@ -1,4 +1,4 @@
-"""What the driver keeps of a card's memory for a process, beside what is allocated."""
+"""What the driver keeps of a GPU's memory for a process, beside what is allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STACK = 16  # bytes a thread, the least that the driver takes
 
 
 def keep_little(device: torch.device) -> None:
-    """Gives back the stack that the driver keeps for every thread that the card can run: 1 KiB each, 260 MiB of an
+    """Gives back the stack that the driver keeps for every thread that the GPU can run: 1 KiB each, 260 MiB of an
     H100. It is meant for kernels whose need is unknown when they are compiled; there are none such here, and for all
     others the driver makes more room by itself."""
     try:

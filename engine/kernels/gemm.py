@@ -1,6 +1,6 @@
 """Wrapper of the matrix kernels for many tokens: four- and eight-bit weights, read where decode steps read them.
 
-`gemm.cu` serves every card and takes columns as they come. From 64 tokens on `gemm_wide.cu` serves cards of compute
+`gemm.cu` serves every GPU and takes columns as they come. From 64 tokens on `gemm_wide.cu` serves GPUs of compute
 capability 9.0; it wants its tokens laid out as `ordered` does it.
 """
 
@@ -28,7 +28,7 @@ _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a st
 
 
 @dataclass(frozen=True, slots=True)
-class CardShape:
+class GpuShape:
     """What a division depends on."""
 
     multiprocessors: int
@@ -56,11 +56,11 @@ class Batch:
     bias: torch.Tensor | None = None  # float32 [rows]; added where there is one slice, the reader's business otherwise
 
 
-def card_shape(device: torch.device) -> CardShape:
+def gpu_shape(device: torch.device) -> GpuShape:
     """Of a CUDA device."""
     found: Any = torch.cuda.get_device_properties(device)  # its stub lacks what a block may ask for
     warpgroups = (found.major, found.minor) == (9, 0)
-    return CardShape(found.multi_processor_count, found.shared_memory_per_block_optin, warpgroups)
+    return GpuShape(found.multi_processor_count, found.shared_memory_per_block_optin, warpgroups)
 
 
 def why_not(matrix: Matrix) -> str | None:
@@ -75,17 +75,17 @@ def stage_bytes(matrix: Matrix, tokens: int, *, wide: bool = False) -> int:
     return _ceil(size, 1024) * 1024 if wide else size
 
 
-def divide(matrix: Matrix, tokens: int, card: CardShape, most_slices: int = MOST_SLICES) -> Division:
+def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> Division:
     """The division whose blocks, wave by wave, take the fewest stages."""
     tile = next((one for one in TILES if tokens <= one), TILES[-1])
-    wide = card.warpgroups and tile in WIDE_TILES
+    wide = gpu.warpgroups and tile in WIDE_TILES
     size = stage_bytes(matrix, tile, wide=wide)
-    stages = min(_MOST_STAGES, (card.shared - _BARRIERS) // size) if wide else min(_STAGES, card.shared // size)
+    stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if wide else min(_STAGES, gpu.shared // size)
     if stages < 2:
-        raise ValueError(f"two stages take {2 * size} bytes of shared memory, a block has {card.shared}")
+        raise ValueError(f"two stages take {2 * size} bytes of shared memory, a block has {gpu.shared}")
     units = matrix.columns // matrix.format.span
     blocks = _ceil(tokens, tile) * _ceil(matrix.rows, BLOCK_ROWS)
-    resident = card.multiprocessors * max(1, card.shared // (stages * size) if tile < 64 else 1)
+    resident = gpu.multiprocessors * max(1, gpu.shared // (stages * size) if tile < 64 else 1)
 
     def cost(slices: int) -> float:
         # What several slices leave is wider, and read by whoever adds them up.

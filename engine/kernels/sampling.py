@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from engine.kernels.attention import Places
+from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.tokens import Choice
@@ -156,7 +156,7 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
     )
 
 
-def sampling(library: Kernels, state: Sampling, choice: Choice, places: Places) -> tuple[Launch, ...]:
+def sampling(library: Kernels, state: Sampling, choice: Choice, places: RowPages) -> tuple[Launch, ...]:
     """choice.best = the best token of each row that asks for it, its logits in state.logits; counts it in the marks."""
     batch, vocabulary = state.logits.shape
     shared, whole = Shape((blocks(vocabulary), batch, 1), _THREADS), Shape((batch, 1, 1), _THREADS)

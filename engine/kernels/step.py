@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels import linear as ops
 from engine.kernels import sampling, tiling, tokens
-from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, Places, SplitScratch, scratch
+from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, SplitScratch, scratch
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
@@ -57,7 +57,7 @@ class StepWeights:
 class StepBuffers:
     """What a batch's steps keep at fixed addresses."""
 
-    places: Places
+    places: RowPages
     choice: Choice
     progress: Progress
     stream: Normed
@@ -84,7 +84,7 @@ def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits:
         return torch.zeros(size, dtype=dtype, device=device)
 
     return StepBuffers(
-        places=Places(integers(batch, value=-1), integers(batch, pages)),
+        places=RowPages(integers(batch, value=-1), integers(batch, pages)),
         choice=Choice(
             temperature=floats(batch),
             noise_key=integers(batch, dtype=torch.int64),

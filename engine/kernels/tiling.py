@@ -1,4 +1,4 @@
-"""How a matrix product is spread over blocks and warps. Depends on the matrix and the card, never on the batch, so that
+"""How a matrix product is spread over blocks and warps. Depends on the matrix and the GPU, never on the batch, so that
 sums keep their order whatever the number of rows.
 
 Terms as in `gemv.cuh`: a unit is 64 bytes of a row, a tile eight rows, a segment the columns of a row that are copied

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.attention import Places
+from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.linear import Normed, matrix_defines, matrix_launch
@@ -39,7 +39,7 @@ class Progress:
     ring: torch.Tensor  # int64 [batch, entries], pinned: count << 32 | flags << 24 | token
 
 
-def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Places, how: Tiling) -> Launch:
+def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: RowPages, how: Tiling) -> Launch:
     """choice.best = the best token of each row, as a key whose lower half is the id's complement."""
     defines = matrix_defines(matrix, x.residual.shape[0], how)
     defines |= {"OP_ROWS": matrix.rows, "OP_SQUARES": x.squares.shape[1]}
@@ -65,7 +65,7 @@ class FirstNorm:
     target: Normed
 
 
-def advance(library: Kernels, choice: Choice, progress: Progress, places: Places, first: FirstNorm) -> Launch:
+def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
     """Takes the chosen tokens over into the state, reports them and embeds them."""
     values: dict[str, Argument] = {
         "best": choice.best,
@@ -83,7 +83,7 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: Places
     return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values)
 
 
-def start(library: Kernels, progress: Progress, places: Places, first: FirstNorm) -> Launch:
+def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
     """Embeds the tokens that the host has put into the state."""
     values = {"token": progress.token, "position": places.position, **_embedding(first)}
     kernel = library.kernel("advance", "start", {"OP_COLUMNS": first.table.shape[1]})

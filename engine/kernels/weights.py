@@ -33,7 +33,7 @@ class Format(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """weight [rows, columns] on the card."""
+    """weight [rows, columns] on the GPU."""
 
     format: Format
     rows: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.build import BuildError, Kernels, open_library
-from engine.kernels.gemm import Batch, CardShape, card_shape, divide, gemm, order, ordered
+from engine.kernels.gemm import Batch, GpuShape, divide, gemm, gpu_shape, order, ordered
 from engine.kernels.launch import Launcher
 from engine.kernels.weights import Matrix, dequantize
 
@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 4096  # bounds the plain copy; a multiple of 8
 class _Ready:
     library: Kernels
     launcher: Launcher
-    device: CardShape
+    device: GpuShape
 
 
 class CudaKernels:
@@ -55,7 +55,7 @@ class CudaKernels:
             self._tried = True
             try:
                 library = open_library(torch.cuda.get_device_capability(device))
-                self._ready = _Ready(library, Launcher(), card_shape(device))
+                self._ready = _Ready(library, Launcher(), gpu_shape(device))
             except (BuildError, ImportError) as failure:
                 _log.warning("products of quantized weights are slow here: %s", " ".join(str(failure).split())[:300])
         return self._ready

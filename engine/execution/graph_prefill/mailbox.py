@@ -1,4 +1,4 @@
-"""Integers that the host sends to a fixed place on the card."""
+"""Integers that the host sends to a fixed address on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of a chunk with any linear of a model on a card."""
+"""Products of a chunk with any linear of a model on a GPU."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Products:
         self._library = library
         self._launcher = launcher
         self._overlap = overlap  # a product may start before what precedes it has ended
-        self._card = many.card_shape(device)
+        self._gpu = many.gpu_shape(device)
 
     def order(self, linear: Linear, tokens: int) -> Format:
         """How the columns of what it multiplies are to lie."""
         if not isinstance(linear, CudaLinear):
             return Format.BF16
-        return many.order(linear.matrix, many.divide(linear.matrix, tokens, self._card))
+        return many.order(linear.matrix, many.divide(linear.matrix, tokens, self._gpu))
 
     def bytes_of(self, linear: Linear, tokens: int) -> int:
         """What the product of so many tokens takes."""
         if isinstance(linear, CudaLinear):
-            slices = many.divide(linear.matrix, tokens, self._card).slices
+            slices = many.divide(linear.matrix, tokens, self._gpu).slices
             return tokens * linear.matrix.rows * (2 if slices == 1 else 4 * slices)
         return tokens * _dense(linear).weight.shape[0] * 2
 
@@ -58,7 +58,7 @@ class Products:
 
     def _quantized(self, matrix: Matrix, bias: torch.Tensor | None, x: torch.Tensor, room: torch.Tensor) -> ops.Parts:
         tokens = x.shape[0]
-        how = many.divide(matrix, tokens, self._card)
+        how = many.divide(matrix, tokens, self._gpu)
         if how.slices == 1:
             out = _view(room, (tokens, matrix.rows), torch.bfloat16)
             self._go(matrix, many.Batch(x, out, bias), how)

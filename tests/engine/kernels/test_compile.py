@@ -95,7 +95,7 @@ def test_a_step_compiles(
 
 
 def chunk_stages(
-    library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, card: gemm.CardShape
+    library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, card: gemm.GpuShape
 ) -> list[Launch]:
     """Every kernel that a prompt takes, once."""
     layout = Heads(4, 2, 64, True)
@@ -137,7 +137,7 @@ def test_a_prompt_compiles(
     packed = torch.zeros(512, 128, dtype=torch.uint8)
     parts = torch.zeros(512, 256 // (group or 256))
     weight: Int8Rows | Int4Groups | None = Int4Groups(packed, parts, parts.to(torch.uint8), group) if group else None
-    card = gemm.CardShape(132, 227 << 10, arch == "sm_90a")
+    card = gemm.GpuShape(132, 227 << 10, arch == "sm_90a")
     weight = weight or Int8Rows(torch.zeros(512, 256, dtype=torch.int8), torch.ones(512))
     launches = chunk_stages(recorder, weight, tokens, slices, card)
     assert all(one.shape.shared <= 227 << 10 for one in launches)

@@ -14,8 +14,8 @@ from engine.kernels.gemm import (
     MOST_SLICES,
     TILES,
     Batch,
-    CardShape,
     Division,
+    GpuShape,
     divide,
     gemm,
     ordered,
@@ -25,7 +25,7 @@ from engine.kernels.gemm import (
 from engine.kernels.prefill import Parts
 from engine.kernels.weights import Format, Matrix
 
-H100, SMALL = CardShape(132, 227 << 10, True), CardShape(28, 99 << 10)
+H100, SMALL = GpuShape(132, 227 << 10, True), GpuShape(28, 99 << 10)
 
 
 def matrix(form: Format, rows: int, columns: int, group: int = 128) -> Matrix:
@@ -38,10 +38,10 @@ def matrix(form: Format, rows: int, columns: int, group: int = 128) -> Matrix:
     rows=st.integers(1, 4000).map(lambda n: 8 * n),
     units=st.integers(1, 120),
     tokens=st.integers(1, 3000),
-    card=st.sampled_from([H100, SMALL, CardShape(108, 163 << 10)]),
+    card=st.sampled_from([H100, SMALL, GpuShape(108, 163 << 10)]),
 )
 def test_a_division_fits_the_card_and_leaves_no_slice_empty(
-    form: Format, group: int, rows: int, units: int, tokens: int, card: CardShape
+    form: Format, group: int, rows: int, units: int, tokens: int, card: GpuShape
 ) -> None:
     one = matrix(form, rows, units * form.span, group)
     how = divide(one, tokens, card)
@@ -89,7 +89,7 @@ def test_the_order_of_columns_is_what_a_lane_of_the_kernel_expects(form: Format)
 
 def test_a_card_with_too_little_shared_memory_is_told() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        divide(matrix(Format.INT4, 4096, 4096), 128, CardShape(10, 48 << 10))
+        divide(matrix(Format.INT4, 4096, 4096), 128, GpuShape(10, 48 << 10))
 
 
 def test_plain_weights_are_not_for_this_kernel() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.kernels import reference
-from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, Places, scratch
+from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher
 
@@ -38,7 +38,7 @@ class Case:
         self.heads, self.positions = heads, positions
         batch, most = len(positions), max(positions) // 16 + 1
         pages = torch.randperm(batch * most + 3, device="cuda")[: batch * most].view(batch, most)
-        self.places = Places(
+        self.places = RowPages(
             torch.tensor(positions, dtype=torch.int32, device="cuda"), pages.to(torch.int32).contiguous()
         )
         size = (batch * most + 3, heads.keys, 16, heads.dim)
@@ -135,7 +135,7 @@ def test_a_row_does_not_depend_on_the_batch(library: KernelLibrary, launcher: La
     together = case.run(library, launcher, None)
     for row in range(8):
         alone = Case(HEADS[0], [case.positions[row]])
-        alone.places = Places(
+        alone.places = RowPages(
             case.places.position[row : row + 1].contiguous(), case.places.pages[row : row + 1].contiguous()
         )
         alone.pool, alone.gains, alone.angles = case.pool, case.gains, case.angles

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import TILES, Batch, Division, card_shape, divide, gemm, order, ordered, stage_bytes
+from engine.kernels.gemm import TILES, Batch, Division, divide, gemm, gpu_shape, order, ordered, stage_bytes
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Matrix, to_matrix
 from quant.checkpoint.forms import Int4Groups, Int8Rows
@@ -57,7 +57,7 @@ def product(library: KernelLibrary, matrix: Matrix, batch: Batch, how: Division)
 @pytest.mark.parametrize(("rows", "columns"), [(264, 256), (1040, 896), (4096, 4096), (1024, 14336)])
 def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: str, rows: int, columns: int) -> None:
     matrix, exact = made(form, rows, columns)
-    card = card_shape(torch.device("cuda"))
+    card = gpu_shape(torch.device("cuda"))
     for tokens in TOKENS:
         x = (torch.randn(tokens, columns, device="cuda") * torch.rand(tokens, 1, device="cuda")).bfloat16()
         expected = x.double() @ exact.T
@@ -76,8 +76,8 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
 @pytest.mark.parametrize("tile", TILES)
 def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form: str, tile: int) -> None:
     matrix, exact = made(form, 392, 1024)
-    narrow = replace(card_shape(torch.device("cuda")), warpgroups=False)
-    card = card_shape(torch.device("cuda"))
+    narrow = replace(gpu_shape(torch.device("cuda")), warpgroups=False)
+    card = gpu_shape(torch.device("cuda"))
     bias = torch.randn(392, device="cuda")
     for tokens in (1, tile - 3, tile, 2 * tile + 5):
         x = torch.randn(tokens, 1024, device="cuda").bfloat16()
@@ -95,7 +95,7 @@ def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form
 def test_rows_of_eight_bits_are_any_number(library: KernelLibrary, launcher: Launcher) -> None:
     matrix, exact = made("int8", 1003, 320)
     x = torch.randn(77, 320, device="cuda").bfloat16()
-    how = divide(matrix, 77, card_shape(torch.device("cuda")))
+    how = divide(matrix, 77, gpu_shape(torch.device("cuda")))
     for slices in (1, 2):
         one = replace(how, slices=slices)
         out = poisoned(matrix, 77, one)
@@ -110,7 +110,7 @@ def test_a_token_does_not_depend_on_the_others(
     library: KernelLibrary, launcher: Launcher, form: str, wide: bool
 ) -> None:
     matrix, _ = made(form, 512, 1024)
-    card = card_shape(torch.device("cuda"))
+    card = gpu_shape(torch.device("cuda"))
     if wide and not card.warpgroups:
         pytest.skip("needs compute capability 9.0")
     x = torch.randn(300, 1024, device="cuda").bfloat16()

@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels import linear as ops
 from engine.kernels import reference, tiling, tokens
-from engine.kernels.attention import Places
+from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher
 from engine.kernels.linear import Normed, ResidualUpdate
@@ -127,9 +127,9 @@ def test_gate_up(
     assert float(worst.max()) < 1e-5 * float(expected.abs().max())
 
 
-def places(batch: int) -> Places:
+def places(batch: int) -> RowPages:
     position = torch.arange(batch, dtype=torch.int32, device="cuda") * 7 + 3
-    return Places(position, torch.zeros(batch, 1, dtype=torch.int32, device="cuda"))
+    return RowPages(position, torch.zeros(batch, 1, dtype=torch.int32, device="cuda"))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 8])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.kernels import reference, tokens
-from engine.kernels.attention import Places
+from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher
 from engine.kernels.sampling import BARRED, COUNT, SampledRow, Sampling, allocate, sampling
@@ -28,7 +28,7 @@ class Bed:
 
     state: Sampling
     choice: Choice
-    places: Places
+    places: RowPages
 
     @staticmethod
     def of(rows: list[SampledRow], vocabulary: int) -> Bed:
@@ -50,7 +50,7 @@ class Bed:
             torch.zeros(batch, dtype=torch.int64, device=device),
             torch.full((batch,), (3 << 62) - 3 - (1 << 64), dtype=torch.int64, device=device),
         )
-        places = Places(
+        places = RowPages(
             torch.full((batch,), 20, dtype=torch.int32, device=device),
             torch.zeros(batch, 4, dtype=torch.int32, device=device),
         )

@@ -16,7 +16,7 @@ from bench.driven import GREEDY
 from engine.api import SamplingParams, Stopping
 from engine.execution import device_sampling as sampled
 from engine.kernels import reference
-from engine.kernels.attention import Places
+from engine.kernels.attention import RowPages
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow, Sampling, allocate, blocks, sampling
 from engine.kernels.step import ChainPlan, StepWeights, prepare_step
 from engine.kernels.step import allocate as allocate_step
@@ -200,7 +200,7 @@ def test_stages_in_order(recorder: Any) -> None:
     vocabulary = 9000
     state = allocate(3, vocabulary, CPU)
     choice = Choice(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
-    places = Places(torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32))
+    places = RowPages(torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32))
     chain = sampling(recorder, state, choice, places)
     assert [launch.kernel.name for launch in chain] == ["adjust", "bins", "sift", "draw"]
     assert [launch.shape.grid for launch in chain] == [(blocks(vocabulary), 3, 1)] * 3 + [(3, 1, 1)]
