@@ -10,8 +10,9 @@ reader's own way of generating takes over where the log ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from cache.answers.resume import Skipper
 from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Generation, Refused, Unfinished
@@ -25,27 +26,15 @@ class _Reader:
     def __init__(self, shared: SharedGeneration, generate: Generate) -> None:
         self.generate = generate
         self.refusal: Refused | None = None
+        self.at = 0  # parts read
+        self.knows_begun = False
         self._shared = shared
-        self._at = 0
-        self._knows_begun = False
 
     def __aiter__(self) -> _Reader:
         return self
 
-    async def __anext__(self) -> AnswerPart:
-        shared = self._shared
-        while True:
-            if self._at < len(shared.log):
-                self._at += 1
-                return shared.log[self._at - 1]
-            if (error := self.refusal or shared.error) is not None:
-                raise error
-            if shared.over:
-                raise StopAsyncIteration
-            if shared.begun and not self._at and not self._knows_begun:
-                self._knows_begun = True
-                return BEGUN
-            await shared.advance()
+    def __anext__(self) -> Coroutine[Any, Any, AnswerPart]:
+        return self._shared.next(self)
 
 
 class SharedGeneration:
@@ -101,39 +90,52 @@ class SharedGeneration:
             if self._readers == 0:
                 self.close()
 
-    async def advance(self) -> None:
-        """Returns when there may be news: fetches it, or waits for the one who does."""
-        if self._fetching:
-            self._waiting += 1
+    async def next(self, reader: _Reader) -> AnswerPart:
+        """The reader's next part. One method for all cases, since every coroutine between a token and its reader costs.
+        Raises StopAsyncIteration after the ending."""
+        while (part := self._there(reader)) is None:
+            if self._fetching:
+                await self._wait()
+                continue
+            generation = self._generation or self._lead()
+            if generation is None:
+                continue
+            self._fetching = True
             try:
-                await self._news.wait()
+                self._take(await generation.next())
+            except StopAsyncIteration:
+                self._fail(Unfinished("the source ended without an ending"))
+            except Exception as error:  # a replacement may succeed; if none does, every reader gets it
+                self._fail(error)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise  # this reader leaves; `next` has lost nothing
+                self._fail(Unfinished("the generation was cancelled"))
             finally:
-                self._waiting -= 1
-            return
-        self._fetching = True
-        try:
-            if self._generation is None and not self._lead():
-                return
-            await self._fetch()
-        finally:
-            self._fetching = False
-            if self._waiting:
-                self._wake()
+                self._fetching = False
+                if self._waiting:
+                    self._wake()
+        return part
 
-    async def _fetch(self) -> None:
-        generation = self._generation
-        assert generation is not None
+    def _there(self, reader: _Reader) -> AnswerPart | None:
+        if reader.at < len(self.log):
+            reader.at += 1
+            return self.log[reader.at - 1]
+        if self.over or self.error is not None or reader.refusal is not None:
+            raise reader.refusal or self.error or StopAsyncIteration
+        if self.begun and not reader.at and not reader.knows_begun:
+            reader.knows_begun = True
+            return BEGUN
+        return None
+
+    async def _wait(self) -> None:
+        """Until the one who fetches has."""
+        self._waiting += 1
         try:
-            self._take(await generation.next())
-        except StopAsyncIteration:
-            self._fail(Unfinished("the source ended without an ending"))
-        except Exception as error:  # a replacement may succeed; if none does, every reader gets it
-            self._fail(error)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise  # this reader leaves; `next` has lost nothing
-            self._fail(Unfinished("the generation was cancelled"))
+            await self._news.wait()
+        finally:
+            self._waiting -= 1
 
     def _take(self, part: AnswerPart) -> None:
         if part is BEGUN:
@@ -165,15 +167,15 @@ class SharedGeneration:
         elif self._failures:
             self._counter.count("flight_replaced")
 
-    def _lead(self) -> bool:
-        """Lets the next candidate generate, from where the log ends. False where all have left."""
+    def _lead(self) -> Generation | None:
+        """Lets the next candidate generate, from where the log ends. None where all have left."""
         if not self._candidates:
             self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("nobody generates")
-            return False
+            return None
         self._leader = self._candidates.pop(0)
         self._generation = self._leader.generate()
         self._skipper = Skipper(self.log) if self.log else None
-        return True
+        return self._generation
 
     def _wake(self) -> None:
         self._news.set()

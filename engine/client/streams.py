@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from engine.api import GenerationRequest, TokenEvents
 from engine.errors import Aborted, DeadlineExceeded, EngineError, EngineFailed
@@ -161,8 +162,8 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> TokenEvents:
-        return await self._inbox.next()
+    def __anext__(self) -> Coroutine[Any, Any, TokenEvents]:
+        return self._inbox.next()
 
     def batch(self, tokens: int, delay: float) -> None:
         self._inbox.batch(tokens, delay)

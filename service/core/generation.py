@@ -79,29 +79,27 @@ class _Reading:
         self._first_at: float | None = None
 
     async def run(self) -> None:
-        """From the first part to the last message."""
-        source = self._source
+        """From the first part to the last message. What comes last is left for the message that carries the ending."""
+        source, sink = self._source, self._sink
         while True:
             part = await source.next()
             if self._first_at is None:
                 self._first_at = self._clock()
-            await self._deliver(part, source.logprobs)
-            if part.ending is not None:
-                await self._sink.end(self._ending(part.ending))
+            ids, ending = part.token_ids, part.ending
+            self._count += len(ids)
+            if len(ids) > sink.room:
+                await self._cut(part, source.logprobs)
+            elif sink.add(part.text if self._want_text else "", ids, source.logprobs) and ending is None:
+                await sink.flush()
+            if ending is not None:
+                await sink.end(self._ending(ending))
                 return
 
-    async def _deliver(self, part: AnswerPart, logprobs: Sequence[TokenLogprob]) -> None:
-        """Cuts the part into pieces that the sink has room for. What comes last is left for the message that carries
-        the ending."""
-        sink, ids = self._sink, part.token_ids
+    async def _cut(self, part: AnswerPart, logprobs: Sequence[TokenLogprob]) -> None:
+        """Delivers the part in pieces that the sink has room for."""
+        sink, ids, total = self._sink, part.token_ids, len(part.token_ids)
         text = part.text if self._want_text else ""
-        self._count += len(ids)
-        last = part.ending is not None
-        if len(ids) <= sink.room:
-            if sink.add(text, ids, logprobs) and not last:
-                await sink.flush()
-            return
-        start, begin, total = 0, 0, len(ids)
+        start, begin = 0, 0
         while start < total:
             if not sink.room:
                 await sink.flush()
@@ -109,7 +107,7 @@ class _Reading:
             end = len(text) if stop == total or not text else part.cuts[stop - 1]
             full = sink.add(text[begin:end], ids[start:stop], logprobs[start:stop])
             start, begin = stop, end
-            if full and (start < total or not last):
+            if full and (start < total or part.ending is None):
                 await sink.flush()
 
     def _ending(self, ending: AnswerEnding) -> Ending:

@@ -52,7 +52,8 @@ class SharedAnswer:
         self._own = own
         self._held: AnswerPart | None = None  # that `opened` took
         self._error: Aborted | DeadlineExceeded | None = None
-        self._waiting: asyncio.Task[object] | None = None
+        self._task: asyncio.Task[object] | None = None  # that reads
+        self._waiting = False
         self._timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             delay = max(0.0, deadline - time.monotonic())
@@ -71,14 +72,32 @@ class SharedAnswer:
         return None if self._own is None else self._own.finish
 
     async def opened(self) -> None:
-        """Returns once the answer is under way: from then on nobody refuses it. Raises what reading would."""
-        first = await self._read()
+        """Returns once the answer is under way: from then on nobody refuses it. Raises what reading would. To be called
+        by the task that reads."""
+        self._task = asyncio.current_task()
+        first = await self.next()
         if first is not BEGUN:
             self._held = first
 
     async def next(self) -> AnswerPart:
-        held, self._held = self._held, None
-        return held or await self._read()
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
+        if self._error is not None:
+            raise self._error
+        self._waiting = True
+        try:
+            return await self._parts.__anext__()
+        except asyncio.CancelledError:
+            if self._error is not None and self._task is not None and self._task.uncancel() == 0:
+                raise self._error from None
+            raise
+        except Refused as refused:
+            raise refused.reason from None
+        except (Unfinished, Diverged) as error:
+            raise EngineUnavailable(str(error), _RETRY) from None
+        finally:
+            self._waiting = False
 
     def abort(self, reason: str) -> None:
         self._fail(Aborted(reason))
@@ -87,31 +106,14 @@ class SharedAnswer:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _read(self) -> AnswerPart:
-        if self._error is not None:
-            raise self._error
-        task = self._waiting = asyncio.current_task()
-        try:
-            return await self._parts.__anext__()
-        except asyncio.CancelledError:
-            if self._error is not None and task is not None and task.uncancel() == 0:
-                raise self._error from None
-            raise
-        except Refused as refused:
-            raise refused.reason from None
-        except (Unfinished, Diverged) as error:
-            raise EngineUnavailable(str(error), _RETRY) from None
-        finally:
-            self._waiting = None
-
     def _expire(self) -> None:
         self._fail(DeadlineExceeded("the deadline has passed"))
 
     def _fail(self, error: Aborted | DeadlineExceeded) -> None:
         if self._error is None:
             self._error = error
-            if self._waiting is not None:
-                self._waiting.cancel()
+            if self._waiting and self._task is not None:
+                self._task.cancel()
 
 
 async def stored_parts(

@@ -49,7 +49,7 @@ class Detokenizer:
             if len(ids) == 1:
                 settled, made = feed(ids[0])
                 return Piece(settled + made, None, 1, ())
-            texts = ["".join(feed(token_id)) for token_id in ids]
+            texts = [settled + made if settled else made for settled, made in map(feed, ids)]
             return Piece("".join(texts), None, len(ids), _cuts(texts))
         if self._stop is not None:
             return Piece("", self._stop, 0, ())
@@ -89,4 +89,4 @@ class Detokenizer:
 
 
 def _cuts(texts: list[str]) -> tuple[int, ...]:
-    return tuple(accumulate([len(text) for text in texts[:-1]])) if len(texts) > 1 else ()
+    return tuple(accumulate(map(len, texts[:-1])))

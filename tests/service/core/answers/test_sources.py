@@ -134,8 +134,13 @@ async def test_what_the_source_meets_reaches_the_caller_in_the_engines_words(
         await stream_of(error).opened()
 
 
+async def read(stream: SharedAnswer) -> AnswerPart:
+    await stream.opened()
+    return await stream.next()
+
+
 async def waiting(stream: SharedAnswer) -> asyncio.Task[AnswerPart]:
-    task = asyncio.ensure_future(stream.next())
+    task = asyncio.ensure_future(read(stream))
     await asyncio.sleep(0)
     return task
 
@@ -164,7 +169,7 @@ async def test_a_deadline_passes_while_it_waits() -> None:
     loop = asyncio.get_running_loop()
     stream = stream_of(ABC, pause=60.0, deadline=loop.time() + 0.02)
     with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(stream.next(), 20)
+        await asyncio.wait_for(read(stream), 20)
     early = stream_of(ABC, deadline=loop.time() + 0.02)
-    assert (await early.next()).ending is not None
+    assert (await read(early)).ending is not None
     early.close()
