@@ -19,7 +19,7 @@ from service.core.admission_slots import AdmissionSlots
 from service.core.errors import Draining, DuplicateRequest, UnknownRequest
 
 _DRAIN_RETRY = 1.0  # seconds
-_MOST_LOOKING = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
+_MOST_LOOKUPS = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
 
 
 class Abortable(Protocol):
@@ -35,7 +35,7 @@ class Ticket:
         self._owner = owner
         self.tenant = tenant
         self.request_id = request_id
-        self.looking = True
+        self.in_lookup = True
         self._answer: Abortable | None = None
         self._aborted: str | None = None
 
@@ -47,11 +47,11 @@ class Ticket:
     ) -> None:
         self._owner.leave(self)
 
-    def looked(self) -> None:
-        """What the caches have is known."""
-        if self.looking:
-            self.looking = False
-            self._owner.looked()
+    def lookup_ended(self) -> None:
+        """It is known what the caches have for it."""
+        if self.in_lookup:
+            self.in_lookup = False
+            self._owner.lookup_ended()
 
     def attach(self, answer: Abortable) -> None:
         """From here on `abort` reaches the answer. Raises Aborted where it came before."""
@@ -77,7 +77,7 @@ class Admission:
         self._clock = clock
         self._live: dict[tuple[str, str], Ticket] = {}
         self._tenants: Counter[str] = Counter()
-        self._looking = 0
+        self._in_lookup = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,9 +88,9 @@ class Admission:
         return len(self._live)
 
     @property
-    def looking(self) -> int:
+    def in_lookup(self) -> int:
         """Of those, whose answer may yet be found in a cache."""
-        return self._looking
+        return self._in_lookup
 
     @property
     def draining(self) -> bool:
@@ -109,22 +109,22 @@ class Admission:
         tenant_limit = self._limits.tenant_requests
         if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
             raise self.slots.overloaded("the tenant has too many live requests", "TENANT_QUOTA")
-        if len(self._live) >= self._limits.live_requests or self._looking >= max(_MOST_LOOKING, self.slots.total):
+        if len(self._live) >= self._limits.live_requests or self._in_lookup >= max(_MOST_LOOKUPS, self.slots.total):
             raise self.slots.overloaded("too many requests are live", "LIVE_REQUESTS")
         ticket = Ticket(self, tenant, request_id)
         self._live[tenant, request_id] = ticket
         self._tenants[tenant] += 1
-        self._looking += 1
+        self._in_lookup += 1
         self._idle.clear()
         return ticket
 
-    def looked(self) -> None:
-        """See Ticket.looked."""
-        self._looking -= 1
+    def lookup_ended(self) -> None:
+        """See Ticket.lookup_ended."""
+        self._in_lookup -= 1
 
     def leave(self, ticket: Ticket) -> None:
         """It has ended."""
-        ticket.looked()
+        ticket.lookup_ended()
         del self._live[ticket.tenant, ticket.request_id]
         self._tenants[ticket.tenant] -= 1
         if not self._tenants[ticket.tenant]:

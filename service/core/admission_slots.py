@@ -20,8 +20,8 @@ DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
 _RETRY_BOUNDS = (0.1, 10.0)  # seconds
 _SMOOTHING = 0.1  # weight of the newest interval between departures
 _ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
-_VAIN = 64  # lookups in vain that a full queue puts up with at once
-_VAIN_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
+_MISSES = 64  # cache misses that a full queue allows at once
+_MISSES_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
 
 
 class AdmissionSlot:
@@ -51,7 +51,7 @@ class AdmissionSlot:
 
 
 class AdmissionSlots:
-    """As many as run at once, and as many as may wait for that."""
+    """As many as sequences that run at once, and as many more as may wait for that."""
 
     def __init__(
         self, limits: LimitOptions, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
@@ -63,8 +63,8 @@ class AdmissionSlots:
         self._waiting: Counter[Priority] = Counter()  # no first token yet
         self._waiting_tokens = 0
         self._pace = _Pace()
-        self._vain = 0.0  # lookups in vain of late
-        self._vain_at = clock()
+        self._misses = 0.0  # recent cache misses while the queue was full
+        self._misses_at = clock()
         self.refusals: Counter[str] = Counter()  # by reason
 
     @property
@@ -93,23 +93,23 @@ class AdmissionSlots:
         return self._taken < max(1, self._capacity() // 2)
 
     @property
-    def weary(self) -> bool:
-        """Whether so many have looked in vain while all was taken that the next ones had better not look."""
-        return self.full and self._lookups_in_vain() >= _VAIN
+    def many_misses(self) -> bool:
+        """Whether the queue is full and so many lookups have missed that the next request is refused without one."""
+        return self.full and self._recent_misses() >= _MISSES
 
-    def check(self, priority: Priority, deadline: float | None, looked: bool = False) -> None:
-        """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt. `looked`: the caches were
-        asked before."""
+    def check(self, priority: Priority, deadline: float | None, after_lookup: bool = False) -> None:
+        """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt. `after_lookup`: the caches
+        had no answer."""
         self._check_deadline(priority, deadline)
         if self.full:
-            if looked:
-                self._vain = self._lookups_in_vain() + 1
+            if after_lookup:
+                self._misses = self._recent_misses() + 1
             raise self.overloaded("too many requests wait", "QUEUE_FULL")
 
     def take(self, priority: Priority, tokens: int, deadline: float | None) -> AdmissionSlot:
         """Raises as `check`, and Overloaded where too many prompt tokens wait already. A prompt that waits alone is
         never too long."""
-        self.check(priority, deadline, looked=True)
+        self.check(priority, deadline, after_lookup=True)
         if self._waiting_tokens > 0 and self._waiting_tokens + tokens > self._limits.queued_prompt_tokens:
             raise self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS")
         self._taken += 1
@@ -141,10 +141,10 @@ class AdmissionSlots:
         self.refusals[DEADLINE] += 1
         return DeadlineExceeded(message)
 
-    def _lookups_in_vain(self) -> float:
+    def _recent_misses(self) -> float:
         now = self._clock()
-        self._vain, self._vain_at = max(0.0, self._vain - (now - self._vain_at) * _VAIN_RATE), now
-        return self._vain
+        self._misses, self._misses_at = max(0.0, self._misses - (now - self._misses_at) * _MISSES_RATE), now
+        return self._misses
 
     def _check_deadline(self, priority: Priority, deadline: float | None) -> None:
         if deadline is None:

@@ -51,11 +51,11 @@ class Generator:
     async def _run(self, request: Request, origin: Origin, make_sink: Callable[[bool], Sink]) -> None:
         facts = self._model.facts()
         with self._admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket:
-            if self._admission.slots.weary or not self._sources.may_know(request):
+            if self._admission.slots.many_misses or not self._sources.may_know(request):
                 self._admission.slots.check(request.priority, origin.deadline)
             ids = await self._model.encode(request.prompt, facts)
             found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin.tenant)
-            ticket.looked()
+            ticket.lookup_ended()
             sink = make_sink(found.gather)
             async with self._sources.open(found, origin, sink.batch, sink.room) as source:
                 ticket.attach(source)

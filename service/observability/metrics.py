@@ -59,7 +59,9 @@ class Metrics:
     def _requests(self) -> Iterator[Metric]:
         admission = self._admission
         yield _gauge("requests_live", "Requests that have not ended.", {"": admission.live})
-        yield _gauge("requests_looking", "Of those, whose answer may yet be found in a cache.", {"": admission.looking})
+        yield _gauge(
+            "requests_looking", "Of those, whose answer may yet be found in a cache.", {"": admission.in_lookup}
+        )
         slots = admission.slots
         waiting = {"running": slots.taken - slots.waiting, "waiting": slots.waiting}
         yield _gauge("generations", "Generations with their first token, and those that wait for it.", waiting, "state")

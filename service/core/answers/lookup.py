@@ -138,7 +138,7 @@ class AnswerSources:
                 yield source
         else:
             if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
-                self._slots.check(found.engine_request.priority, origin.deadline, looked=True)
+                self._slots.check(found.engine_request.priority, origin.deadline, after_lookup=True)
             shared, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
             own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin.deadline)
             joined = plan.caches.join(plan.question, lambda: own, plan.allowance)

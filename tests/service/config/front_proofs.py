@@ -139,7 +139,7 @@ def prompt(admission: Admission, count: int) -> None:
 
 
 def request_of_one(admission: Admission, count: int) -> None:
-    admission.admit("acme", str(count), None).looked()
+    admission.admit("acme", str(count), None).lookup_ended()
 
 
 async def pauses(settings: Settings, tools: Tools) -> bool:

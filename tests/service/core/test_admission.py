@@ -71,15 +71,15 @@ def test_no_more_look_at_once_than_may(queued: int, most: int) -> None:
     tickets = [admit(admission, str(n)) for n in range(most)]
     with pytest.raises(Overloaded):
         admit(admission, "one more")
-    tickets[0].looked()
-    tickets[0].looked()
+    tickets[0].lookup_ended()
+    tickets[0].lookup_ended()
     tickets.append(admit(admission, "in his stead"))
     with pytest.raises(Overloaded):
         admit(admission, "one more")
     for ticket in tickets:
         with ticket:
             pass
-    assert (admission.looking, admission.live) == (0, 0)
+    assert (admission.in_lookup, admission.live) == (0, 0)
 
 
 def test_names_belong_to_a_tenant_and_are_free_after_the_end() -> None:
@@ -152,7 +152,7 @@ class Door(RuleBasedStateMachine):
         self.limits = LimitOptions(queued_requests=3, live_requests=5, tenant_requests=4)
         self.admission = Admission(self.limits, lambda: 2, self.clock)
         self.inside: list[Ticket] = []
-        self.looking: set[int] = set()
+        self.in_lookup: set[int] = set()
 
     @rule(tenant=st.sampled_from("ab"), name=st.integers(0, 5))
     def come(self, tenant: str, name: int) -> None:
@@ -166,14 +166,14 @@ class Door(RuleBasedStateMachine):
             return
         ticket = self.admission.admit(tenant, str(name), None)
         self.inside.append(ticket)
-        self.looking.add(id(ticket))
+        self.in_lookup.add(id(ticket))
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data())
     def looked(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.inside))
-        ticket.looked()
-        self.looking.discard(id(ticket))
+        ticket.lookup_ended()
+        self.in_lookup.discard(id(ticket))
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data())
@@ -182,12 +182,12 @@ class Door(RuleBasedStateMachine):
         with ticket:
             pass
         self.inside.remove(ticket)
-        self.looking.discard(id(ticket))
+        self.in_lookup.discard(id(ticket))
 
     @invariant()
     def books(self) -> None:
         assert self.admission.live == len(self.inside)
-        assert self.admission.looking == len(self.looking)
+        assert self.admission.in_lookup == len(self.in_lookup)
 
     def teardown(self) -> None:
         for ticket in self.inside:

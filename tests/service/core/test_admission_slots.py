@@ -124,22 +124,22 @@ def test_a_full_house_grows_weary_of_looks_in_vain_and_rests() -> None:
     slots = make(capacity=1, clock=clock, queued_requests=0)
     only = take(slots)
     for _ in range(64):
-        assert not slots.weary
+        assert not slots.many_misses
         with pytest.raises(Overloaded):
             take(slots)
-    assert slots.weary
+    assert slots.many_misses
     for _ in range(100):
         with pytest.raises(Overloaded):
             slots.check(Priority.NORMAL, None)  # did not look
     clock.now += 0.25
-    assert not slots.weary
+    assert not slots.many_misses
     for _ in range(32):
         with pytest.raises(Overloaded):
-            slots.check(Priority.NORMAL, None, looked=True)
-    assert slots.weary
+            slots.check(Priority.NORMAL, None, after_lookup=True)
+    assert slots.many_misses
     with only:
         pass
-    assert not slots.weary  # there is room
+    assert not slots.many_misses  # there is room
 
 
 class Hall(RuleBasedStateMachine):
