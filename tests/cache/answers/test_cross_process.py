@@ -18,7 +18,7 @@ from cache.open.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.store.redis_link import Link
-from tests.cache.flown import END, KEY, TEXT, Model, ask, read, spelled
+from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask, read, spelled
 
 QUICK = SingleFlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
 LONG = SingleFlightSettings(lease=30.0, heartbeat=5.0, patience=20.0)

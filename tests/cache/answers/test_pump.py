@@ -9,7 +9,7 @@ import pytest
 
 from cache.answers.pump import AHEAD, Pump
 from cache.api import AnswerPart, Unfinished
-from tests.cache.flown import END
+from tests.cache.answers.one_answer import END
 
 
 class Counted:

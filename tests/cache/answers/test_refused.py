@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cache.answers.single_flight import SingleFlight
 from cache.api import BEGUN, AnswerPart, Generate, Refused
 from cache.open.counters import Counters
+from tests.cache.answers.one_answer import KEY, TEXT, Letters, Model, ask, read
 from tests.cache.answers.test_cross_process import LONG, Make, make_shared, until
 from tests.cache.answers.test_single_flight import flights
-from tests.cache.flown import KEY, TEXT, Letters, Model, ask, read
 
 __all__ = ["flights", "make_shared"]  # fixtures
 

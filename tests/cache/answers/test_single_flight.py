@@ -15,7 +15,7 @@ from cache.answers.resume import Skipper, resume
 from cache.answers.single_flight import SingleFlight
 from cache.api import AnswerPart, CacheKey, Diverged, Kind, Unfinished
 from cache.open.counters import Counters
-from tests.cache.flown import END, KEY, TEXT, Model, ask
+from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask
 
 
 @pytest.fixture
