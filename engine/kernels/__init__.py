@@ -6,8 +6,8 @@ values), `attention`, `linear_residual` (output), `gate_up`, `linear_residual` (
 tokens that are greedy or by temperature alone, and `advance`, which tells the host and lays out the embeddings of the
 next step. Where a row filters, penalises or biases, the four stages of `sampling` stand between the two. `start` does
 the last part of `advance` alone, once for rows the host has just placed. `step.prepare_step` makes the whole chain as
-a tuple of `Launch`; a decoder keeps the tuple, enqueues it inside a stream capture as many times as a graph is to hold
-steps, and replays the graph.
+a tuple of `Launch`; an executor keeps the tuple, enqueues it inside a stream capture as many times as a graph is to
+hold steps, and replays the graph.
 
 Launches overlap (programmatic dependent launch; below compute capability 9.0 `ChainPlan.dependent` must be
 false), under three rules that the kernels keep:

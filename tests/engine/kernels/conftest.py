@@ -1,4 +1,4 @@
-"""The card and what runs on it. Tests marked `gpu` need both."""
+"""The GPU and what runs on it. Tests marked `gpu` need both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def library(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Ker
 
 @pytest.fixture(scope="session")
 def older_library(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    """Kernels as a card of compute capability 8.0 gets them, translated for this one."""
+    """Kernels as a GPU of compute capability 8.0 gets them, translated for this one."""
     return open_library(torch.cuda.get_device_capability(), tmp_path_factory.mktemp("ptx"), "compute_80")
 
 

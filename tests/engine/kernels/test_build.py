@@ -109,7 +109,7 @@ def test_cards_that_are_too_old() -> None:
 
 
 def test_architectures() -> None:
-    assert [build.architecture(card) for card in ((8, 0), (8, 9), (9, 0), (12, 0))] == [
+    assert [build.architecture(capability) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))] == [
         "sm_80",
         "sm_89",
         "sm_90a",

@@ -1,4 +1,4 @@
-"""The sources compile for the oldest and the fastest architecture, without a card, as the wrappers ask for them."""
+"""The sources compile for the oldest and the fastest architecture, without a GPU, as the wrappers ask for them."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_a_step_compiles(
 
 
 def chunk_stages(
-    library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, card: gemm.GpuShape
+    library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, gpu: gemm.GpuShape
 ) -> list[Launch]:
     """Every kernel that a prompt takes, once."""
     layout = Heads(4, 2, 64, True)
     chunk = prefill.Chunk(torch.zeros(2), torch.zeros(4), torch.zeros(tokens))
     gain, pool = torch.ones(256), torch.zeros(2, 4, 2, 16, 64)
     matrix = to_matrix(weight)
-    how = replace(gemm.divide(matrix, tokens, card), slices=slices)
+    how = replace(gemm.divide(matrix, tokens, gpu), slices=slices)
     order = gemm.order(matrix, how)
     stream = prefill.Stream(torch.zeros(tokens, 256), torch.zeros(tokens, 256), 1e-6, order)
     size = (tokens, 512) if slices == 1 else (slices, tokens, 512)
@@ -110,7 +110,7 @@ def chunk_stages(
     product = prefill.Parts(out, None if slices == 1 else torch.zeros(512))
     own = LayerAttention(pool[0], pool[1], gain, gain)
     queries = torch.zeros(tokens, 4, 64)
-    splits = prefill.Splits(torch.zeros(1), torch.zeros(1), torch.zeros(1), card.multiprocessors)
+    splits = prefill.Splits(torch.zeros(1), torch.zeros(1), torch.zeros(1), gpu.multiprocessors)
     attention = prefill.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1), 1e-6), splits)
     return [
         prefill.embed(library, chunk, torch.zeros(9, 256), gain, stream),
@@ -137,11 +137,11 @@ def test_a_prompt_compiles(
     packed = torch.zeros(512, 128, dtype=torch.uint8)
     parts = torch.zeros(512, 256 // (group or 256))
     weight: Int8Rows | Int4Groups | None = Int4Groups(packed, parts, parts.to(torch.uint8), group) if group else None
-    card = gemm.GpuShape(132, 227 << 10, arch == "sm_90a")
+    gpu = gemm.GpuShape(132, 227 << 10, arch == "sm_90a")
     weight = weight or Int8Rows(torch.zeros(512, 256, dtype=torch.int8), torch.ones(512))
-    launches = chunk_stages(recorder, weight, tokens, slices, card)
+    launches = chunk_stages(recorder, weight, tokens, slices, gpu)
     assert all(one.shape.shared <= 227 << 10 for one in launches)
-    assert ("gemm_wide" in {name for name, *_ in recorder.asked}) == (card.warpgroups and tokens >= 64)
+    assert ("gemm_wide" in {name for name, *_ in recorder.asked}) == (gpu.warpgroups and tokens >= 64)
     for name, entry, defines, _ in recorder.asked:
         if name.startswith("gemm") or tokens == 128:
             code = compiler(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), arch)

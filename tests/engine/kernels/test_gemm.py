@@ -38,18 +38,18 @@ def matrix(form: Format, rows: int, columns: int, group: int = 128) -> Matrix:
     rows=st.integers(1, 4000).map(lambda n: 8 * n),
     units=st.integers(1, 120),
     tokens=st.integers(1, 3000),
-    card=st.sampled_from([H100, SMALL, GpuShape(108, 163 << 10)]),
+    gpu=st.sampled_from([H100, SMALL, GpuShape(108, 163 << 10)]),
 )
 def test_a_division_fits_the_card_and_leaves_no_slice_empty(
-    form: Format, group: int, rows: int, units: int, tokens: int, card: GpuShape
+    form: Format, group: int, rows: int, units: int, tokens: int, gpu: GpuShape
 ) -> None:
     one = matrix(form, rows, units * form.span, group)
-    how = divide(one, tokens, card)
+    how = divide(one, tokens, gpu)
     assert how.tokens in TILES
     assert how.tokens >= min(tokens, TILES[-1])
     assert 1 <= how.slices <= min(MOST_SLICES, units)
-    assert how.stages * stage_bytes(one, how.tokens, wide=how.wide) <= card.shared
-    assert how.wide == (card is H100 and how.tokens >= 64)
+    assert how.stages * stage_bytes(one, how.tokens, wide=how.wide) <= gpu.shared
+    assert how.wide == (gpu is H100 and how.tokens >= 64)
     assert how.stages >= (4 if how.wide else 2)
     # what is left of the stages at the end holds a tile of float32 results
     assert how.stages * stage_bytes(one, how.tokens, wide=how.wide) >= how.tokens * (BLOCK_ROWS + 4) * 4

@@ -1,4 +1,4 @@
-"""Decode attention on a card, against float64: head layouts, page borders, splits, windows, and slots that hold NaN."""
+"""Decode attention on a GPU, against float64: head layouts, page borders, splits, windows, and slots that hold NaN."""
 
 from __future__ import annotations
 

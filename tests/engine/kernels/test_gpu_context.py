@@ -1,4 +1,4 @@
-"""What the driver keeps, on a card: little, and kernels that need more still get it."""
+"""What the driver keeps, on a GPU: little, and kernels that need more still get it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix kernel for many tokens on a card, against float64: every format, any number of tokens, any division."""
+"""The matrix kernel for many tokens on a GPU, against float64: every format, any number of tokens, any division."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def product(library: KernelLibrary, matrix: Matrix, batch: Batch, how: Division)
 @pytest.mark.parametrize(("rows", "columns"), [(264, 256), (1040, 896), (4096, 4096), (1024, 14336)])
 def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: str, rows: int, columns: int) -> None:
     matrix, exact = made(form, rows, columns)
-    card = gpu_shape(torch.device("cuda"))
+    gpu = gpu_shape(torch.device("cuda"))
     for tokens in TOKENS:
         x = (torch.randn(tokens, columns, device="cuda") * torch.rand(tokens, 1, device="cuda")).bfloat16()
         expected = x.double() @ exact.T
-        how = divide(matrix, tokens, card)
+        how = divide(matrix, tokens, gpu)
         for slices in {1, how.slices, 2, 3}:
             one = replace(how, slices=min(slices, columns // matrix.format.span))
             out = poisoned(matrix, tokens, one)
@@ -77,15 +77,15 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
 def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form: str, tile: int) -> None:
     matrix, exact = made(form, 392, 1024)
     narrow = replace(gpu_shape(torch.device("cuda")), warpgroups=False)
-    card = gpu_shape(torch.device("cuda"))
+    gpu = gpu_shape(torch.device("cuda"))
     bias = torch.randn(392, device="cuda")
     for tokens in (1, tile - 3, tile, 2 * tile + 5):
         x = torch.randn(tokens, 1024, device="cuda").bfloat16()
-        how = Division(tile, 1, min(4, card.shared // stage_bytes(matrix, tile)))
+        how = Division(tile, 1, min(4, gpu.shared // stage_bytes(matrix, tile)))
         for one in {
             how,
             replace(divide(matrix, tile, narrow), slices=1),
-            replace(divide(matrix, tile, card), slices=1),
+            replace(divide(matrix, tile, gpu), slices=1),
         }:
             out = poisoned(matrix, tokens, one)
             launcher.enqueue([product(library, matrix, Batch(x, out, bias), one)])
@@ -110,11 +110,11 @@ def test_a_token_does_not_depend_on_the_others(
     library: KernelLibrary, launcher: Launcher, form: str, wide: bool
 ) -> None:
     matrix, _ = made(form, 512, 1024)
-    card = gpu_shape(torch.device("cuda"))
-    if wide and not card.warpgroups:
+    gpu = gpu_shape(torch.device("cuda"))
+    if wide and not gpu.warpgroups:
         pytest.skip("needs compute capability 9.0")
     x = torch.randn(300, 1024, device="cuda").bfloat16()
-    how = replace(divide(matrix, 64, replace(card, warpgroups=wide)), slices=2)
+    how = replace(divide(matrix, 64, replace(gpu, warpgroups=wide)), slices=2)
     assert how.wide == wide
     together = poisoned(matrix, 300, how)
     launcher.enqueue([product(library, matrix, Batch(x, together), how)])

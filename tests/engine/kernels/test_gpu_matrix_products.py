@@ -1,4 +1,4 @@
-"""The matrix kernels on a card, against float64, in every format and for every number of rows."""
+"""The matrix kernels on a GPU, against float64, in every format and for every number of rows."""
 
 from __future__ import annotations
 

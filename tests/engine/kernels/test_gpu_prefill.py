@@ -1,4 +1,4 @@
-"""The kernels between the products of a chunk, on a card, against float64."""
+"""The kernels between the products of a chunk, on a GPU, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle of the sampling kernels against the sampler of the eager decoder, and what the host tells the kernels."""
+"""The oracle of the sampling kernels against the sampler of eager, and what the host tells the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chain of launches of a step, prepared without a card."""
+"""The chain of launches of a step, prepared without a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMS = ["bf16", "int8", "int4"]
 
 @pytest.fixture(autouse=True)
 def _no_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinned memory needs a card; the address is all that counts here."""
+    """Pinned memory needs a GPU; the address is all that counts here."""
     zeros = torch.zeros
 
     def unpinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Shared prefixes on a GPU: pages as bytes and back, and conversations with whatever decoder the card gets."""
+"""Shared prefixes on a GPU: pages as bytes and back, and conversations with whatever executors the GPU gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that sample by every parameter in the graph decoder, judged token by token with the eager decoder's logits."""
+"""Rows that sample by every parameter in captured decode steps, judged token by token with eager's logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph decoder on a card: every token must be the one that float32 would choose, or as good as that."""
+"""Captured decode steps on a GPU: every token must be the one that float32 would choose, or as good as that."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def save(folder: Path, family: str) -> Path:
     return folder
 
 
-def prepared_on_card(folder: Path, **changes: Any) -> Prepared:
+def prepared_on_gpu(folder: Path, **changes: Any) -> Prepared:
     settings = settings_of(folder, **changes)
     return prepare(settings, nobody)
 
@@ -156,7 +156,7 @@ def texts(sizes: Items[int], vocab: int = 1000) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_token_is_as_good_as_the_best(family: str, tmp_path: Path, request_of: Any, drive: Any) -> None:
     folder = save(tmp_path, family)
-    prepared = prepared_on_card(folder)
+    prepared = prepared_on_gpu(folder)
     runner = runner_of(prepared, folder)
     assert runner.info.decoder == "graph"
     asked = [
@@ -175,7 +175,7 @@ def test_every_token_is_as_good_as_the_best(family: str, tmp_path: Path, request
 
 def test_sixteen_rows_are_two_pipelines(tmp_path: Path, request_of: Any, drive: Any, monkeypatch: Any) -> None:
     folder = save(tmp_path, "qwen3")
-    prepared = prepared_on_card(folder, max_sequences=16)
+    prepared = prepared_on_gpu(folder, max_sequences=16)
     runner = make_runner(settings_of(folder, max_sequences=16), prepared, nobody)
     asked = [
         request_of(text, 20 + 15 * (at % 5), **({"temperature": 0.8, "seed": at} if at % 2 else {}))
@@ -200,7 +200,7 @@ def test_sixteen_rows_are_two_pipelines(tmp_path: Path, request_of: Any, drive: 
 @pytest.mark.parametrize("before", [2047 - 16, 4096 - 16, 8192 - 16, 500, 1010])
 def test_long_contexts(before: int, tmp_path: Path, request_of: Any, drive: Any) -> None:
     folder = save(tmp_path, "qwen3")
-    prepared = prepared_on_card(folder)
+    prepared = prepared_on_gpu(folder)
     runner = runner_of(prepared, folder)
     request = request_of(texts((before,))[0], 48)
     ids = drive(runner, [request]).answers[0].token_ids
@@ -211,7 +211,7 @@ def test_long_contexts(before: int, tmp_path: Path, request_of: Any, drive: Any)
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_come_go_and_are_thrown_out(seed: int, tmp_path: Path, request_of: Any) -> None:
     folder = save(tmp_path, "qwen3-windows")
-    prepared = prepared_on_card(folder)
+    prepared = prepared_on_gpu(folder)
     runner, chance = runner_of(prepared, folder), random.Random(seed)
     pages = chance.choice((24, 60, 200))
     limits = Limits(
@@ -257,7 +257,7 @@ def test_rows_come_go_and_are_thrown_out(seed: int, tmp_path: Path, request_of: 
 
 def test_switches_change_no_token(tmp_path: Path, request_of: Any, drive: Any) -> None:
     folder = save(tmp_path, "qwen3")
-    prepared = prepared_on_card(folder)
+    prepared = prepared_on_gpu(folder)
     runner = runner_of(prepared, folder)
     asked = [request_of(text, 60) for text in texts((20, 70, 9))]
     before = [one.token_ids for one in drive(runner, asked).answers]
@@ -275,7 +275,7 @@ def test_switches_change_no_token(tmp_path: Path, request_of: Any, drive: Any) -
 
 def test_a_row_without_numbers_fails_alone(tmp_path: Path, request_of: Any, drive: Any) -> None:
     folder = save(tmp_path, "llama")
-    prepared = prepared_on_card(folder)
+    prepared = prepared_on_gpu(folder)
     runner = runner_of(prepared, folder)
     asked = [request_of(text, 60, temperature=1.0, seed=size) for size, text in enumerate(texts((20, 70)))]
     good, bad = drive(runner, asked).answers
@@ -292,7 +292,7 @@ def test_a_row_without_numbers_fails_alone(tmp_path: Path, request_of: Any, driv
 
 def test_the_same_prompt_again_and_again(tmp_path: Path, request_of: Any, drive: Any) -> None:
     folder = save(tmp_path, "qwen3")
-    prepared = prepared_on_card(folder)
+    prepared = prepared_on_gpu(folder)
     runner = runner_of(prepared, folder)
     request = request_of(texts((40,))[0], 400)
     first = drive(runner, [request]).answers[0].token_ids
@@ -304,7 +304,7 @@ def test_the_same_prompt_again_and_again(tmp_path: Path, request_of: Any, drive:
 
 def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     folder = save(tmp_path, "qwen3")
-    prepared = prepared_on_card(folder, dtype="float16")
+    prepared = prepared_on_gpu(folder, dtype="float16")
     runner = make_runner(settings_of(folder, dtype="float16"), prepared, nobody)
     assert runner.info.decoder == EAGER
     assert "float16" in runner.info.objections[0].reason

@@ -1,4 +1,4 @@
-"""Prompts through captured graphs against the eager decoder, on small models of every family."""
+"""Prompts through captured graphs against eager, on small models of every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage of prompts where there is no card for it."""
+"""Prompts in graphs where there is no GPU for them."""
 
 from __future__ import annotations
 
