@@ -17,7 +17,7 @@ from quant.checkpoint.nibbles import bytes_of, in_groups, pack_nibbles, unpack_n
 from quant.checkpoint.source import TensorSource, check, fetch, fetch_floats
 from quant.checkpoint.spec import WHOLE_ROW, AwqSpec
 
-_LANES: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # output j of a GEMM word lies in this nibble
+_NIBBLE_OF: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # output j of a GEMM word lies in this nibble
 _COLUMNS_AT_ONCE: Final = 1024  # bounds the unpacked copy; a multiple of 8
 
 
@@ -88,18 +88,18 @@ def _by_outputs(words: torch.Tensor, packed: torch.Tensor) -> None:
     low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
     outputs = packed.view(words.shape[1], 8, -1)
     for byte in range(4):
-        outputs[:, _LANES.index(2 * byte)] = low[:, :, byte].T
-        outputs[:, _LANES.index(2 * byte + 1)] = high[:, :, byte].T
+        outputs[:, _NIBBLE_OF.index(2 * byte)] = low[:, :, byte].T
+        outputs[:, _NIBBLE_OF.index(2 * byte + 1)] = high[:, :, byte].T
 
 
 def _deinterleave(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, W] -> uint8 [R, 8W] in the order of the outputs."""
     nibbles = in_groups(unpack_nibbles(bytes_of(words)), 8)
-    return nibbles[..., list(_LANES)].flatten(1)
+    return nibbles[..., list(_NIBBLE_OF)].flatten(1)
 
 
 def _interleave(values: torch.Tensor) -> torch.Tensor:
     """uint8 [R, 8W] in the order of the outputs -> int32 [R, W]."""
-    lanes = in_groups(values, 8)
-    order = [_LANES.index(nibble) for nibble in range(8)]
-    return words_of(pack_nibbles(lanes[..., order].flatten(1)))
+    words = in_groups(values, 8)
+    order = [_NIBBLE_OF.index(nibble) for nibble in range(8)]
+    return words_of(pack_nibbles(words[..., order].flatten(1)))
