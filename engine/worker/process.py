@@ -60,7 +60,7 @@ def main() -> int:
 def _serve(link: Link) -> int:
     settings = _settings(link)
     try:
-        runner = _build(settings, _Told(link))
+        runner = _build(settings, _ProgressReports(link))
         pool, index, tier, tier_report = _prefixes(settings, runner)
     except (InvalidModel, Unsupported) as error:
         kind: Literal["invalid_model", "unsupported"]
@@ -87,7 +87,7 @@ def _settings(link: Link) -> EngineSettings:
     raise FrameError("it did not begin with the settings")
 
 
-def _build(settings: EngineSettings, progress: _Told) -> Runner:
+def _build(settings: EngineSettings, progress: _ProgressReports) -> Runner:
     if settings.kind == "fake":
         return FakeRunner(settings)
     from engine.worker.build import build  # torch: seconds that the fake need not pay
@@ -126,7 +126,7 @@ def _prefixes(
     return pool, index, BlockTier(store, pages, index, settings.prefix_redis), report
 
 
-class _Told:
+class _ProgressReports:
     """Passes progress on, not more often than anyone can watch."""
 
     def __init__(self, link: Link) -> None:
