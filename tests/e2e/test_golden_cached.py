@@ -32,7 +32,11 @@ def test_golden_text_out_of_the_cache(demo: Running, name: str) -> None:
         assert (header, plain.text, plain.finish.reason) == ("off", text, reason)
         whole.ClearField("cache")
         first, _ = say(stub, whole)
-        time.sleep(0.3)
+        reading = pb.GenerateRequest.FromString(whole.SerializeToString())
+        reading.cache.response = pb.CACHE_MODE_READ
+        end = time.monotonic() + 20
+        while say(stub, reading)[1] != "hit-response":
+            assert time.monotonic() < end, "never stored"
         second, header = say(stub, whole)
         assert header == "hit-response"
         for answer in (first, second):

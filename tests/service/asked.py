@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.conftest import Server, ask
+from tests.service.conftest import PATIENCE, Server, ask
 
 
 def greedy(text: str, tokens: int | None = 8, **fields: Any) -> pb.GenerateRequest:
@@ -35,7 +35,7 @@ def kept(server: Server, request: pb.GenerateRequest) -> None:
     """Waits until the answer is stored: that happens beside the request."""
     reading = pb.GenerateRequest.FromString(request.SerializeToString())
     reading.cache.response = pb.CACHE_MODE_READ
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE
     while said(server, reading) != "hit-response":
         assert time.monotonic() < end, "never stored"
         time.sleep(0.01)
@@ -67,7 +67,7 @@ def learnt(server: Server, request: pb.GenerateRequest) -> pb.GenerateResponse:
     assert answer.finish.reason == pb.FINISH_REASON_STOP
     reading = pb.GenerateRequest.FromString(request.SerializeToString())
     reading.cache.response, reading.cache.semantic = pb.CACHE_MODE_OFF, pb.CACHE_MODE_READ
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE
     while said(server, reading) != "hit-semantic":
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -85,7 +85,7 @@ def generated(server: Server) -> int:
     return int(server.idle().generated_tokens)
 
 
-def until(probe: Callable[[], bool], within: float = 10.0) -> None:
+def until(probe: Callable[[], bool], within: float = PATIENCE) -> None:
     end = time.monotonic() + within
     while not probe():
         assert time.monotonic() < end

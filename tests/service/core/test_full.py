@@ -15,8 +15,21 @@ import pytest
 from bench.redis_server import RedisServer
 from service.pb.whippet.v1 import admin_pb2, generation_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, greedy, kept, learnt, loaded, probe, said
-from tests.service.conftest import Refusal, Server, refused
+from tests.service.asked import (
+    ALIKE,
+    QUESTION,
+    as_stream,
+    chat,
+    generate,
+    greedy,
+    kept,
+    learnt,
+    loaded,
+    probe,
+    said,
+    until,
+)
+from tests.service.conftest import PATIENCE, Refusal, Server, refused
 from tests.service.observability.test_metrics import page_of, told, value
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -144,8 +157,14 @@ def test_who_storms_a_full_queue_is_refused_without_a_look(narrow: Server) -> No
         calls = [narrow.generation.Generate.future(greedy(f"unknown still {n}"), timeout=20) for n in range(150)]
         assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss") < looked + 150
-        time.sleep(0.6)
-        assert said(narrow, known) == "hit-response"
+
+        def served() -> bool:
+            time.sleep(0.6)  # a storm lasts for as long as somebody asks
+            with contextlib.suppress(grpc.RpcError):
+                return said(narrow, known) == "hit-response"
+            return False
+
+        until(served, PATIENCE)
 
 
 def test_a_hundred_alike_are_one_generation_and_a_hundred_others_are_refused(narrow: Server) -> None:
@@ -192,7 +211,7 @@ def test_a_storm_leaves_every_place_free(narrow: Server) -> None:
     allowed = {states.OK, states.CANCELLED, states.DEADLINE_EXCEEDED, states.RESOURCE_EXHAUSTED}
     assert {states.OK, states.RESOURCE_EXHAUSTED} <= codes <= allowed
     narrow.idle()
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE
     while True:
         page = page_of(narrow)
         left = [value(page, name) for name in ("requests_live", "requests_looking")]
@@ -232,7 +251,7 @@ def test_live_requests_are_bounded_too(serve: Serve) -> None:
 def test_who_reads_along_with_another_server_needs_no_place(
     serve: Serve, redis_server: RedisServer, key_file: Path
 ) -> None:
-    shared = (f"--cache.redis-url={redis_server.url}", f"--cache.key-file={key_file}", "--cache.redis-budget=0.5")
+    shared = (f"--cache.redis-url={redis_server.url}", f"--cache.key-file={key_file}", "--cache.redis-budget=1")
     with serve(*FLAGS, *shared) as free, serve(*FLAGS, "--limits.queued-requests=0", *shared) as small:
         with full(small, 2):
             request = as_stream(greedy("elsewhere", LONG))

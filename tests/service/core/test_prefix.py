@@ -15,7 +15,7 @@ from bench.redis_server import RedisServer
 from cache.seal.partition import RECENT
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.conftest import Server, ask
+from tests.service.conftest import PATIENCE, Server, ask
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 IDS = [1 + at * at % 251 for at in range(1100)]
@@ -141,7 +141,7 @@ def test_a_flush_reaches_other_servers_and_what_lies_in_redis(
         f"--cache.key-file={key_file}",
         f"--auth.tokens-file={tokens_file}",
     )
-    slow = ("--cache.prefix.chunk-bytes=4096", "--fake.step-time=0.05", "--cache.redis-budget=0.5")
+    slow = ("--cache.prefix.chunk-bytes=4096", "--fake.step-time=0.05", "--cache.redis-budget=1")
     with serve(*shared, *slow) as one, serve(*shared, *slow) as other:
         for name in "ab":
             for _ in range(2):
@@ -155,7 +155,7 @@ def test_a_flush_reaches_other_servers_and_what_lies_in_redis(
         assert tokens_of(one, IDS, "b")[0] >= 1024
 
 
-def until(probe: Callable[[], bool], within: float = 10.0) -> None:
+def until(probe: Callable[[], bool], within: float = PATIENCE) -> None:
     end = time.monotonic() + within
     while not probe():
         assert time.monotonic() < end

@@ -31,7 +31,7 @@ from service.observability.scrape import MetricsPort
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.transport.ports import PortTaken
 from tests.service.asked import QUESTION, chat, greedy, kept, learnt, loaded, probe, said
-from tests.service.conftest import ROOT, Server, ask
+from tests.service.conftest import PATIENCE, ROOT, Server, ask
 from tests.service.scripted import ScriptedEngine
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -69,7 +69,7 @@ def value(page: Page, name: str, **labels: str) -> float:
     return page.get((f"whippet_{name}", tuple(sorted(labels.items()))), 0.0)
 
 
-def told(server: Server, name: str, least: float, within: float = 10.0, **labels: str) -> float:
+def told(server: Server, name: str, least: float, within: float = PATIENCE, **labels: str) -> float:
     """Waits until there is as much."""
     end = time.monotonic() + within
     while (found := value(page_of(server), name, **labels)) < least:

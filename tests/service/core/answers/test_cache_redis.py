@@ -47,7 +47,7 @@ def pair(serve: Serve, redis: RedisServer, tmp_path_factory: pytest.TempPathFact
     """Two fronts, one Redis, two tenants."""
     folder = tmp_path_factory.mktemp("secrets")
     flags = [*ON, f"--cache.redis-url={redis.url}", f"--cache.key-file={write_keys(folder / 'keys')}"]
-    flags += ["--cache.redis-budget=0.5", f"--auth.tokens-file={write_tokens(folder)}"]  # it is about what, not when
+    flags += ["--cache.redis-budget=1", f"--auth.tokens-file={write_tokens(folder)}"]  # it is about what, not when
     with serve(*flags) as one, serve(*flags) as other:
         yield one, other
         assert one.stop() == other.stop() == 0
@@ -153,7 +153,10 @@ async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServ
         try:
             if put:
                 await caches.responses.put(question(), answer())
-                await asyncio.sleep(0.2)  # it is written in the background
+                for _ in range(2000):  # it is written in the background
+                    if await caches.responses.get(question(), Allowance(1.0)) is not None:
+                        break
+                    await asyncio.sleep(0.01)
             return await caches.responses.get(question(), Allowance(1.0)) is not None
         finally:
             await answers.aclose()
