@@ -87,6 +87,7 @@ def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
         f"--cache.redis-url={redis_server.url}",
         f"--cache.key-file={key_file}",
         "--cache.prefix.chunk-bytes=4096",
+        "--cache.redis-budget=0.5",
     )
     slow = ("--fake.step-time=0.05", "--fake.faults=true", f"--auth.tokens-file={tokens_file}")
     with serve(*shared, *slow) as server:
