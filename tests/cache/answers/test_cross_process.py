@@ -67,7 +67,7 @@ async def fly(shared: CrossProcess, model: Model) -> str:
 
 async def test_two_replicas_are_one_generation(make_shared: Make, counters: Counters) -> None:
     model = Model(pause=0.01)
-    replicas = [(SingleFlight(counters), make_shared()) for _ in range(2)]
+    replicas = [(SingleFlight(counters), make_shared(settings=LONG)) for _ in range(2)]
 
     async def one(number: int) -> str:
         flights, shared = replicas[number % 2]
@@ -132,9 +132,9 @@ async def test_redis_stalls_in_mid_flight_and_both_finish(
 ) -> None:
     server = make_redis()
     lead, follow = Model(pause=0.01), Model(step=7, pause=0.001)
-    leader = asyncio.ensure_future(fly(make_shared(server.url, budget=0.1), lead))
+    leader = asyncio.ensure_future(fly(make_shared(server.url), lead))
     await until(lambda: lead.started)
-    follower = asyncio.ensure_future(fly(make_shared(server.url, budget=0.1), follow))
+    follower = asyncio.ensure_future(fly(make_shared(server.url), follow))
     await until(lambda: counters.counts().get(("flight_shared", "follow")))
     server.pause()
     assert await asyncio.wait_for(asyncio.gather(leader, follower), 20) == [TEXT, TEXT]
