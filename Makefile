@@ -50,12 +50,13 @@ format: $(VENV)/.test ## Bring the code into shape
 proto: $(VENV)/.test ## Make service/pb anew from protos/
 	$(BIN)/python scripts/proto.py
 
-bench: $(VENV)/.test ## What the README's CPU figures come from
+bench: $(VENV)/.test ## What the documents' CPU figures come from
 	$(BIN)/python -m bench.engine_cpu
 	$(BIN)/python -m bench.front
 	$(BIN)/python -m bench.prefix
 	$(BIN)/python -m bench.cache
 	$(BIN)/python -m bench.cache_faults
+	$(BIN)/python -m bench.pairs
 
 smoke: $(VENV)/.test ## grpcurl against ADDRESS, or against a server of its own
 	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh)
