@@ -50,7 +50,7 @@ def make_blocks(redis_server: Any, keyring: Keyring, counters: Counters) -> Iter
     made: list[RedisBlocks] = []
 
     def make(url: str = redis_server.url, layout: BlockLayout = LAYOUT, ring: Keyring = keyring, **changes: Any) -> Any:
-        redis = RedisSettings(url=url, breaker=BreakerSettings(cooldown=0.2))
+        redis = RedisSettings(url=url, budget=1.0, breaker=BreakerSettings(cooldown=0.2))  # 20 ms are soon over
         made.append(RedisBlocks(BlockSettings(redis=redis, **changes), layout, ring, counters))
         return made[-1]
 
