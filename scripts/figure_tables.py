@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from scripts.figures import Renderer, Results
+from scripts.results import Renderer, Results
 
 QWEN, QWEN_AWQ, MISTRAL_AWQ = ("qwen3-0.6b", "bf16"), ("qwen3-0.6b", "awq-int4-g128"), ("mistral-7b", "awq-int4-g128")
 MISTRAL_INT8 = ("mistral-7b", "int8")

@@ -8,44 +8,19 @@ diary: its figures belong to the commit they name and are never rewritten.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from scripts.figure_tables import RENDERERS
+from scripts.results import FigureError, Renderer, Results
 
 ROOT = Path(__file__).resolve().parent.parent
 DIARY = "perf-log.md"
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 INLINE = re.compile(r"(<!-- f: (\S+) -->)(.*?)(<!-- /f -->)")
 MARKER = re.compile(r"<!-- ?/?f(?:igures)?\b[^>]*-->")
-
-
-class FigureError(Exception):
-    """A marker, a result file or a key in it that does not exist. The message says where."""
-
-
-class Results:
-    """bench/results, each file parsed when a renderer first asks for it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._parsed: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._parsed:
-            path = self._folder / f"{name}.json"
-            try:
-                self._parsed[name] = json.loads(path.read_text("utf-8"))
-            except OSError:
-                raise FigureError(f"{path.name} is not in {self._folder}") from None
-            except ValueError as error:
-                raise FigureError(f"{path.name}: {error}") from None
-        return self._parsed[name]
-
-
-Renderer = Callable[[Results], str]
 
 
 def render(text: str, results: Results, renderers: Mapping[str, Renderer]) -> str:
@@ -107,8 +82,6 @@ def difference(text: str, fresh: str) -> str:
 
 def main() -> None:
     """Entry point."""
-    from scripts.figure_tables import RENDERERS
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a figure differs")
     wrong = update(ROOT, RENDERERS, write=not parser.parse_args().check)

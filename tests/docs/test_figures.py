@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from scripts.figure_tables import RENDERERS
-from scripts.figures import ROOT, FigureError, Renderer, Results, documents, names, render, update
+from scripts.figures import ROOT, documents, names, render, update
+from scripts.results import FigureError, Renderer, Results
 
 TEXT = "One <!-- f: rate -->1,234<!-- /f --> a second.\n\n<!-- figures: all -->\n| 1,234 |\n<!-- /figures -->\n"
 RENDER: dict[str, Renderer] = {
