@@ -8,7 +8,6 @@ from engine.errors import Unsupported
 from engine.kv.kv_cache import KvShape
 from engine.linear import Placement
 from engine.settings import PAGE_SIZE, EngineSettings
-from engine.worker.hardware import free_bytes
 
 CPU_MOST = 1 << 30  # bytes, unless the settings say more
 CPU_SHARE = 0.25  # of free memory
@@ -24,14 +23,17 @@ class Room:
     max_context: int  # tokens
 
 
-def make_room(settings: EngineSettings, model_context: int, shape: KvShape, placement: Placement) -> Room:
-    """Pages for max_sequences of the longest context, as far as memory goes. Raises Unsupported."""
+def make_room(
+    settings: EngineSettings, model_context: int, shape: KvShape, placement: Placement, free_bytes: int
+) -> Room:
+    """Pages for max_sequences of the longest context, as far as `free_bytes` of the device's memory go, unless the
+    settings say how many bytes. Raises Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:
         raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")
     context = wanted or model_context
     page_bytes = shape.page_bytes(placement.dtype)
-    budget = settings.kv_bytes if settings.kv_bytes is not None else _share(placement)
+    budget = settings.kv_bytes if settings.kv_bytes is not None else _share(free_bytes, placement)
     enough = settings.max_sequences * -(-context // PAGE_SIZE)
     pages = min(budget // page_bytes, enough)
     if pages < 1:
@@ -42,8 +44,7 @@ def make_room(settings: EngineSettings, model_context: int, shape: KvShape, plac
     return Room(pages, min(context, pages * PAGE_SIZE))
 
 
-def _share(placement: Placement) -> int:
-    free = free_bytes(placement.device)
+def _share(free: int, placement: Placement) -> int:
     if placement.device.type == "cuda":
         return max(int(free * CUDA_SHARE) - CUDA_KEPT, 0)
     return min(CPU_MOST, int(free * CPU_SHARE))

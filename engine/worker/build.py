@@ -26,7 +26,7 @@ from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.settings import PAGE_SIZE, EngineSettings
-from engine.worker.hardware import cpu_features, pick_device, pick_dtype, pick_threads
+from engine.worker.hardware import cpu_features, free_bytes, pick_device, pick_dtype, pick_threads
 from quant.checkpoint.config import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
 
 def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, placement: Placement) -> Prepared:
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    room = make_room(settings, config.max_context, shape, placement)
+    room = make_room(settings, config.max_context, shape, placement, free_bytes(placement.device))
     model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, placement.device), placement)
     pool = KvCache(shape, room.pages, placement, heads_outside=placement.device.type == "cpu")
     sampler = Sampler(config.vocab_size, settings.max_sequences, placement.device)
