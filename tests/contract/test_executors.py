@@ -22,6 +22,7 @@ from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Row, RowResult, Runner
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
 from tests.engine.judged import judge
@@ -187,8 +188,11 @@ def test_each_executor_agrees_with_eager(trial: Trial) -> None:
     for batch, pages, budget, apart in (
         (asked[:1], 128, 512, 0),
         (asked[:8], 128, 512, 0),
+        (asked[:8][::-1], 128, 512, 0),
         (asked[:8], 128, 7, 0),  # prompts in chunks
-        (asked[:8][::-1], 17, 32, 0),  # rows lose their pages and come back
+        (asked[:8][::-1], 128, 7, 0),
+        (asked[:8], 17, 32, 0),  # rows lose their pages and come back
+        (asked[:8][::-1], 17, 32, 0),
         (asked, 256, 512, 0),
         (asked[::-1], 256, 64, 3),  # they come and go
     ):
@@ -258,13 +262,14 @@ def test_the_last_executor_has_no_objection(plain: tuple[EngineSettings, Prepare
 
 
 class Even:
-    """Does every second step alone."""
+    """Does every second step alone. Remembers which sequences it could read."""
 
     lookahead_tokens = 2
     max_tokens_per_row = 3
 
     def __init__(self, parts: Parts) -> None:
-        self._inner = eager.Eager(parts)
+        self._inner, self._sequences = eager.Eager(parts), parts.sequences
+        self.seen: dict[int, list[SequenceState]] = {}  # by slot
         self.steps = 0
         self.warm = self.closed = False
 
@@ -273,6 +278,10 @@ class Even:
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         self.steps += 1
+        for state in self._sequences.states():
+            of_slot = self.seen.setdefault(state.slot, [])
+            if state not in of_slot:
+                of_slot.append(state)
         return rows if self.steps % 2 == 0 else ()
 
     def switch(self, name: str, enabled: bool) -> None:
@@ -316,6 +325,8 @@ def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSetting
     assert runner.info.decoder == "even"
     assert (made[0].warm, made[0].closed) == (True, True)
     assert made[0].steps > 10
+    assert made[0].seen.keys() == {0, 1, 2}
+    assert [state.key for slot in sorted(made[0].seen) for state in made[0].seen[slot]] == [0, 1, 2]
     assert (runner.info.lookahead_tokens, runner.info.max_tokens_per_row) == (2, 3)
 
 

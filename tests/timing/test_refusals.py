@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.asked import greedy
+from tests.service.asked import as_stream, greedy
 from tests.service.conftest import ask, ask_stream, refused
 
 CACHED = ("--optimizations.response-cache=true",)
@@ -32,7 +32,10 @@ def test_a_refusal_where_the_queue_is_full_is_a_small_call(serve, caches):
 
         def refuse(number: int) -> None:
             request = greedy(f"unknown {number}") if caches else ask(f"unknown {number}", 1)
-            refusal = refused(server.generation.Generate, request)
+            if number % 2:
+                refusal = refused(server.generation.Generate, request)
+            else:
+                refusal = refused(server.generation.GenerateStream, as_stream(request))
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
         for number in range(40):

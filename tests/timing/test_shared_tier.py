@@ -11,12 +11,14 @@ from tests.engine.tiered import TEXT
 __all__ = ["connect", "server", "written"]
 
 
-@pytest.mark.parametrize("fault", ["refused", "stalled", "readonly"])
+@pytest.mark.parametrize("fault", ["refused", "stalled", "readonly", "killed midway"])
 def test_a_faulty_redis_costs_the_loop_nothing(
     written: list[str], connect: Connect, server: RedisServer, fault: str
 ) -> None:
     """A loop that waited would take 20 ms more at each of twelve requests: many times what it takes otherwise."""
     well, sick = connect(), connect()
+    if fault == "killed midway":
+        assert sick.ask()[0] == 640
     for engine in (well, sick):
         engine.spent = 0.0
         for turn in range(6):
@@ -24,7 +26,7 @@ def test_a_faulty_redis_costs_the_loop_nothing(
             engine.ask((turn + 1, *TEXT, 3))
         if engine is well:
             match fault:
-                case "refused":
+                case "refused" | "killed midway":
                     server.stop()
                 case "stalled":
                     server.pause()

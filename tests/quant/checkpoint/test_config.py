@@ -168,7 +168,7 @@ def test_no_value_of_any_key_does_more_than_refuse(base: dict[str, Any], data: s
 @pytest.mark.parametrize(
     ("section", "word"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "yarn"),
+        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' is not served.*yarn"),
         ({"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}, "high_freq_factor"),
         ({"type": "yarn", "factor": float("nan")}, "factor"),
         ({"type": "yarn", "factor": 2.0, "truncate": "no"}, "truncate"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
 
-from cache.api import BlockSettings
-from engine.settings import EngineOptions, EngineSettings, FakeSettings
+from cache.api import BlockSettings, PrefixOptions, RedisSettings
+from engine.settings import EngineOptions, EngineSettings, FakeSettings, PrefixSwitches
 from service.config.settings import BadSettings, Settings
 from service.config.sources import load
 
@@ -167,6 +167,8 @@ def test_every_setting_of_shared_prefixes_comes_from_the_tree(tmp_path: Path) ->
 
     base = tier()
     assert base.redis.url == "redis://localhost"
+    assert base == BlockSettings(redis=RedisSettings(url="redis://localhost"), key_file=tmp_path / "keys")
+    assert {one.name for one in fields(PrefixOptions)} == {"ttl", "chunk_bytes", "min_tokens"}  # each has a line below
     assert tier("--cache.redis-url=redis://other").redis.url == "redis://other"
     assert tier("--cache.redis-password-file=p").redis.password_file == Path("p")
     assert tier("--cache.redis-ca-file=c").redis.ca_file == Path("c")
@@ -175,6 +177,11 @@ def test_every_setting_of_shared_prefixes_comes_from_the_tree(tmp_path: Path) ->
     assert tier("--cache.prefix.ttl=9").ttl == 9
     assert tier("--cache.prefix.chunk-bytes=65536").chunk_bytes == 65536
     assert tier("--cache.prefix.min-tokens=32").min_tokens == 32
+    both_on, switches = load(redis, {}).engine_settings(), [one.name for one in fields(PrefixSwitches)]
+    assert switches == ["prefix_cache", "prefix_redis"]
+    for name in switches:
+        off = load([*redis, f"--optimizations.{name.replace('_', '-')}=off"], {}).engine_settings()
+        assert (getattr(both_on, name), getattr(off, name)) == (True, False)
     without_keys = load(redis[:-1], {}).engine_settings().shared_tier
     assert without_keys is None, "what no other engine could open is not worth writing"
 

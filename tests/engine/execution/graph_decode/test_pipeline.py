@@ -368,6 +368,7 @@ class Lone:
 
     def prefill(self, start: int, count: int, sample: bool = True) -> None:
         found = self.device.prefill(Row(0, 0, start, count, sample), self.state)
+        assert len(found.token_ids) == sample
         self.state.token_ids += found.token_ids
 
     def step(self, at_least: int) -> None:
