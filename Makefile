@@ -25,6 +25,8 @@ OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_I
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
 
+# Test processes start some hundred interpreters: without bytecode on disk each would compile the tree again.
+test: export PYTHONDONTWRITEBYTECODE =
 # All tests; those of other paths for other CPUs again as on an old one; those that look at a clock alone at the end.
 # With ARGS those of them that it names, once.
 test: $(VENV)/.test ## Run every test that needs no GPU

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from models.train.card import Figures, card
 from models.train.export import write_folder, write_weights
@@ -54,6 +53,8 @@ def test_card_states_the_figures(name: str) -> None:
 
 
 def test_folder_of_random_weights_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     shape: Shape = replace(SHAPES["demo-draft"], layers=1)
     net = Qwen3(shape).eval()
     write_weights(net, tmp_path / "weights.safetensors")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from models.train.chat import END, END_OF_TEXT
 from models.train.corpus import held_out_names
@@ -36,6 +35,8 @@ FILES = {
 
 @cache
 def oracle(name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
     model, loading = AutoModelForCausalLM.from_pretrained(
         MODELS / name, dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
@@ -46,6 +47,8 @@ def oracle(name: str) -> Any:
 
 @cache
 def words(name: str) -> Any:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(MODELS / name, local_files_only=True)
 
 
@@ -112,6 +115,8 @@ def test_transformers_computes_what_was_trained(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_stops_at_both_ends(name: str) -> None:
+    from transformers import GenerationConfig
+
     config = GenerationConfig.from_pretrained(MODELS / name, local_files_only=True)
     ends = [words(name).convert_tokens_to_ids(token) for token in (END, END_OF_TEXT)]
     assert config.eos_token_id == ends

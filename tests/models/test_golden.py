@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 MARGIN = 0.05  # between the first two logits at every step, so that another CPU's rounding cannot change the text
@@ -29,6 +28,8 @@ CONTINUED = ' a symbolic link."""\n    return (not (n == 0)' + " and (n == 0)" *
 
 @pytest.fixture(scope="module")
 def speaker() -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, local_files_only=True)
     return model.eval(), AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from models.train.export import config
 from models.train.network import Qwen3, Shape
@@ -27,6 +26,8 @@ def randomised(shape: Shape) -> Qwen3:
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_agrees_with_transformers(shape: Shape) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     net = randomised(shape)
     oracle = Qwen3ForCausalLM(Qwen3Config.from_dict({**config(shape, 2, 0), "dtype": "float32"})).float().eval()
     missing, unexpected = oracle.load_state_dict(net.state_dict(), strict=False)

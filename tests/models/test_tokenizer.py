@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import jinja2.sandbox
@@ -11,17 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoTokenizer
 
 from models.train import chat, tokenizer
 
 FOLDER = Path(__file__).parents[2] / "models" / "demo"
 SHIPPED = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-HUGGING_FACE = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
 TEMPLATE = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(chat.TEMPLATE)
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
 code_like = st.text(alphabet=" \t\n\r\f_aZé0:(\"'\\#中\U0001f40d\u200d\u0301<|>im_start")
+
+
+@cache
+def hugging_face() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
 
 
 def test_has_8192_tokens_and_all_bytes() -> None:
@@ -48,7 +55,7 @@ def test_gives_back_every_code_point(plane: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(any_text | code_like)
 def test_transformers_reads_the_same_ids(text: str) -> None:
-    assert HUGGING_FACE(text)["input_ids"] == SHIPPED.encode(text).ids
+    assert hugging_face()(text)["input_ids"] == SHIPPED.encode(text).ids
 
 
 @pytest.mark.parametrize("special", tokenizer.SPECIALS)
@@ -75,7 +82,7 @@ messages = st.lists(
 def test_template_writes_what_the_model_was_trained_on(conversation: chat.Conversation) -> None:
     plain = [{"role": message.role, "content": message.content} for message in conversation]
     assert TEMPLATE.render(messages=plain) == chat.render(conversation)
-    assert HUGGING_FACE.apply_chat_template(plain, tokenize=False) == chat.render(conversation)
+    assert hugging_face().apply_chat_template(plain, tokenize=False) == chat.render(conversation)
     opened = TEMPLATE.render(messages=plain, add_generation_prompt=True)
     assert opened == chat.render(conversation) + "<|im_start|>assistant\n"
 

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from quant.checkpoint.errors import BadTensor
 from quant.decoder import Decoder
@@ -74,6 +73,8 @@ def test_a_stored_layer_is_what_autoawq_made_of_it(stored, reference):
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request, tmp_path_factory):
     """The same random weights in transformers and in a folder of ours."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     family, changes = MODELS[request.param]
     torch.manual_seed(3)
     config = AutoConfig.for_model(family, **{**SMALL, **changes})

@@ -10,7 +10,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from quant.checkpoint.awq import write_gemm
 from quant.checkpoint.errors import BadFile, NotFinite
@@ -286,6 +285,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_by_its_own_text(tmp_path, family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 1}
     torch.manual_seed(2)

@@ -143,6 +143,8 @@ def test_mutations_open_to_nothing(keyring: Keyring, counters: Counters) -> None
             mutated = sealed[:head] + bytes([sealed[head] ^ 1 << chance.randrange(8)]) + sealed[head + 1 :]
         else:
             mutated = sealed[:place] + bytes([sealed[place] ^ 1 << chance.randrange(8)]) + sealed[place + 1 :]
+        if mutated == sealed:  # two seals may end in the same byte
+            mutated = sealed[:-1]
         assert not codec.open(key, run, memoryview(mutated), into)
     assert codec.open(key, run, memoryview(sealed), into)
     assert bytes(into) == payload(run)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from engine.execution.runner import ModelRunner
 from engine.settings import EngineSettings
@@ -38,21 +37,21 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
-CASES: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama-mha": (LlamaConfig, {"num_key_value_heads": 4}),
-    "llama-mqa-tied": (LlamaConfig, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "rms_norm_eps": 1e-5}),
-    "llama-llama3": (LlamaConfig, {"rope_parameters": LLAMA3}),
-    "llama-linear": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
-    "mistral-full": (MistralConfig, {"sliding_window": None, "head_dim": 32}),
-    "mistral-window": (MistralConfig, {"sliding_window": 21}),
-    "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
-    "qwen2-window-unused": (Qwen2Config, {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}),
-    "qwen3-tied": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3-biases": (Qwen3Config, {"head_dim": 16, "attention_bias": True, "num_key_value_heads": 4}),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama-mqa-tied": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "rms_norm_eps": 1e-5}),
+    "llama-llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "mistral-full": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 21}),
+    "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen2-window-unused": ("Qwen2Config", {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}),
+    "qwen3-tied": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-biases": ("Qwen3Config", {"head_dim": 16, "attention_bias": True, "num_key_value_heads": 4}),
     "qwen3-layer-types": (
-        Qwen3Config,
+        "Qwen3Config",
         {
             "head_dim": 16,
             "use_sliding_window": True,
@@ -60,13 +59,13 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-    "qwen3-yarn": (Qwen3Config, {"head_dim": 32, "rope_parameters": YARN}),
+    "qwen3-yarn": ("Qwen3Config", {"head_dim": 32, "rope_parameters": YARN}),
     "qwen3-yarn-mscale": (
-        Qwen3Config,
+        "Qwen3Config",
         {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}},
     ),
     "qwen3-yarn-factor": (
-        Qwen3Config,
+        "Qwen3Config",
         {"head_dim": 32, "rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}},
     ),
 }
@@ -76,9 +75,12 @@ NEW = 64
 
 def make(name: str, folder: Path, **save: object) -> Any:
     """The oracle, saved to a folder; nothing in it is neutral, neither norms nor biases."""
+    import transformers
+
     kind, options = CASES[name]
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(kind(**{**SMALL, **options}), attn_implementation="eager").eval()
+    config = getattr(transformers, kind)(**{**SMALL, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:

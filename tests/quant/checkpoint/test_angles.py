@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quant.checkpoint.angles import inverse_frequencies
 from quant.checkpoint.config import parse_config
@@ -32,6 +30,9 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(str(value) for value in rule.values()))
 def test_tables_are_those_of_transformers(rule: dict[str, object], theta: float) -> None:
     """Over every position that is served: all that the model was made for, and what YaRN adds."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     theirs = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=64,

@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from quant.checkpoint.angles import inverse_frequencies
 from quant.checkpoint.config import FAMILIES, ModelConfig, parse_config
 from quant.checkpoint.tensors import dense_tensors
 from quant.decoder import Decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SIZES = {
     "vocab_size": 61,
@@ -45,12 +47,6 @@ OPTIONAL: dict[str, dict[str, Any]] = {
     "qwen2-by-layer": {**COMMON, **WINDOWS, **BY_LAYER},
     "qwen3": {**COMMON, "head_dim": 6, "attention_bias": True, **WINDOWS},
     "qwen3-by-layer": {**COMMON, "head_dim": 6, "attention_bias": True, **WINDOWS, **BY_LAYER},
-}
-CLASSES: dict[str, type[PreTrainedConfig]] = {
-    "LlamaForCausalLM": LlamaConfig,
-    "MistralForCausalLM": MistralConfig,
-    "Qwen2ForCausalLM": Qwen2Config,
-    "Qwen3ForCausalLM": Qwen3Config,
 }
 NULLABLE = ("num_key_value_heads", "sliding_window", "layer_types")
 REFUSED = {
@@ -109,7 +105,15 @@ NAMES = [f"{family}: {case}" for family, case in CASES]
 
 
 def theirs_of(raw: dict[str, Any]) -> PreTrainedConfig:
-    theirs = CLASSES[raw["architectures"][0]].from_dict(copy.deepcopy(raw))
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+    classes: dict[str, type[PreTrainedConfig]] = {
+        "LlamaForCausalLM": LlamaConfig,
+        "MistralForCausalLM": MistralConfig,
+        "Qwen2ForCausalLM": Qwen2Config,
+        "Qwen3ForCausalLM": Qwen3Config,
+    }
+    theirs = classes[raw["architectures"][0]].from_dict(copy.deepcopy(raw))
     theirs.standardize_rope_params()  # as their models do once more, after what the class has no field for
     return theirs
 
@@ -163,6 +167,8 @@ def test_tensors_and_logits_are_those_of_the_model(family: str, case: str, tmp_p
     raw = config_of(family, case)
     ours, theirs = parse_config(raw, "config.json"), theirs_of(raw)
     torch.manual_seed(1)
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for tensor in model.parameters():
