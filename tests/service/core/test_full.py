@@ -153,10 +153,14 @@ def test_who_storms_a_full_queue_is_refused_without_a_look(narrow: Server) -> No
     with full(narrow):
         calls = [narrow.generation.Generate.future(greedy(f"unknown in the storm {n}"), timeout=20) for n in range(150)]
         assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        looked = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss")
-        calls = [narrow.generation.Generate.future(greedy(f"unknown still {n}"), timeout=20) for n in range(150)]
-        assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        assert value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss") < looked + 150
+        for _ in range(5):  # on a slow machine the calls may come so far apart that they are no storm
+            looked = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss")
+            calls = [narrow.generation.Generate.future(greedy(f"unknown still {n}"), timeout=20) for n in range(150)]
+            assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            looked_since = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss") - looked
+            if looked_since < 150:
+                break
+        assert looked_since < 150
 
         def served() -> bool:
             time.sleep(0.6)  # a storm lasts for as long as somebody asks
