@@ -7,8 +7,8 @@ TORCH   ?= torch==2.13.0
 BUF     ?= 1.75.0
 MODEL   ?= models/demo-awq
 ADDRESS ?=
-# Processes that test at once: one more than two cores, since many tests wait for servers.
-JOBS    ?= 3
+# Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
+JOBS    ?= 4
 ARGS    ?=
 
 BIN   := $(VENV)/bin

@@ -46,7 +46,7 @@ def paced(server: Server, streams: int, tokens: int) -> float:
 
 
 def test_neighbours_of_a_reader_that_never_reads(serve):
-    with serve(*LONG, "--fake.step-time=0.005") as server:
+    with serve(*LONG, "--fake.step-time=0.003") as server:
         alone, beside = [], []
         for _ in range(3):
             alone.append(paced(server, 4, 100))
