@@ -92,6 +92,19 @@ def begin(admitted: Admitted) -> SequenceState:
     )
 
 
+def readmission(state: SequenceState) -> Admitted:
+    """The admission that would give the sequence a slot as it is now: `begin`, the other way round."""
+    return Admitted(
+        key=state.key,
+        slot=state.slot,
+        token_ids=tuple(state.token_ids),
+        prompt_length=state.prompt_length,
+        sampling=state.sampling,
+        stopping=state.stopping,
+        logprobs=state.logprobs,
+    )
+
+
 def refuse_drafts(rows: Iterable[Row]) -> None:
     """For executors that verify none. Raises Unsupported, since a draft that is passed over would go unnoticed."""
     if any(row.draft for row in rows):

@@ -19,7 +19,7 @@ import msgspec
 from engine.api import ModelInfo
 from engine.errors import EngineFailed
 from engine.scheduling.plan import Admitted, StepPlan, StepResult
-from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.scheduling.sequence_state import SequenceTable, readmission
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class StepRecorder:
             info=self._info,
             page_bytes=self._page_bytes,
             first=self._first,
-            held=tuple(HeldSequence(admission_of(state), tuple(state.pages)) for state in self._before.states()),
+            held=tuple(HeldSequence(readmission(state), tuple(state.pages)) for state in self._before.states()),
             steps=tuple(self._steps),
             fault=describe(fault),
         )
@@ -137,19 +137,6 @@ class StepRecorder:
                 os.unlink(part)
             raise
         return path
-
-
-def admission_of(state: SequenceState) -> Admitted:
-    """A sequence as it would be admitted now."""
-    return Admitted(
-        key=state.key,
-        slot=state.slot,
-        token_ids=tuple(state.token_ids),
-        prompt_length=state.prompt_length,
-        sampling=state.sampling,
-        stopping=state.stopping,
-        logprobs=state.logprobs,
-    )
 
 
 def describe(fault: BaseException) -> str:

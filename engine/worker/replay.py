@@ -18,14 +18,13 @@ from engine.fake import FakeRunner
 from engine.fake.checked import CheckedRunner
 from engine.fake.checker import BrokenPlan
 from engine.scheduling.plan import Admitted, Released, Row, RowResult, Runner, StepPlan, StepResult
-from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.scheduling.sequence_state import SequenceState, SequenceTable, readmission
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings
 from engine.worker.recording import (
     HeldSequence,
     NoRecording,
     RecordedStep,
     Recording,
-    admission_of,
     describe,
     read_recording,
 )
@@ -73,7 +72,7 @@ class Replay:
         self._astray -= {admitted.key for admitted in plan.admitted}
         rejoined = [self._truth.of(row) for row in plan.rows if row.key in self._astray]
         released = (*plan.released, *(Released(state.key, state.slot) for state in rejoined))
-        admitted: tuple[Admitted, ...] = (*plan.admitted, *map(admission_of, rejoined))
+        admitted: tuple[Admitted, ...] = (*plan.admitted, *map(readmission, rejoined))
         if admitted or released:
             self._runner.run(StepPlan((), admitted, released))
         return self._runner.run(StepPlan(tuple(self._made_up(self._told(row)) for row in plan.rows)))

@@ -21,7 +21,7 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.scheduling.plan import Row, Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_state import SequenceTable
+from engine.scheduling.sequence_state import SequenceTable, readmission
 from engine.settings import EngineSettings, FakeSettings
 from engine.worker import replay
 from engine.worker.build import build
@@ -31,7 +31,6 @@ from engine.worker.recording import (
     NoRecording,
     Recording,
     StepRecorder,
-    admission_of,
     read_recording,
 )
 
@@ -132,7 +131,7 @@ def test_the_ring_is_bounded_and_what_left_it_is_folded(seed: int, ids: int, tmp
         table.apply(step.plan)
         table.append(step.plan.rows, step.result.rows)
     found, truth = (
-        {state.key: HeldSequence(admission_of(state), tuple(state.pages)) for state in side.states()}
+        {state.key: HeldSequence(readmission(state), tuple(state.pages)) for state in side.states()}
         for side in (table, engine.truth)
     )
     assert found == truth
