@@ -74,6 +74,39 @@ def paged(pool: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
     return held.transpose(1, 2).flatten(0, 1)[:tokens]
 
 
+def attend_rows(
+    queries: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """queries [rows, heads, dim], each the newest token of a context of `lengths` [rows] tokens in `pages` [rows,
+    most], over pools [pages, kv_heads, 16, dim] → [rows, heads, dim]; zeros where a row has no context."""
+    out = torch.zeros_like(queries)
+    for row, length in enumerate(lengths.tolist()):
+        if length > 0:
+            keys, values = (paged(pool, pages[row], length).to(queries.dtype) for pool in pools)
+            out[row] = attend(queries[row], keys, values, window)
+    return out
+
+
+def plan_rows(
+    lengths: list[int], items: int, warps: int, least: int, window: int | None
+) -> tuple[int, list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
+    """How many pages of a step each warp reads; of each row with a context: row, first page seen, pages, tokens; where
+    each warp starts in the line of all pages, row by row, item by item: entry, item, page, count."""
+    entries = []
+    for row, length in enumerate(lengths):
+        first = max(length - window, 0) // PAGE if window else 0
+        if length > 0:
+            entries.append((row, first, -(-length // PAGE) - first, length))
+    line = [(at, item, page) for at, entry in enumerate(entries) for item in range(items) for page in range(entry[2])]
+    each = max(least, -(-len(line) // warps))
+    starts = [(*line[at], min(each, len(line) - at)) for at in range(0, len(line), each)]
+    return each, entries, starts + [(0, 0, 0, 0)] * (warps - len(starts))
+
+
 def choose(
     logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:

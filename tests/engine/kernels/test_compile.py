@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import gemm, prefill, sampling
+from engine.kernels import batch_attention, gemm, prefill, sampling
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import compile_with_nvrtc, source_text
 from engine.kernels.launch import Launch
@@ -92,6 +92,21 @@ def test_a_step_compiles(
     for name, defines in sorted(asked):
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), arch)
         assert code.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "sm_100"])
+def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str) -> None:
+    device = torch.device("cpu")
+    rows = batch_attention.BatchRows(torch.zeros(64, dtype=torch.int32), torch.zeros(64, 8, dtype=torch.int32))
+    for heads in (Heads(16, 8, 128, True), Heads(20, 2, 64, False)):
+        shape = batch_attention.grid(heads, gemm.GpuShape(132, 227 << 10 if arch == "sm_90a" else 99 << 10))
+        held = batch_attention.workspace(heads, 64, shape, device)
+        attention = batch_attention.BatchAttention(recorder, heads, rows, shape, held)
+        pool = torch.zeros(2, 1, 1, 16, 64)
+        attention.plan(), attention.attend(LayerAttention(pool[0], pool[1], None, None), pool, pool)
+    for name, entry, defines, _ in recorder.asked:
+        code = compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch)
+        assert code.startswith(b"\x7fELF"), entry
 
 
 def chunk_stages(
