@@ -9,12 +9,14 @@
 // eight query heads as its columns, out = Vᵀ·p with dimensions as rows. In the ring, segments of 16 bytes stand permuted
 // within 128, so that both are read 16 bytes a lane without conflicts.
 #include "copies.cuh"
+#include "order.cuh"
 
 constexpr int kPage = 16, kDim = OP_HEAD_DIM, kShared = OP_Q_HEADS / OP_KV_HEADS;
 constexpr int kSubgroups = ceil_div(kShared, 8), kHeads = ceil_div(kShared, kSubgroups);  // query heads of an item
 constexpr int kItems = OP_KV_HEADS * kSubgroups;                                        // of a row
 constexpr int kSpans = kDim / 32, kBlocks = kDim / 64, kSegments = kDim / 8;
 constexpr int kHalf = kPage * kDim * 2, kStage = 2 * kHalf;  // bytes of a page's keys; of a stage
+constexpr int kWidth = OP_Q_HEADS * kDim;
 constexpr int kPlanThreads = 1024;
 static_assert(kDim % 64 == 0 && OP_Q_HEADS % OP_KV_HEADS == 0, "head layout");
 
@@ -90,10 +92,20 @@ __device__ __forceinline__ float exp2_of(float v) {
 
 // Where a segment of a token's row stands in a stage. A K read has in a phase the rows 2i and 2i + 1 with four segments
 // each, a V read the rows 0, 2, 4, 6 or 1, 3, 5, 7 with two.
-__device__ __forceinline__ int place_of(int token, int segment) {
+__device__ __forceinline__ int spot(int token, int segment) {
     const int moved = (token & 6) ^ ((token & 1) << 2);
     return token * kDim * 2 + ((segment ^ moved) << 4);
 }
+
+// Where a row's results go.
+struct Target {
+    u16* out;
+    int row, rows, column;  // of the first of an item's heads
+
+    __device__ __forceinline__ u32* pair(int head, int d) const {
+        return reinterpret_cast<u32*>(out + place_of<kWidth>(column + head * kDim + d, row, rows));
+    }
+};
 
 // The line of pages from a run's start on.
 struct Line {
@@ -135,7 +147,7 @@ struct Ahead {
         u8* to = ring + stage * kStage;
 #pragma unroll
         for (int i = 0; i < kPage * kSegments / 32; ++i) {
-            const int at = i * 32 + lane, place = place_of(at / kSegments, at % kSegments);
+            const int at = i * 32 + lane, place = spot(at / kSegments, at % kSegments);
             copy_async(to + place, keys + from + at * 16, true);
             copy_async(to + kHalf + place, values + from + at * 16, true);
         }
@@ -154,7 +166,7 @@ struct Partial {
         float s[4] = {}, more[4] = {};
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
-            const Quad a = load_quad(stage + place_of(g, 4 * j + t)), b = load_quad(stage + place_of(g + 8, 4 * j + t));
+            const Quad a = load_quad(stage + spot(g, 4 * j + t)), b = load_quad(stage + spot(g + 8, 4 * j + t));
             const u32 low[4] = {a.r[0], b.r[0], a.r[1], b.r[1]}, high[4] = {a.r[2], b.r[2], a.r[3], b.r[3]};
             mma(s, low, q[j].r[0], q[j].r[1]);
             mma(more, high, q[j].r[2], q[j].r[3]);
@@ -185,7 +197,7 @@ struct Partial {
         for (int b = 0; b < kBlocks; ++b) {
             Quad v[4];  // tokens 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = load_quad(values + place_of(2 * t + i % 2 + i / 2 * 8, 8 * b + g));
+            for (int i = 0; i < 4; ++i) v[i] = load_quad(values + spot(2 * t + i % 2 + i / 2 * 8, 8 * b + g));
             if (to < kPage) {  // what lies past the context may be anything, even NaN
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
@@ -207,8 +219,7 @@ struct Partial {
             for (int d = 4; d < 32; d <<= 1) sum[c] += __shfl_xor_sync(0xFFFFFFFFu, sum[c], d);
     }
 
-    // bf16, from the first of the item's heads on.
-    __device__ __forceinline__ void store(u16* to, int heads) const {
+    __device__ __forceinline__ void store(const Target& to, int heads) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -219,7 +230,13 @@ struct Partial {
                 Quad q;
 #pragma unroll
                 for (int p = 0; p < 4; ++p) q.r[p] = pack_bf16(out[b][p][c] * f, out[b][p][c + 2] * f);
-                *reinterpret_cast<Quad*>(to + (2 * t + c) * kDim + b * 64 + g * 8) = q;
+                const int h = 2 * t + c, d = b * 64 + g * 8;
+                if constexpr (OP_ORDER == kBf16) {
+                    *reinterpret_cast<Quad*>(to.pair(h, d)) = q;
+                } else {
+#pragma unroll
+                    for (int p = 0; p < 4; ++p) *to.pair(h, d + 2 * p) = q.r[p];
+                }
             }
         }
     }
@@ -245,7 +262,8 @@ struct Partial {
 
 // An item out of what the runs `first` … `last` have left of it: a run's second slot is where an item begins that goes on
 // in the next, its first where one goes on.
-__device__ __forceinline__ void merge(const float* outs, const Float2* sums, int first, int last, u16* to, int heads) {
+__device__ __forceinline__ void merge(const float* outs, const Float2* sums, int first, int last, const Target& to,
+                                      int heads) {
     constexpr int kEach = kDim / 64;                              // pairs of a lane
     constexpr int kTogether = kHeads >= 8 ? 1 : 8 / kHeads;  // runs whose reads are under way together
     const int lane = threadIdx.x % 32;
@@ -291,16 +309,16 @@ __device__ __forceinline__ void merge(const float* outs, const Float2* sums, int
         if (h < heads)
 #pragma unroll
             for (int e = 0; e < kEach; ++e)
-                reinterpret_cast<u32*>(to + h * kDim)[e * 32 + lane] = pack_bf16(all[h][e].x / sum[h], all[h][e].y / sum[h]);
+                *to.pair(h, 2 * (e * 32 + lane)) = pack_bf16(all[h][e].x / sum[h], all[h][e].y / sum[h]);
 }
 
 }  // namespace
 
-// queries, out: [rows, OP_Q_HEADS, kDim]. Rows without a context are left alone.
+// queries [rows, OP_Q_HEADS, kDim]; out [rows, kWidth] in the order of OP_ORDER. Rows without a context are left alone.
 extern "C" __global__ void __launch_bounds__(OP_WARPS * 32)
     attend(const u16* queries, const u8* key_pool, const u8* value_pool, const int* page_table, int table_stride,
            const int* each, const Entry* entries, const Run* runs, float* outs, Float2* sums, int* arrivals, u16* out,
-           float scale, int window, int trigger) {
+           int rows, float scale, int window, int trigger) {
     extern __shared__ __align__(128) u8 rings[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     if (trigger == 0) let_next_start();
@@ -328,11 +346,12 @@ extern "C" __global__ void __launch_bounds__(OP_WARPS * 32)
         const Entry entry = line.entry;
         const int kv = line.item / kSubgroups, sub = line.item % kSubgroups, head = kv * kShared + sub * kHeads;
         const int heads = min(kHeads, kShared - sub * kHeads);
-        const u64 row = (u64(entry.row) * OP_Q_HEADS + head) * kDim;
+        const u16* own = queries + (u64(entry.row) * OP_Q_HEADS + head) * kDim;
+        const Target target{out, entry.row, rows, head * kDim};
         Quad q[kSpans];
 #pragma unroll
         for (int j = 0; j < kSpans; ++j)
-            q[j] = g < heads ? load_shared_state(static_cast<const void*>(queries + row + g * kDim + 32 * j + 8 * t)) : Quad{};
+            q[j] = g < heads ? load_shared_state(static_cast<const void*>(own + g * kDim + 32 * j + 8 * t)) : Quad{};
         const int page = line.page, pages = min(entry.pages - page, run.count - done);
         const int oldest = window > 0 ? entry.length - window : 0;
         Partial part;
@@ -348,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(OP_WARPS * 32)
         }
         part.end();
         if (pages == entry.pages) {
-            part.store(out + row, heads);
+            part.store(target, heads);
         } else {
             const u64 slot = u64(2 * unit + (page == 0)) * kHeads;
             part.leave(outs + slot * kDim, sums + slot, heads);
@@ -363,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(OP_WARPS * 32)
             }
             if (__shfl_sync(0xFFFFFFFFu, before, 0) == last - first) {
                 __threadfence();
-                merge(outs, sums, first, last, out + row, heads);
+                merge(outs, sums, first, last, target, heads);
             }
         }
         done += pages;

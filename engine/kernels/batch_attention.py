@@ -16,6 +16,7 @@ from engine.kernels.build import Kernel, Kernels
 from engine.kernels.gemm import GpuShape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
+from engine.kernels.weights import Format
 
 MOST_ROWS = 1024
 _GROUP = 8  # query heads that a warp serves of one key-value head
@@ -126,10 +127,12 @@ class BatchAttention:
             "entries": self.workspace.entries,
             "runs": self.workspace.runs,
         }
-        return prepare(self._kernel("plan"), Shape((1, 1, 1), MOST_ROWS), values)
+        return prepare(self._kernel("plan", Format.BF16), Shape((1, 1, 1), MOST_ROWS), values)
 
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor) -> Launch:
-        """queries bfloat16 [rows, heads, dim] → out bfloat16 [rows, heads · dim]."""
+    def attend(
+        self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format = Format.BF16
+    ) -> Launch:
+        """queries bfloat16 [rows, heads, dim] → out bfloat16 [rows, heads · dim], columns in the order named."""
         if layer.window != self.window:
             raise ValueError(f"a layer with window {layer.window} and a plan for {self.window}")
         held = self.workspace
@@ -146,17 +149,18 @@ class BatchAttention:
             "sums": held.sums,
             "arrivals": held.arrivals,
             "out": out,
+            "rows": queries.shape[0],
             "scale": self.heads.dim**-0.5 * LOG2_E,
             "window": self.window or 0,
         }
         shape = Shape((self.grid.blocks, 1, 1), self.grid.warps * 32, self._shared)
-        return prepare(self._kernel("attend"), shape, {**values, **CHAIN})
+        return prepare(self._kernel("attend", order), shape, {**values, **CHAIN})
 
     @property
     def _shared(self) -> int:
         return self.grid.warps * self.grid.stages * stage_bytes(self.heads)
 
-    def _kernel(self, entry: str) -> Kernel:
+    def _kernel(self, entry: str, order: Format) -> Kernel:
         defines = {
             "OP_Q_HEADS": self.heads.queries,
             "OP_KV_HEADS": self.heads.keys,
@@ -164,5 +168,6 @@ class BatchAttention:
             "OP_WARPS": self.grid.warps,
             "OP_STAGES": self.grid.stages,
             "OP_LEAST": _LEAST_PAGES,
+            "OP_ORDER": int(order),
         }
         return self.library.kernel("batch_attention", entry, defines, self._shared if entry == "attend" else 0)

@@ -10,8 +10,9 @@ from engine.kernels import batch_attention as ops
 from engine.kernels import reference
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import gpu_shape
+from engine.kernels.gemm import gpu_shape, ordered
 from engine.kernels.launch import Launcher
+from engine.kernels.weights import Format
 
 pytestmark = pytest.mark.gpu
 
@@ -139,3 +140,15 @@ def test_a_graph_follows_the_lengths(library: KernelLibrary, launcher: Launcher)
         )
         live = case.rows.lengths > 0
         assert float((out[live].double() - expected[live]).norm() / expected[live].norm()) < 6e-3
+
+
+@pytest.mark.parametrize("order", [Format.INT8, Format.INT4])
+def test_columns_lie_as_the_reader_wants(library: KernelLibrary, launcher: Launcher, order: Format) -> None:
+    case = Case(library, HEADS[0], [300, 17] * 8, None)
+    layer = LayerAttention(case.pool[0], case.pool[1], None, None)
+    plain, moved = (torch.full((16, 2048), NAN, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    launches = [case.ops.attend(layer, case.queries, plain), case.ops.attend(layer, case.queries, moved, order)]
+    launcher.enqueue([case.ops.plan(), *launches])
+    torch.cuda.synchronize()
+    assert torch.equal(ordered(plain, order), moved)
+    assert not torch.equal(plain, moved)
