@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.errors import EngineUnavailable
+
 
 class Priority(enum.IntEnum):
     """Who goes first when there is a queue. Waiting requests age, so that none waits for ever."""
@@ -145,6 +147,7 @@ class ModelInfo:
     total_pages: int
     weights_bytes: int
     weights_digest: str  # SHA-256, hexadecimal
+    texts_digest: str = ""  # of the files that decide how text and ids become each other; empty without a folder
     lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
     max_tokens_per_row: int = 1  # most ids that a step brings a sequence
 
@@ -218,6 +221,9 @@ class Engine(Protocol):
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Raises EngineUnavailable unless the engine is ready."""
+
+    def unavailable(self) -> EngineUnavailable:
+        """What to raise while it is not ready: why, and when to come back."""
 
     async def set_optimization(self, name: str, enabled: bool) -> None:
         """Returns when it is in force. Raises Unsupported for a name that the engine does not have."""

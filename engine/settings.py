@@ -31,6 +31,9 @@ class EngineOptions:
     """Which engine runs, and what it keeps for finding faults."""
 
     kind: EngineKind = setting("model", "`fake` serves made-up tokens without weights")
+    hang_timeout: float = setting(
+        60.0, "seconds without a sign of life from the engine process until another is started", ge=0.5, le=86_400
+    )
     record_steps: bool = setting(
         False, "keep the last steps and write them to a file on a fault; they hold prompts' token ids"
     )

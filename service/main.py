@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from engine.api import EngineState
-from engine.client import EngineClient
+from engine.client import EngineClient, texts_digest
 from engine.errors import EngineError, InvalidModel, Unsupported
 from service.config.settings import BadSettings, Settings
 from service.config.sources import load
@@ -115,17 +115,23 @@ async def _serve(settings: Settings) -> int:
         if parts.metrics is not None:
             stack.push_async_callback(parts.metrics.stop)
             await parts.metrics.start()
-        background = [asyncio.create_task(parts.health.run()), asyncio.create_task(parts.watch.run())]
-        for task in background:
-            stack.callback(task.cancel)
         if not await stop.before(parts.engine.start()):
             return STOPPED
+        background = [
+            asyncio.create_task(work) for work in (parts.health.run(), parts.watch.run(), parts.engine.ended())
+        ]
+        for task in background:
+            stack.callback(task.cancel)
         parts.caches.now()
         gc.collect()
         gc.freeze()  # a full collection would otherwise visit every imported module, with all streams waiting
         parts.health.refresh()
         _announce(settings, parts)
-        await stop.before(_first_to_end(background))
+        try:
+            await stop.before(_first_to_end(background))
+        except Exception:
+            await _drain(0.0, parts, stop)  # who still calls is told
+            raise
         return await _drain(settings.drain.timeout, parts, stop)
 
 
@@ -162,10 +168,14 @@ def _build(settings: Settings) -> _Parts:
 def _use_cases(settings: Settings, guard: Guard) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
+    texts = texts_digest(settings.model or "")
     tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model)
     vocab_size = None if settings.model is None else tokenizer.vocab_size
     engine = EngineClient(
-        settings.engine_settings(vocab_size), stream_buffer=settings.stream.buffer_bytes, on_progress=Progress()
+        settings.engine_settings(vocab_size),
+        texts=texts,
+        stream_buffer=settings.stream.buffer_bytes,
+        on_progress=Progress(),
     )
 
     def capacity() -> int:

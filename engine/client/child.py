@@ -17,6 +17,7 @@ from engine.ipc.frames import Command, Configure, FrameError, Report, encode, re
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
+_EXIT_POLL = 0.01  # seconds between two looks at a process that is about to end
 
 
 class Child(asyncio.Protocol):
@@ -30,7 +31,8 @@ class Child(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self.closed: asyncio.Future[None] = self._loop.create_future()
-        self.heard = False  # anything, since this was last set to False
+        self._heard = False  # anything, since the last look
+        self._worked: float | None = None  # seconds of processor time, at the last look
 
     @classmethod
     async def spawn(cls, settings: EngineSettings, on_report: Callable[[Report], None]) -> Child:
@@ -61,32 +63,61 @@ class Child(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         self._unsent.append(encode(command))
 
+    def showed_life(self, loading: bool) -> bool:
+        """Whether anything came from it since this was last asked. While it loads it may have nothing to say for long,
+        but it computes."""
+        heard, self._heard = self._heard, False
+        if heard or not loading:
+            return heard
+        worked = _processor_time(self.pid)
+        before, self._worked = self._worked, worked
+        return worked is None or worked != before
+
+    def kill(self) -> None:
+        """Without asking."""
+        self._process.kill()
+
+    def abort(self) -> None:
+        """Closes the socket, whatever was to be sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
     async def end(self, grace: float) -> str:
         """Closes the socket, which asks the process to go, kills it after `grace` seconds and says how it ended."""
         if grace and self._transport is not None:
             self._flush()
             self._transport.close()
         else:
-            self._process.kill()
-            self._abort()
+            self.kill()
+            self.abort()
         try:
-            code = await asyncio.to_thread(self._process.wait, grace or None)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = await asyncio.to_thread(self._process.wait)
+            code = await self._exit_code(grace or None)
+        except TimeoutError:
+            self.kill()
+            code = await self._exit_code(None)
+        except asyncio.CancelledError:
+            self.kill()
+            raise
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+    async def _exit_code(self, within: float | None) -> int:
+        """Looks for it, which needs neither a thread nor a kernel with pidfd_open. Raises TimeoutError."""
+        async with asyncio.timeout(within):
+            while (code := self._process.poll()) is None:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(_EXIT_POLL)
+        return code
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
+        self._heard = True
         try:
             reports = self._reader.feed(data)
         except FrameError as error:
             _log.error("the engine process sent what is no message: %s", error)
-            self._process.kill()
-            self._abort()
+            self.kill()
+            self.abort()
             return
         for report in reports:
             self._on_report(report)
@@ -95,14 +126,19 @@ class Child(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def _abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
     def _flush(self) -> None:
         if self._unsent and self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
+
+
+def _processor_time(pid: int) -> float | None:
+    """Seconds that a process and its children that have ended have computed; None where that cannot be told."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _launch(fd: int) -> subprocess.Popen[bytes]:

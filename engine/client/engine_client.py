@@ -11,13 +11,16 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo
 from engine.client.streams import Stream, Streams
 from engine.client.supervisor import Backoff, Supervisor
-from engine.errors import EngineUnavailable, Unsupported
+from engine.errors import EngineUnavailable, InvalidModel, Unsupported
 from engine.ipc.frames import Progress, Step, Switch, Switched
 from engine.settings import EngineSettings
+from quant.checkpoint.digest import of_texts
+from quant.checkpoint.errors import BadFile
 
 _log = logging.getLogger(__name__)
 _BACKOFF = Backoff()
@@ -30,15 +33,18 @@ class EngineClient:
         self,
         settings: EngineSettings,
         *,
-        hang_timeout: float = 60.0,  # seconds of silence while there is work
+        texts: str | None = None,  # `texts_digest` of the files that prompts are made with; None: not known
         stream_buffer: int = 256 * 1024,  # bytes unread, above which a sequence pauses
         on_progress: Callable[[str, int, int], None] | None = None,  # stage, done, total
         backoff: Backoff = _BACKOFF,
     ) -> None:
-        self._supervisor = Supervisor(settings, self, hang_timeout, backoff)
+        self._supervisor = Supervisor(settings, self, backoff)
+        self._folder = settings.model
+        self._texts = texts
         self._streams = Streams(asyncio.get_running_loop(), self._supervisor.send, stream_buffer)
         self._progress = on_progress
         self._info: ModelInfo | None = None
+        self._replaced = False  # the model's files, by others
         self._load = EngineLoad()
         self._tickets = itertools.count(1)
         self._switching: dict[int, tuple[Switch, asyncio.Future[None]]] = {}
@@ -73,15 +79,30 @@ class EngineClient:
     async def start(self) -> None:
         await self._supervisor.start()
 
+    async def ended(self) -> None:
+        """For ever, while the engine is restarted when it dies. Raises what ended that: InvalidModel where the model
+        folder was replaced."""
+        await self._supervisor.ended()
+
     def submit(self, request: GenerationRequest) -> Stream:
         if self._info is None or self._supervisor.state is not EngineState.READY:
-            raise self._unavailable()
+            raise self.unavailable()
         check(request, self._info)
         return self._streams.open(request)
 
+    def unavailable(self) -> EngineUnavailable:
+        """What to raise while it is not ready: why, and when to come back."""
+        state = self._supervisor.state
+        why = f"the engine is {state}"
+        if self._replaced:
+            why = "the model's files were replaced; the server has to be started again"
+        elif state is EngineState.STOPPED:
+            why = "the server is stopping"
+        return EngineUnavailable(why, self._supervisor.retry_after)
+
     async def set_optimization(self, name: str, enabled: bool) -> None:
         if self._supervisor.state is not EngineState.READY:
-            raise self._unavailable()
+            raise self.unavailable()
         switch = Switch(next(self._tickets), name, enabled)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._switching[switch.ticket] = switch, answer
@@ -91,29 +112,33 @@ class EngineClient:
         finally:
             self._switching.pop(switch.ticket, None)
 
+    def kill(self) -> None:
+        """Ends the process without asking, so that `close` takes no time."""
+        self._supervisor.kill()
+
     async def close(self) -> None:
         """Ends what still runs and the process with it."""
-        self.on_lost(self._supervisor.retry_after)
+        self._supervisor.state = EngineState.STOPPED  # which is what streams are told
+        self.on_lost()
         await self._supervisor.close()
 
     # What the supervisor tells
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._streams) or bool(self._switching)
-
     def on_ready(self, info: ModelInfo) -> None:
+        if (change := self._change(info)) is not None:
+            self._replaced = True
+            raise InvalidModel(f"{self._folder}: {change} since this server started; start it again to serve them")
         self._info = info
         self._load = EngineLoad(total_pages=info.total_pages)
         for name, enabled in self._switched.items():
             self._supervisor.send(Switch(next(self._tickets), name, enabled))
 
-    def on_lost(self, retry_after: float) -> None:
+    def on_lost(self) -> None:
         self._load = EngineLoad()
-        self._streams.fail(self._unavailable)
+        self._streams.fail(self.unavailable)
         for _, answer in self._switching.values():
             if not answer.done():
-                answer.set_exception(self._unavailable())
+                answer.set_exception(self.unavailable())
 
     def on_progress(self, progress: Progress) -> None:
         if self._progress is not None:
@@ -141,8 +166,24 @@ class EngineClient:
             else:
                 answer.set_exception(Unsupported(report.refusal))
 
-    def _unavailable(self) -> EngineUnavailable:
-        return EngineUnavailable(f"the engine is {self._supervisor.state}", self._supervisor.retry_after)
+    def _change(self, info: ModelInfo) -> str | None:
+        """What this process has loaded otherwise than the front and the processes before it have."""
+        known = self._info
+        texts = self._texts if known is None else known.texts_digest
+        if texts is not None and info.texts_digest != texts:
+            return "tokenizer, chat template or config were replaced"
+        if known is not None and info.weights_digest != known.weights_digest:
+            return "weights were replaced"
+        return None
+
+
+def texts_digest(folder: str) -> str:
+    """Of the files that prompts are made with, to be taken before they are read: the engine process must have found the
+    same. Raises InvalidModel."""
+    try:
+        return of_texts(Path(folder)) if folder else ""
+    except BadFile as error:
+        raise InvalidModel(str(error)) from error
 
 
 def check(request: GenerationRequest, info: ModelInfo) -> None:

@@ -13,17 +13,19 @@ from typing import Protocol
 from engine.api import EngineState, ModelInfo
 from engine.client.child import Child
 from engine.errors import EngineError, EngineFailed, InvalidModel, Unsupported
-from engine.ipc.frames import Command, Progress, Ready, Refused, Report, Step, Switched
+from engine.ipc.frames import Command, Ping, Pong, Progress, Ready, Refused, Report, Step, Switched
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
-_TICKS = 8  # of silence that make a hang
+_LOOKS = 16  # at an engine in its hang timeout; it is found hung in the last of them
 _FIRST_ATTEMPTS = 3  # deaths while loading for the first time after which start() gives up
 _STEADY = 60.0  # seconds of readiness after which earlier deaths are forgotten
 _STOP_GRACE = 5.0  # seconds, for one that is asked to go
 _EXIT_GRACE = 1.0  # seconds, for one that goes by itself
 _UNKNOWN_LOAD_TIME = 5.0  # seconds, as a retry hint before any load was timed
-_OVERDUE = 1.0  # seconds, as a retry hint when it should be ready by now
+_OVERDUE = 0.25  # of the time that loading has taken, as a retry hint when it should be ready by now
+_SPREAD = 1.25  # a hint is up to so many times what is expected, so that callers do not return as one
+_LONGEST_HINT = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,11 @@ class Backoff:
 class Listener(Protocol):
     """Who is told."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether the engine owes an answer."""
-
     def on_ready(self, info: ModelInfo) -> None:
-        """An engine can be used from now on."""
+        """An engine can be used from now on. Raises InvalidModel where it must not be: supervision then ends."""
 
-    def on_lost(self, retry_after: float) -> None:
-        """It cannot be used any more, and whatever it had is lost. Another may be ready in so many seconds."""
+    def on_lost(self) -> None:
+        """It cannot be used any more, and whatever it had is lost."""
 
     def on_progress(self, progress: Progress) -> None:
         """It is loading."""
@@ -62,16 +60,16 @@ class Listener(Protocol):
 class Supervisor:
     """Keeps one engine process alive."""
 
-    def __init__(self, settings: EngineSettings, listener: Listener, hang_timeout: float, backoff: Backoff) -> None:
+    def __init__(self, settings: EngineSettings, listener: Listener, backoff: Backoff) -> None:
         self.state = EngineState.STOPPED
         self.restarts = 0
         self._settings = settings
         self._listener = listener
-        self._hang_timeout = hang_timeout
         self._backoff = backoff
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._refusal: EngineError | None = None
+        self._final: InvalidModel | None = None  # why nobody starts another
         self._load_time: float | None = None
         self._spawned_at = 0.0
         self._ready_at: float | None = None  # of the present process
@@ -80,10 +78,13 @@ class Supervisor:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until it will probably be ready, by what the last load took; if that is over, a guess."""
+        """Seconds until it will probably be ready, by what the last load took, and a bit more by chance. If that time
+        is over, a share of what it has taken."""
+        now = time.monotonic()
+        begins = max(self._next_spawn, self._spawned_at)
         took = _UNKNOWN_LOAD_TIME if self._load_time is None else self._load_time
-        left = max(self._next_spawn, self._spawned_at) + took - time.monotonic()
-        return left if left > 0.1 else _OVERDUE
+        expected = max(begins + took - now, _OVERDUE * max(took, now - begins))
+        return min(_LONGEST_HINT, expected * random.uniform(1.0, _SPREAD))
 
     @property
     def pid(self) -> int | None:
@@ -99,12 +100,23 @@ class Supervisor:
         self._task = asyncio.create_task(self._supervise(first))
         self._task.add_done_callback(self._unsupervised)
         await asyncio.wait([first, self._task], return_when=asyncio.FIRST_COMPLETED)
-        await (first if first.done() else self._task)
+        if not first.done():
+            await self._task
+
+    async def ended(self) -> None:
+        """For ever, while it is kept ready. Raises what ended that."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
 
     def send(self, command: Command) -> None:
         """To the present process. Lost where there is none, as it would be with the process."""
         if self._child is not None:
             self._child.send(command)
+
+    def kill(self) -> None:
+        """Ends the process without asking. `close`, before or after, then takes no time."""
+        if self._child is not None:
+            self._child.kill()
 
     async def close(self) -> None:
         """Ends the process, by asking first."""
@@ -117,9 +129,9 @@ class Supervisor:
     async def _supervise(self, first: asyncio.Future[None]) -> None:
         while True:
             how = await self._live(first)
-            if not first.done() and (error := self._hopeless(how)) is not None:
-                first.set_exception(error)
-                return
+            error = self._final if first.done() else self._final or self._hopeless(how)
+            if error is not None:
+                raise error
             delay = max(0.0, self._next_spawn - time.monotonic())
             _log.error("the engine process %s; another is started in %.1f s", self._refusal or how, delay)
             await asyncio.sleep(delay)
@@ -128,9 +140,11 @@ class Supervisor:
     def _unsupervised(self, task: asyncio.Task[None]) -> None:
         """Nobody starts another process any more: closed, refused, or a fault of ours."""
         self.state = EngineState.STOPPED
-        if not task.cancelled() and task.exception() is not None:
+        if task.cancelled() or task.exception() is None:
+            return
+        if not isinstance(task.exception(), EngineError):  # which is told where it is awaited
             _log.critical("the engine is no longer supervised", exc_info=task.exception())
-            self._listener.on_lost(self.retry_after)
+        self._listener.on_lost()
 
     async def _live(self, first: asyncio.Future[None]) -> str:
         """One process from start to end; how it ended."""
@@ -143,30 +157,38 @@ class Supervisor:
         self._child = child
         grace = 0.0
         try:
-            hung = await self._watch(child)
-            grace = 0.0 if hung else _EXIT_GRACE
+            silence = await self._watch(child)
+            grace = _EXIT_GRACE if silence is None else 0.0
             self._lose()
         except asyncio.CancelledError:
             grace = 0.0 if self._ready_at is None else _STOP_GRACE  # while loading it does not listen
             raise
         finally:
-            self._child = None
             how = await child.end(grace)
-        return f"was silent for {self._hang_timeout} s" if hung else how
+            self._child = None
+        return how if silence is None else f"gave no sign of life for {silence:.1f} s"
 
-    async def _watch(self, child: Child) -> bool:
-        """Until the process has closed its socket, or (True) has been silent for too long while it had work.
+    async def _watch(self, child: Child) -> float | None:
+        """Until the process has closed its socket, or has shown no life for the hang timeout: then, for how long.
 
-        Silence is counted in ticks, so that an event loop that was itself held up does not take that for a hang.
+        A process that is ready is asked for an answer at every look, whether or not anybody waits for one, so that
+        silence does not depend on who calls. Looks are counted, not seconds, so that an event loop that was itself held
+        up does not take that for a hang.
         """
-        silent = 0
+        interval = self._settings.hang_timeout / _LOOKS
+        alive_at = time.monotonic()
+        missed = 0
         while not child.closed.done():
-            await asyncio.wait([child.closed], timeout=self._hang_timeout / _TICKS)
-            silent = 0 if child.heard or not self._listener.busy else silent + 1
-            child.heard = False
-            if silent > _TICKS:
-                return True
-        return False
+            if self._ready_at is not None:
+                child.send(Ping())
+            await asyncio.wait([child.closed], timeout=interval)
+            if child.showed_life(loading=self._ready_at is None):
+                missed, alive_at = 0, time.monotonic()
+            else:
+                missed += 1
+            if missed == _LOOKS - 1:  # the last sign may be as old as one look more
+                return time.monotonic() - alive_at
+        return None
 
     def _lose(self) -> None:
         """Tells at once, before the process is quite gone."""
@@ -176,7 +198,7 @@ class Supervisor:
         self._next_spawn = now + self._backoff.delay(self._deaths)
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
-            self._listener.on_lost(self.retry_after)
+            self._listener.on_lost()
 
     def _hopeless(self, how: str) -> EngineError | None:
         """What start() raises, if another attempt is no use."""
@@ -193,11 +215,22 @@ class Supervisor:
             case Progress():
                 self._listener.on_progress(report)
             case Ready(info=info):
-                self._ready_at = time.monotonic()
-                self._load_time = self._ready_at - self._spawned_at
-                self.state = EngineState.READY
-                self._listener.on_ready(info)
-                if not first.done():
-                    first.set_result(None)
+                self._ready(first, info)
             case Refused(kind=kind, message=message):
                 self._refusal = InvalidModel(message) if kind == "invalid_model" else Unsupported(message)
+            case Pong():
+                pass  # it was heard
+
+    def _ready(self, first: asyncio.Future[None], info: ModelInfo) -> None:
+        try:
+            self._listener.on_ready(info)
+        except InvalidModel as error:
+            self._final = error
+            if self._child is not None:
+                self._child.abort()
+            return
+        self._ready_at = time.monotonic()
+        self._load_time = self._ready_at - self._spawned_at
+        self.state = EngineState.READY
+        if not first.done():
+            first.set_result(None)

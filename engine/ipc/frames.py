@@ -58,6 +58,10 @@ class Switch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     enabled: bool
 
 
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Say something. `Pong` answers, after everything that was sent before has been obeyed."""
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """How far loading is."""
 
@@ -80,7 +84,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """All that a step brought to all sequences; now and then how busy the engine is, which doubles as heartbeat."""
+    """All that a step brought to all sequences; now and then how busy the engine is."""
 
     events: list[Event]
     load: EngineLoad | None
@@ -93,8 +97,12 @@ class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
     refusal: str | None
 
 
-Command = Configure | Submit | Cancel | Pause | Resume | Switch  # front → engine
-Report = Progress | Ready | Refused | Step | Switched  # engine → front
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The loop goes round. Nothing else sends it, so that it is no proof of life of a step that never ends."""
+
+
+Command = Configure | Submit | Cancel | Pause | Resume | Switch | Ping  # front → engine
+Report = Progress | Ready | Refused | Step | Switched | Pong  # engine → front
 
 
 def _as_text(value: Any) -> str:

@@ -11,7 +11,20 @@ from dataclasses import replace
 from engine.api import EngineLoad, TierReport
 from engine.errors import EngineError, EngineFailed
 from engine.ipc.events import Event, Failure
-from engine.ipc.frames import Cancel, Command, Configure, FrameError, Pause, Resume, Step, Submit, Switch, Switched
+from engine.ipc.frames import (
+    Cancel,
+    Command,
+    Configure,
+    FrameError,
+    Pause,
+    Ping,
+    Pong,
+    Resume,
+    Step,
+    Submit,
+    Switch,
+    Switched,
+)
 from engine.ipc.link import Link
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult
@@ -98,6 +111,8 @@ class Loop:
                 self._scheduler.resume(key)
             case Switch():
                 self._link.send(Switched(command.ticket, self._switch(command)))
+            case Ping():
+                self._link.send(Pong())
             case Configure():
                 raise FrameError("configured twice")
 

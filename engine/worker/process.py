@@ -16,6 +16,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from engine.api import ModelInfo, TierReport
@@ -31,6 +33,8 @@ from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.loop import Loop
 from engine.worker.recording import StepRecorder
+from quant.checkpoint.digest import of_texts
+from quant.checkpoint.errors import BadFile
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -62,15 +66,16 @@ def _serve(link: Link) -> int:
     try:
         runner = _build(settings, _ProgressReports(link))
         pool, index, tier, tier_report = _prefixes(settings, runner)
-    except (InvalidModel, Unsupported) as error:
+        texts = of_texts(Path(settings.model)) if settings.model else ""  # last: so that a change meanwhile shows
+    except (InvalidModel, Unsupported, BadFile) as error:
         kind: Literal["invalid_model", "unsupported"]
-        kind = "invalid_model" if isinstance(error, InvalidModel) else "unsupported"
+        kind = "unsupported" if isinstance(error, Unsupported) else "invalid_model"
         link.send(Refused(kind, str(error)))
         return 2
     scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier)
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
-    link.send(Ready(runner.info))
+    link.send(Ready(replace(runner.info, texts_digest=texts)))
     Loop(link, runner, scheduler, tier, tier_report, _recorder(settings, runner)).run()
     if tier is not None:
         tier.close()

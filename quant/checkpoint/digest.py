@@ -10,6 +10,15 @@ from pathlib import Path
 from quant.checkpoint.errors import BadFile
 
 READ_BYTES = 4 << 20
+# What decides which ids a text becomes, and back, and where an answer ends.
+TEXTS = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 class WeightsDigest:
@@ -30,6 +39,15 @@ class WeightsDigest:
     def close(self) -> None:
         """Ends the threads; what has not begun is not begun."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def of_texts(folder: Path) -> str:
+    """SHA-256 over the lines `file name, its SHA-256` of TEXTS; a file that is not there is told from an empty one."""
+    whole = hashlib.sha256()
+    for file in (folder / name for name in TEXTS):
+        # is_file: nothing that could be waited for is opened, such as a FIFO
+        whole.update(f"{file.name} {_of_file(file) if file.is_file() else 'none'}\n".encode())
+    return whole.hexdigest()
 
 
 def of_text(*parts: str) -> str:

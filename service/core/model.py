@@ -6,13 +6,11 @@ import asyncio
 from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
-from engine.errors import EngineUnavailable
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import ChatPrompt, ModelFacts, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
 from service.core.validation import too_long
 
-_LOADING_RETRY = 1.0  # seconds
 _THREAD_ABOVE = 2048  # token ids; more are decoded beside the event loop
 
 
@@ -38,7 +36,7 @@ class ServedModel:
         """What validation needs. Raises EngineUnavailable unless requests can be taken."""
         state, info = self._engine.state, self._engine.info
         if state is not EngineState.READY or info is None:
-            raise EngineUnavailable(f"the engine is {state}", _LOADING_RETRY)
+            raise self._engine.unavailable()
         if self._known is None or self._known[0] is not info:
             self._known = (info, self._facts(info))
         return self._known[1]
@@ -82,7 +80,7 @@ class ServedModel:
         """Raises EngineUnavailable."""
         facts, info = self.facts(), self._engine.info
         if info is None:
-            raise EngineUnavailable("the engine is not there", _LOADING_RETRY)
+            raise self._engine.unavailable()
         return ModelDescription(facts, info, self._tokenizer.digest)
 
     def _facts(self, info: ModelInfo) -> ModelFacts:

@@ -12,6 +12,7 @@ from engine.api import (
     ModelInfo,
     TokenEvents,
 )
+from engine.errors import EngineUnavailable
 
 INFO = ModelInfo(
     architecture="x",
@@ -81,6 +82,9 @@ class ScriptedEngine:
     def submit(self, request: GenerationRequest) -> ScriptedStream:
         self.requests.append(request)
         return self.stream
+
+    def unavailable(self) -> EngineUnavailable:
+        return EngineUnavailable("the engine is scripted", 1.0)
 
     async def set_optimization(self, name: str, enabled: bool) -> None: ...
 

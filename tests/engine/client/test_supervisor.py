@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ QUICK = Backoff(base=0.02, cap=0.1)
 
 @asynccontextmanager
 async def running(hang_timeout: float = 60.0) -> AsyncIterator[EngineClient]:
-    client = EngineClient(FAKE, hang_timeout=hang_timeout, backoff=QUICK)
+    client = EngineClient(replace(FAKE, hang_timeout=hang_timeout), backoff=QUICK)
     await client.start()
     try:
         yield client
@@ -133,7 +134,7 @@ async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
 
 
 async def test_neither_idleness_nor_a_paused_reader_nor_a_busy_front_is_a_hang() -> None:
-    client = EngineClient(FAKE, hang_timeout=1.5, stream_buffer=2000)
+    client = EngineClient(replace(FAKE, hang_timeout=1.5), stream_buffer=2000)
     await client.start()
     await asyncio.sleep(1.8)
     stream = client.submit(plain_request((1,), 400))

@@ -20,6 +20,8 @@ from engine.ipc.frames import (
     Configure,
     FrameError,
     Pause,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Refused,
@@ -73,6 +75,7 @@ commands = st.one_of(
     st.builds(Pause, keys),
     st.builds(Resume, keys),
     st.builds(Switch, keys, st.text(), st.booleans()),
+    st.builds(Ping),
 )
 reports = st.one_of(
     st.builds(Progress, st.text(), keys, keys),
@@ -80,6 +83,7 @@ reports = st.one_of(
     st.builds(Refused, st.sampled_from(["invalid_model", "unsupported"]), st.text()),
     st.builds(Step, st.lists(events, max_size=4), st.none() | st.builds(EngineLoad, running=keys)),
     st.builds(Switched, keys, st.none() | st.text()),
+    st.builds(Pong),
 )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
 
-from quant.checkpoint.digest import WeightsDigest
+from quant.checkpoint.digest import TEXTS, WeightsDigest, of_texts
 from quant.checkpoint.errors import BadFile
 
 
@@ -25,3 +26,20 @@ def test_digest_of_a_vanished_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"gone\.safetensors"):
         found.result()
     found.close()
+
+
+def test_every_text_file_counts_and_so_does_its_absence(tmp_path: Path) -> None:
+    seen = {of_texts(tmp_path)}
+    for name in TEXTS:
+        (tmp_path / name).write_bytes(b"")
+        seen.add(of_texts(tmp_path))
+        (tmp_path / name).write_bytes(b"x")
+        seen.add(of_texts(tmp_path))
+    assert len(seen) == 1 + 2 * len(TEXTS)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert of_texts(tmp_path) in seen
+
+
+def test_nothing_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert of_texts(tmp_path) == of_texts(tmp_path / "nowhere")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.api import EngineLoad, ModelInfo
+from engine.api import EngineLoad, EngineState, ModelInfo
 from engine.client import EngineClient
 from engine.errors import EngineError, Unsupported
 from engine.fake import plain_request
@@ -165,6 +167,23 @@ async def seconds(settings: Settings, tools: Tools) -> float:
         await client.close()
 
 
+async def seconds_unnoticed(settings: Settings, tools: Tools) -> float:
+    """That an engine process which was stopped is taken for a sound one."""
+    clock = asyncio.get_running_loop().time
+    client = EngineClient(settings.engine_settings())
+    try:
+        await client.start()
+        assert client.pid is not None
+        begun = clock()
+        os.kill(client.pid, signal.SIGSTOP)
+        while client.state is EngineState.READY:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return clock() - begun
+    finally:
+        client.kill()
+        await client.close()
+
+
 async def looks_in_redis(settings: Settings, tools: Tools) -> bool:
     """Whether a prompt that the device lacks is looked for beyond it."""
     counts = (await process(settings, (PROMPT * 16,), 2))[2].tier.counts
@@ -174,6 +193,9 @@ async def looks_in_redis(settings: Settings, tools: Tools) -> bool:
 PROOFS = {
     "model": Proof(f"{MODELS}/demo", model("weights_bytes"), base=MODEL),
     "engine.kind": Proof("fake", kind, becomes("Qwen3ForCausalLM", "fake"), MODEL),
+    "engine.hang-timeout": Proof(
+        "0.5", seconds_unnoticed, lambda before, after: before > after, (*FAKE, "--engine.hang-timeout=2")
+    ),
     "engine.record-steps": Proof("on", recorded, becomes(0, 1), ("--engine=fake", "--fake.faults=on")),
     "device": Proof("cuda", model("device"), lambda _, after: "cuda" in after, MODEL),
     "dtype": Proof("bfloat16", model("dtype"), becomes("float32", "bfloat16"), MODEL),

@@ -1,0 +1,115 @@
+"""An engine process that shows no life is found out within the hang timeout, whoever calls and whether anybody does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.api import EngineState
+from engine.client import EngineClient, child
+from engine.errors import EngineFailed, EngineUnavailable
+from engine.fake import Fault, plain_request
+from tests.engine.client.test_supervisor import FAKE, PATIENCE, QUICK, alive, pid_of, running, until, works_again
+
+TIMEOUT = 1.0  # seconds of silence that are a hang in these tests
+WHILE_LOADING = 0.5
+
+
+async def impatient_callers(client: EngineClient) -> None:
+    """Each gives up long before the hang timeout, so that between two of them nothing is live."""
+    while True:
+        with contextlib.suppress(EngineUnavailable, TimeoutError):
+            stream = client.submit(plain_request((1, 2), 4000))
+            try:
+                async with asyncio.timeout(TIMEOUT / 20):
+                    async for _ in stream:
+                        pass
+            finally:
+                stream.cancel()
+        await asyncio.sleep(TIMEOUT / 20)
+
+
+async def lost(client: EngineClient) -> None:
+    await until(lambda: client.state is not EngineState.READY)
+    with pytest.raises(EngineUnavailable):
+        client.submit(plain_request((1,)))
+
+
+async def test_callers_with_short_deadlines_do_not_hide_a_stopped_process() -> None:
+    async with running(TIMEOUT) as client:
+        callers = [asyncio.create_task(impatient_callers(client)) for _ in range(3)]
+        pid = pid_of(client)
+        os.kill(pid, signal.SIGSTOP)
+        await lost(client)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        await works_again(client)
+        assert not alive(pid)
+
+
+async def test_nor_a_step_that_never_ends() -> None:
+    async with running(TIMEOUT) as client:
+        hung = client.submit(plain_request((0, Fault.HANG, 0), 4000))
+        callers = [asyncio.create_task(impatient_callers(client)) for _ in range(3)]
+        await asyncio.sleep(TIMEOUT / 20)
+        hung.cancel()
+        await lost(client)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        await works_again(client)
+
+
+async def test_nobody_has_to_call_and_it_is_found_within_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    """By what the log says; a clock beside it would measure how busy the machine is."""
+    async with running(TIMEOUT) as client:
+        os.kill(pid_of(client), signal.SIGSTOP)
+        await lost(client)
+        await works_again(client)
+    (line,) = [record.getMessage() for record in caplog.records if "no sign of life" in record.getMessage()]
+    silence = float(line.partition("gave no sign of life for ")[2].partition(" s")[0])
+    assert 0.9 * TIMEOUT <= silence < PATIENCE
+
+
+def interpreter(folder: Path, script: str) -> str:
+    """A program that is started in the place of Python."""
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable}\nimport os, sys, time\n{textwrap.dedent(script)}")
+    path.chmod(0o755)
+    return str(path)
+
+
+async def test_a_process_that_loads_and_does_nothing_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, "time.sleep(600)"))
+    client = EngineClient(replace(FAKE, hang_timeout=WHILE_LOADING), backoff=QUICK)
+    with pytest.raises(EngineFailed, match=r"no sign of life .* while loading, 3 times"):
+        await client.start()
+    await client.close()
+
+
+async def test_one_that_computes_for_long_before_it_says_anything_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+    end = time.monotonic() + 3 * {WHILE_LOADING}
+    while time.monotonic() < end:
+        pass
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+    """
+    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, script))
+    client = EngineClient(replace(FAKE, hang_timeout=WHILE_LOADING), backoff=QUICK)
+    started = time.monotonic()
+    await client.start()
+    assert time.monotonic() - started > 3 * WHILE_LOADING
+    assert client.restarts == 0
+    await client.close()

@@ -1,0 +1,67 @@
+"""What callers, probes and whoever started the server see of an engine that hangs or may not be served any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream, refused
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def readiness(server: Server) -> int:
+    with grpc.insecure_channel(server.health) as channel:
+        request = health_pb2.HealthCheckRequest(service="whippet.v1.GenerationService")
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_stopped_engine_is_found_out_by_callers_who_give_up_early(serve: Serve) -> None:
+    with serve("--engine.hang-timeout=1") as server:
+        pid = server.engine_pid()
+        os.kill(pid, signal.SIGSTOP)
+        codes = set()
+        while readiness(server) == SERVING:
+            codes.add(server.generation.GenerateStream(ask_stream("x", 50), timeout=0.1).code())
+        assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
+        refusal = refused(server.generation.Generate, ask("x", 5))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+        assert refusal.retry_ms > 0
+        wait_for(lambda: readiness(server) == SERVING)
+        assert server.generation.Generate(ask("x", 5), timeout=PATIENCE).text
+
+
+def test_a_replaced_folder_ends_the_server_with_one_line(serve: Serve, tmp_path: Path) -> None:
+    for file in (ROOT / "models" / "demo").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    with serve(f"--model={tmp_path}") as server:
+        with (tmp_path / "tokenizer_config.json").open("a") as file:
+            file.write("\n")
+        assert server.generation.Generate(ask("x", 5), timeout=10).text  # what is loaded goes on
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        codes = set()
+        while server.process.poll() is None:
+            codes.add(refused(server.generation.Generate, ask("x", 5)).code)
+        assert codes <= {grpc.StatusCode.UNAVAILABLE}
+        assert server.process.wait(PATIENCE) == 3
+        lines = [line for line in server.log.read_text().splitlines() if line.startswith("whippet: ")]
+        assert len(lines) == 1
+        assert str(tmp_path) in lines[0]
+        assert "replaced" in lines[0]
+        assert "Traceback" not in server.log.read_text()
