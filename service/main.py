@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import sys
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.switches import Switches
 from service.core.text import Tokenizer
+from service.core.text.jobs import KINDS
+from service.core.text.processes import TextProcesses
 from service.observability.metrics import Metrics
 from service.observability.progress import Progress
 from service.observability.scrape import PATH as METRICS_PATH
@@ -41,6 +44,9 @@ from service.transport.rpc import Guard
 from service.transport.writer import StallWatch
 
 PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
+
+# What text processes can do, for all protocols.
+TEXT_KINDS = {**KINDS}
 
 # Exit codes
 STOPPED = 0  # by a signal, no request was lost
@@ -105,8 +111,13 @@ class _Parts:
 
 async def _serve(settings: Settings) -> int:
     stop = _Signals(asyncio.get_running_loop())
-    parts = _build(settings)
     async with AsyncExitStack() as stack:
+        refusals = Counter[str]()
+        processes = TextProcesses(settings.model, TEXT_KINDS, refusals=refusals)
+        stack.push_async_callback(processes.close)
+        if not await stop.before(processes.start()):  # reads the tokenizer first, under limits
+            return STOPPED
+        parts = _build(settings, processes, refusals)
         stack.push_async_callback(parts.caches.aclose)
         stack.push_async_callback(parts.engine.close)
         for port in parts.ports:
@@ -135,12 +146,12 @@ async def _serve(settings: Settings) -> int:
         return await _drain(settings.drain.timeout, parts, stop)
 
 
-def _build(settings: Settings) -> _Parts:
+def _build(settings: Settings, processes: TextProcesses, refusals: Counter[str]) -> _Parts:
     """Everything, bound and not yet started."""
     credentials = credentials_of(settings.tls)
     tokens = settings.auth.tokens_file
     guard: Guard = NoTokens() if tokens is None else TokenFile(tokens)
-    cases, engine = _use_cases(settings, guard)
+    cases, engine = _use_cases(settings, guard, processes, refusals)
     health = Health(lambda: engine.state is EngineState.READY and not cases.admission.draining)
     watch = StallWatch(settings.stream.stall_timeout)
     metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name)
@@ -165,11 +176,15 @@ def _build(settings: Settings) -> _Parts:
     )
 
 
-def _use_cases(settings: Settings, guard: Guard) -> tuple[UseCases, EngineClient]:
+def _use_cases(
+    settings: Settings, guard: Guard, processes: TextProcesses, refusals: Counter[str]
+) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
     texts = texts_digest(settings.model or "")
     tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model)
+    if tokenizer.digest != processes.digest:
+        raise InvalidModel(f"{settings.model}: has changed while it was read; start the server again")
     vocab_size = None if settings.model is None else tokenizer.vocab_size
     engine = EngineClient(
         settings.engine_settings(vocab_size),
@@ -181,14 +196,15 @@ def _use_cases(settings: Settings, guard: Guard) -> tuple[UseCases, EngineClient
     def capacity() -> int:
         return settings.scheduler.max_sequences if engine.info is None else engine.info.max_sequences
 
-    admission = Admission(settings.limits, capacity)
-    model = ServedModel(settings.served_name, tokenizer, engine)
+    admission = Admission(settings.limits, capacity, refusals=refusals)
+    model = ServedModel(settings.served_name, tokenizer, engine, processes)
     switches = Switches(settings.optimizations, engine)
     caches = AnswerCaches(cache_options, engine, tokenizer.digest)
     sources = AnswerSources(model, engine, caches, switches, admission.slots)
     cases = UseCases(
         engine=engine,
         model=model,
+        processes=processes,
         generator=Generator(model, sources, admission),
         admission=admission,
         switches=switches,

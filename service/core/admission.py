@@ -70,9 +70,13 @@ class Admission:
     """The table of live requests and the limits on it."""
 
     def __init__(
-        self, limits: LimitOptions, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
+        self,
+        limits: LimitOptions,
+        capacity: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        refusals: Counter[str] | None = None,
     ) -> None:
-        self.slots = AdmissionSlots(limits, capacity, clock)
+        self.slots = AdmissionSlots(limits, capacity, clock, refusals)
         self._limits = limits
         self._clock = clock
         self._live: dict[tuple[str, str], Ticket] = {}

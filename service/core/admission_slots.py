@@ -54,7 +54,11 @@ class AdmissionSlots:
     """As many as sequences that run at once, and as many more as may wait for that."""
 
     def __init__(
-        self, limits: LimitOptions, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
+        self,
+        limits: LimitOptions,
+        capacity: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        refusals: Counter[str] | None = None,
     ) -> None:
         self._limits = limits
         self._capacity = capacity  # sequences that run at once
@@ -65,7 +69,7 @@ class AdmissionSlots:
         self._pace = _Pace()
         self._misses = 0.0  # recent cache misses while the queue was full
         self._misses_at = clock()
-        self.refusals: Counter[str] = Counter()  # by reason
+        self.refusals = Counter[str]() if refusals is None else refusals  # by reason; others count there as well
 
     @property
     def taken(self) -> int:

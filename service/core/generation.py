@@ -53,7 +53,7 @@ class Generator:
         with self._admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket:
             if self._admission.slots.many_misses or not self._sources.may_know(request):
                 self._admission.slots.check(request.priority, origin.deadline)
-            ids = await self._model.encode(request.prompt, facts)
+            ids = await self._model.encode(request.prompt, facts, origin.deadline)
             found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin.tenant)
             ticket.lookup_ended()
             sink = make_sink(found.gather)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import ChatPrompt, ModelFacts, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
+from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
+from service.core.text.processes import TextProcesses
+from service.core.text.tokenizer import SHORT
 from service.core.validation import too_long
 
-_THREAD_ABOVE = 2048  # token ids; more are decoded beside the event loop
+_SHORT_IDS = 2048  # decoded in a millisecond; more in a text process
+_MESSAGE = 64  # characters that a template is taken to put around a message
+MOST_TEXT = 2 * 2**20  # bytes of a text, or of all messages of a chat: what a text process has memory for
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,11 @@ class ModelDescription:
 class ServedModel:
     """One model."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, engine: Engine) -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer, engine: Engine, processes: TextProcesses) -> None:
         self.name = name
         self._tokenizer = tokenizer
         self._engine = engine
+        self._processes = processes
         self._known: tuple[ModelInfo, ModelFacts] | None = None
 
     def facts(self) -> ModelFacts:
@@ -41,30 +47,47 @@ class ServedModel:
             self._known = (info, self._facts(info))
         return self._known[1]
 
-    async def encode(self, prompt: Prompt, facts: ModelFacts) -> tuple[int, ...]:
-        """The prompt's token ids. Raises InvalidRequest where the template refuses it or it is plainly too long."""
+    async def encode(self, prompt: Prompt, facts: ModelFacts, deadline: float | None) -> tuple[int, ...]:
+        """The prompt's token ids. Raises InvalidRequest where the template refuses it or it is too long; and as
+        TextProcesses.run."""
         if isinstance(prompt, TokenPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
             least = self._tokenizer.least_tokens(prompt.text)
             if least >= facts.max_context:
                 raise InvalidRequest((Violation(prompt.field, too_long(least, facts.max_context)),))
-        return tuple(await self.tokenize(prompt))
+        return tuple(await self.tokenize(prompt, deadline, facts.max_context - 1))
 
-    async def tokenize(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
-        """However long it is. Raises InvalidRequest where the template refuses it."""
-        if isinstance(prompt, TextPrompt):
-            return await self._tokenizer.encode_async(prompt.text)
+    async def tokenize(
+        self, prompt: TextPrompt | ChatPrompt, deadline: float | None, most: int | None = None
+    ) -> Sequence[int]:
+        """At most `most` ids. Raises InvalidRequest where there are more, where the template refuses the prompt or it
+        is larger than MOST_TEXT; and as TextProcesses.run."""
         try:
-            return await self._tokenizer.encode_chat_async(prompt.messages)
-        except ChatTemplateError as error:
+            if isinstance(prompt, TextPrompt):
+                _check_size(prompt, (prompt.text,))
+                if len(prompt.text) <= SHORT:
+                    return self._tokenizer.encode(prompt.text)
+                return await self._ids("encode", pack(EncodeText(prompt.text, most)), deadline)
+            messages = [(message.role, message.content) for message in prompt.messages]
+            _check_size(prompt, (text for message in messages for text in message))
+            if sum(len(role) + len(content) + _MESSAGE for role, content in messages) <= SHORT:
+                return self._tokenizer.encode_chat(prompt.messages)
+            return await self._ids("encode_chat", pack(EncodeChat(messages, most)), deadline)
+        except (ChatTemplateError, Refusal) as error:
             raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
 
-    async def detokenize(self, ids: list[int]) -> str:
-        """Special tokens left out."""
-        if len(ids) <= _THREAD_ABOVE:
+    async def detokenize(self, ids: list[int], deadline: float | None) -> str:
+        """Special tokens left out. Raises InvalidRequest; and as TextProcesses.run."""
+        if len(ids) <= _SHORT_IDS:
             return self._tokenizer.decode(ids)
-        return await asyncio.to_thread(self._tokenizer.decode, ids)
+        try:
+            return (await self._processes.run("decode", pack_ids(ids), deadline)).decode()
+        except Refusal as error:
+            raise InvalidRequest((Violation("token_ids", str(error)),)) from None
+
+    async def _ids(self, kind: str, payload: bytes, deadline: float | None) -> list[int]:
+        return unpack_ids(await self._processes.run(kind, payload, deadline))
 
     def detokenizer(self, request: Request) -> Detokenizer | None:
         """None where neither text nor stop strings are asked for."""
@@ -92,6 +115,15 @@ class ServedModel:
             eos_token_ids=tuple(i for i in self._tokenizer.eos_token_ids if i < info.vocab_size),
             defaults=resolve_defaults(self._tokenizer.default_sampling),
         )
+
+
+def _check_size(prompt: TextPrompt | ChatPrompt, texts: Iterable[str]) -> None:
+    """Raises InvalidRequest. Nothing large is copied."""
+    size = 0
+    for text in texts:
+        size += len(text) if text.isascii() or len(text) > MOST_TEXT else len(text.encode())
+        if size > MOST_TEXT:
+            raise InvalidRequest((Violation(prompt.field, f"is larger than {MOST_TEXT} bytes"),))
 
 
 def resolve_defaults(given: SamplingDefaults) -> SamplingParams:

@@ -17,6 +17,7 @@ from service.core.answers.flush import Flusher
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.switches import Switches
+from service.core.text.processes import TextProcesses
 from service.transport.rpc import Guard
 from service.transport.writer import StallWatch
 
@@ -27,6 +28,7 @@ class UseCases:
 
     engine: Engine
     model: ServedModel
+    processes: TextProcesses
     generator: Generator
     admission: Admission
     switches: Switches

@@ -4,10 +4,12 @@ Tokenizer.load(folder)          reads a model folder; raises engine.errors.Inval
 Tokenizer.of_bytes()            one id a byte, 256 in all, with a plain chat template: for the fake engine
     .encode(text)               list[int], as transformers does: special tokens in it count, BOS where the model has one
     .encode_chat(messages)      list[int] of ChatMessage(role, content); raises ChatTemplateError, its text safe to send
-    .encode_async, .encode_chat_async   the same, in a thread where the input is long
     .least_tokens(text)         a floor on len(encode(text)), cheap: refuse a giant prompt before it is encoded
     .decode(ids)                str, special tokens left out
     .vocab_size .digest .chat (bool) .eos_token_ids (tuple) .default_sampling (SamplingDefaults, None where unset)
+
+processes.TextProcesses(folder)     where whatever is not short is done, beside the event loop and under limits;
+                            not imported here, since the processes themselves import this
 
 Detokenizer(tokenizer, stop_strings=(), include_stop=False, min_tokens=0, continues=False)
     .push(ids)                  Piece(text, stop, ids, cuts)

@@ -72,13 +72,13 @@ class GenerationServicer:
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest, call: Call) -> generation_pb2.TokenizeResponse:
         prompt = read_tokenize(request, self._model.facts())
-        return generation_pb2.TokenizeResponse(token_ids=await self._model.tokenize(prompt))
+        return generation_pb2.TokenizeResponse(token_ids=await self._model.tokenize(prompt, call.origin.deadline))
 
     async def detokenize(
         self, request: generation_pb2.DetokenizeRequest, call: Call
     ) -> generation_pb2.DetokenizeResponse:
         ids = read_detokenize(request, self._model.facts())
-        return generation_pb2.DetokenizeResponse(text=await self._model.detokenize(ids))
+        return generation_pb2.DetokenizeResponse(text=await self._model.detokenize(ids, call.origin.deadline))
 
 
 class ModelServicer:

@@ -26,6 +26,7 @@ from service.core.request import CacheSource, CacheUse, Delivery, Ending, Origin
 from service.core.request import TokenPrompt as Prompt
 from service.core.switches import Switches
 from service.core.text import Tokenizer
+from service.core.text.processes import TextProcesses
 from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=1, queue=0.5, prefill=0.25)
@@ -206,7 +207,7 @@ class Front:
 
     def __init__(self, case: Case, cached: bool) -> None:
         self.engine = ScriptedEngine(case.script)
-        self.model = ServedModel("m", Tokenizer.of_bytes(), self.engine)
+        self.model = ServedModel("m", Tokenizer.of_bytes(), self.engine, TextProcesses(None))
         self.caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), self.engine, "")
         switches = Switches(OptimizationOptions(response_cache=cached, semantic_cache=False), self.engine)
         self.admission = Admission(LimitOptions(), lambda: 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import warnings
 from collections.abc import Callable
@@ -150,32 +149,6 @@ def test_least_tokens_refuses_a_giant(loaded: Callable[[str], Tokenizer]) -> Non
     assert loaded("byte-level").least_tokens("x" * 10**7) > 10_000
     assert loaded("metaspace").least_tokens("x" * 10**7) == 0
     assert Tokenizer.of_bytes().least_tokens("x" * 1000) > 0
-
-
-async def test_long_texts_do_not_hold_up_the_loop(loaded: Callable[[str], Tokenizer]) -> None:
-    tokenizer = loaded("byte-level")
-    text = "the parser prints usage\n" * 15_000  # 360 kB
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.001)
-            turns += 1
-
-    counter = asyncio.create_task(count())
-    ids = await tokenizer.encode_async(text)
-    counter.cancel()
-    assert ids == tokenizer.encode(text)
-    assert turns >= 8  # a loop that is held up takes one or two
-
-
-async def test_async_gives_the_same(folder: Folder, chatml: str) -> None:
-    tokenizer = Tokenizer.load(folder("byte-level", {"chat_template": chatml}))
-    for text in ["", "short", "long " * 3000]:
-        messages = [ChatMessage("user", text)]
-        assert await tokenizer.encode_async(text) == tokenizer.encode(text)
-        assert await tokenizer.encode_chat_async(messages) == tokenizer.encode_chat(messages)
 
 
 def test_the_byte_tokenizer() -> None:

@@ -32,6 +32,7 @@ from service.core.model import ServedModel
 from service.core.request import Origin
 from service.core.switches import Switches
 from service.core.text import Tokenizer
+from service.core.text.processes import TextProcesses
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.servicer import GenerationServicer
 from service.transport.rpc import Call
@@ -68,7 +69,7 @@ class Recorder:
 
 
 def model_of(engine: ScriptedEngine) -> ServedModel:
-    return ServedModel("m", Tokenizer.of_bytes(), engine)
+    return ServedModel("m", Tokenizer.of_bytes(), engine, TextProcesses(None))
 
 
 def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:

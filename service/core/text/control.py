@@ -1,0 +1,78 @@
+"""What travels between the front and its text processes, on two kinds of sockets.
+
+The fork server has a seqpacket socket: one msgpack message a packet, a new worker's socket beside `Fork`. A worker has
+a stream socket: header and payload one way, header and result the other, one job at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+HEADER = struct.Struct("!BI")  # kind of the job, or how it ended; bytes that follow
+MAX_RESULT = 32 * 2**20  # bytes
+MAX_PACKET = 64 * 2**10  # bytes
+
+# How a job ended; what follows
+DONE = 0  # the result
+REFUSED = 1  # a sentence for the caller
+FAILED = 2  # the exception's name, for the log
+
+
+class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First to the fork server. A kind is where its function is: "module:function"."""
+
+    model: str | None  # folder; None: bytes are tokens
+    kinds: tuple[str, ...]
+    memory: int  # bytes for loading
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A worker, please. Keys are never used again."""
+
+    key: int
+    memory: int  # bytes, beyond what the fork server has
+
+
+class Kill(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """`Ended` follows."""
+
+    key: int
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Workers can be forked."""
+
+    digest: str  # of the tokenizer
+
+
+class Unloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The model folder is of no use. The process ends."""
+
+    message: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A worker has gone."""
+
+    key: int
+    code: int  # exit code, or minus the signal
+
+
+Command = Configure | Fork | Kill  # front → fork server
+Report = Loaded | Unloadable | Ended  # fork server → front
+
+encode = msgspec.msgpack.Encoder().encode
+_commands = msgspec.msgpack.Decoder(Command)
+_reports = msgspec.msgpack.Decoder(Report)
+
+
+def decode_command(packet: bytes) -> Command:
+    command: Command = _commands.decode(packet)
+    return command
+
+
+def decode_report(packet: bytes) -> Report:
+    report: Report = _reports.decode(packet)
+    return report
