@@ -123,7 +123,7 @@ def test_an_idle_server_stops_at_once(serve: Serve, number: int) -> None:
 def loading(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """A server that never gets ready, since its engine's interpreter does nothing; and its addresses."""
     sleeper = tmp_path / "python"
-    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.write_text(f'#!/bin/sh\ncase "$*" in *engine.worker*) exec sleep 60;; esac\nexec {sys.executable} "$@"\n')
     sleeper.chmod(0o755)
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(3)]
