@@ -30,6 +30,7 @@ from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.jobs import KINDS
 from service.core.text.processes import TextProcesses
+from service.core.tokenization import Tokenization
 from service.observability.metrics import Metrics
 from service.observability.progress import Progress
 from service.observability.scrape import PATH as METRICS_PATH
@@ -206,6 +207,7 @@ def _use_cases(
         model=model,
         processes=processes,
         generator=Generator(model, sources, admission),
+        tokenization=Tokenization(model, admission),
         admission=admission,
         switches=switches,
         caches=caches,

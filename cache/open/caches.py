@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -188,12 +189,15 @@ class Caches:
 
     async def _load(self) -> None:
         model = self._settings.semantic.model
+        worker = ThreadPoolExecutor(1, "embedder")  # of its own: it may be minutes until it is exported
         try:
-            embedder = await asyncio.to_thread(lambda: open_embedder(exported(model)))
+            embedder = await asyncio.get_running_loop().run_in_executor(worker, lambda: open_embedder(exported(model)))
         except (ExportFailed, ImportError, OSError, ValueError) as error:
             log.error("cache: no semantic cache: %s", error)
             self._context.counter.count("semantic_unavailable", type(error).__name__)
             return
+        finally:
+            worker.shutdown(wait=False)
         self._semantic = SimilarCache(self._context, embedder, self._settings.semantic)
 
 

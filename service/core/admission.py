@@ -7,6 +7,7 @@ A ticket is held from the first look at a request until its end; the table of ti
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -82,6 +83,7 @@ class Admission:
         self._live: dict[tuple[str, str], Ticket] = {}
         self._tenants: Counter[str] = Counter()
         self._in_lookup = 0
+        self._unnamed = itertools.count()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -101,11 +103,14 @@ class Admission:
         """Whether nothing new gets in."""
         return self._draining
 
-    def admit(self, tenant: str, request_id: str, deadline: float | None) -> Ticket:
-        """A line in the table. Raises Draining, DuplicateRequest, DeadlineExceeded or Overloaded."""
+    def admit(self, tenant: str, request_id: str | None, deadline: float | None) -> Ticket:
+        """A line in the table. Without a name, `abort` cannot reach it. Raises Draining, DuplicateRequest,
+        DeadlineExceeded or Overloaded."""
         if self._draining:
             self.slots.refusals["DRAINING"] += 1
             raise Draining(_DRAIN_RETRY)
+        if request_id is None:
+            request_id = f"\0{next(self._unnamed)}"  # no caller's name has such a character
         if (tenant, request_id) in self._live:
             raise DuplicateRequest(request_id)
         if deadline is not None and deadline <= self._clock():

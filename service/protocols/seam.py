@@ -18,6 +18,7 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.switches import Switches
 from service.core.text.processes import TextProcesses
+from service.core.tokenization import Tokenization
 from service.transport.rpc import Guard
 from service.transport.writer import StallWatch
 
@@ -30,6 +31,7 @@ class UseCases:
     model: ServedModel
     processes: TextProcesses
     generator: Generator
+    tokenization: Tokenization
     admission: Admission
     switches: Switches
     caches: AnswerCaches

@@ -8,6 +8,7 @@ from service.core.delivery import AnswerMessage
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.request import Output, PromptFacts
+from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1 import render
@@ -54,8 +55,9 @@ class UnaryOutlet:
 class GenerationServicer:
     """whippet.v1.GenerationService."""
 
-    def __init__(self, generator: Generator, model: ServedModel, watch: StallWatch) -> None:
+    def __init__(self, generator: Generator, tokenization: Tokenization, model: ServedModel, watch: StallWatch) -> None:
         self._generator = generator
+        self._tokenization = tokenization
         self._model = model
         self._watch = watch
 
@@ -72,13 +74,13 @@ class GenerationServicer:
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest, call: Call) -> generation_pb2.TokenizeResponse:
         prompt = read_tokenize(request, self._model.facts())
-        return generation_pb2.TokenizeResponse(token_ids=await self._model.tokenize(prompt, call.origin.deadline))
+        return generation_pb2.TokenizeResponse(token_ids=await self._tokenization.tokenize(prompt, call.origin))
 
     async def detokenize(
         self, request: generation_pb2.DetokenizeRequest, call: Call
     ) -> generation_pb2.DetokenizeResponse:
         ids = read_detokenize(request, self._model.facts())
-        return generation_pb2.DetokenizeResponse(text=await self._model.detokenize(ids, call.origin.deadline))
+        return generation_pb2.DetokenizeResponse(text=await self._tokenization.detokenize(ids, call.origin))
 
 
 class ModelServicer:

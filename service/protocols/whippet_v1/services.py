@@ -28,7 +28,7 @@ class WhippetV1:
 
     def data_services(self, cases: UseCases, guard: Guard, watch: StallWatch) -> Services:
         endpoints, may = Endpoints(guard, RESOURCES), Right.GENERATE
-        generation = GenerationServicer(cases.generator, cases.model, watch)
+        generation = GenerationServicer(cases.generator, cases.tokenization, cases.model, watch)
         model = ModelServicer(cases.model)
         generate = {
             "GenerateStream": endpoints.stream(

@@ -33,6 +33,7 @@ from service.core.request import Origin
 from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.processes import TextProcesses
+from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.servicer import GenerationServicer
 from service.transport.rpc import Call
@@ -83,7 +84,9 @@ def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:
 async def stream(
     generator: Generator, request: pb.GenerateStreamRequest, recorder: Recorder, watch: StallWatch
 ) -> None:
-    servicer = GenerationServicer(generator, model_of(ScriptedEngine([])), watch)
+    model = model_of(ScriptedEngine([]))
+    tokenization = Tokenization(model, Admission(LimitOptions(), lambda: 8))
+    servicer = GenerationServicer(generator, tokenization, model, watch)
     await servicer.generate_stream(request, Call(cast(Context, recorder), Origin("t", 0.0, None)))
 
 

@@ -1,0 +1,25 @@
+"""The use cases without an answer: a prompt's ids, and the text of ids. They pass admission like any request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.core.admission import Admission
+from service.core.model import ServedModel
+from service.core.request import ChatPrompt, Origin, TextPrompt
+
+
+class Tokenization:
+    """Tokenize and Detokenize. Raise as Admission.admit, ServedModel.tokenize and ServedModel.detokenize do."""
+
+    def __init__(self, model: ServedModel, admission: Admission) -> None:
+        self._model = model
+        self._admission = admission
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, origin: Origin) -> Sequence[int]:
+        with self._admission.admit(origin.tenant, None, origin.deadline):
+            return await self._model.tokenize(prompt, origin.deadline)
+
+    async def detokenize(self, ids: list[int], origin: Origin) -> str:
+        with self._admission.admit(origin.tenant, None, origin.deadline):
+            return await self._model.detokenize(ids, origin.deadline)
