@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 
 from scipy.stats import binomtest  # type: ignore[import-untyped]
 
@@ -15,37 +14,45 @@ from cache.semantic.embedder import ModelEmbedder, open_embedder
 from cache.semantic.export import exported
 from cache.semantic.guard import strictly_equal, veto
 
-PAIRS = ROOT / "tests" / "cache" / "semantic" / "data" / "pairs_held_out.jsonl"
+DATA = ROOT / "tests" / "cache" / "semantic" / "data"
+SUITES = ("pairs", "signs", "ordinary")  # their halves that no rule was written beside
 COSINE = 0.90
 STRICT_COSINE = 0.80
 
 
-def served(path: Path, embedder: ModelEmbedder) -> dict[str, dict[str, object]]:
+def served(suite: str, embedder: ModelEmbedder) -> dict[str, dict[str, object]]:
     """For each rule: pairs served that mean the same, and pairs served that do not, with a 95 % interval."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    totals = Counter(row["same"] for row in rows)
+    rows = [json.loads(line) for line in (DATA / f"{suite}_held_out.jsonl").read_text().splitlines()]
+    same = {"signs": False, "ordinary": True}
+    totals: Counter[bool] = Counter()
     counts: Counter[tuple[str, bool]] = Counter()
     for row in rows:
+        means = row["same"] if suite == "pairs" else same[suite]
+        totals[means] += 1
         near = float(embedder.embed(row["a"]) @ embedder.embed(row["b"]))
         equal = strictly_equal(row["a"], row["b"]) and not veto(row["a"], row["b"])
-        counts["guarded", row["same"]] += equal and near >= STRICT_COSINE
-        counts["cosine", row["same"]] += near >= COSINE
-    found: dict[str, dict[str, object]] = {}
-    for rule in ("guarded", "cosine"):
-        wrong = counts[rule, False]
+        counts["guarded", means] += equal and near >= STRICT_COSINE
+        counts["cosine", means] += near >= COSINE
+    return {rule: _shares(totals, counts[rule, False], counts[rule, True]) for rule in ("guarded", "cosine")}
+
+
+def _shares(totals: Counter[bool], wrong: int, right: int) -> dict[str, object]:
+    found: dict[str, object] = {"wrong": wrong, "wrong_of": totals[False], "right": right, "right_of": totals[True]}
+    if totals[False]:
         low, high = binomtest(wrong, totals[False]).proportion_ci(method="wilson")
-        share = [round(float(low), 4), round(float(high), 4)]
-        found[rule] = {"wrong": wrong, "wrong_of": totals[False], "wrong_share": share}
-        found[rule] |= {"right": counts[rule, True], "right_of": totals[True]}
+        found["wrong_share"] = [round(float(low), 4), round(float(high), 4)]
     return found
 
 
 def main() -> None:
     """Entry point."""
-    figures = served(PAIRS, open_embedder(exported()))
-    for rule, row in figures.items():
-        print(f"{rule:10} wrong {row['wrong']} of {row['wrong_of']}, right {row['right']} of {row['right_of']}")
-    settings = {"pairs": PAIRS.name, "cosine": COSINE}
+    embedder = open_embedder(exported())
+    figures = {suite: served(suite, embedder) for suite in SUITES}
+    for suite, rules in figures.items():
+        for rule, row in rules.items():
+            wrong, right = f"{row['wrong']} of {row['wrong_of']}", f"{row['right']} of {row['right_of']}"
+            print(f"{suite:10} {rule:10} wrong {wrong}, right {right}")
+    settings = {"cosine": COSINE}
     print(
         json.dumps({"bench": "pairs", "sha": revision(), "device": device(), "settings": settings, "figures": figures})
     )

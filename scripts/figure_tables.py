@@ -258,15 +258,20 @@ def lookups_cpu(results: Results) -> str:
 
 def pairs_cpu(results: Results) -> str:
     """The guard of the semantic cache against a cosine threshold alone."""
-    rows = []
     found = results["pairs-cpu"]
-    titles = {"guarded": "what `on` serves by equal words", "cosine": f"cosine {found['settings']['cosine']:.2f} alone"}
-    for name, title in titles.items():
-        row = found["figures"][name]
-        low, high = (percent(share, 1) for share in row["wrong_share"])
-        wrong = f"{row['wrong']} of {row['wrong_of']} (95 % interval {low} to {high} %)"
-        rows.append([title, wrong, f"{row['right']} of {row['right_of']}"])
-    return table(["", "served though they differ", "served rightly"], rows)
+    rules = {"guarded": "what `on` serves by equal words", "cosine": f"cosine {found['settings']['cosine']:.2f} alone"}
+    rows = []
+    for rule, title in rules.items():
+        pairs, signs, ordinary = (found["figures"][suite][rule] for suite in ("pairs", "signs", "ordinary"))
+        wrong = [f"{row['wrong']} of {row['wrong_of']} ({_interval(row['wrong_share'])})" for row in (pairs, signs)]
+        right = [f"{row['right']} of {row['right_of']}" for row in (pairs, ordinary)]
+        rows.append([title, *wrong, *right])
+    heads = ["served wrongly: other words", "case or signs alone", "served rightly: other words", "case or signs alone"]
+    return table(["", *heads], rows)
+
+
+def _interval(shares: tuple[float, float]) -> str:
+    return f"{percent(shares[0], 1)} to {percent(shares[1], 1)} %"
 
 
 def faults_cpu(results: Results) -> str:

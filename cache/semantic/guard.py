@@ -6,17 +6,23 @@ rules decide whether they ask the same.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 
 from cache.semantic import lexicon as lex
 from cache.semantic.canonical import Canonical, canonical
 
+_LETTERS = re.compile(r"[a-z]+")
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'-]*")  # in ASCII
+_PAUSES = frozenset(",;:.")  # after plain words; between other words they decide nothing
+
 
 def strictly_equal(one: str, other: str) -> bool:
-    """The same words in the same order, once spelling and courtesies are taken off."""
+    """The same words in the same order, once spelling and courtesies are taken off; the same signs, and the same case
+    of every word whose case can matter."""
     a, b = canonical(one), canonical(other)
-    if a.words != b.words or not a.words:
+    if a.words != b.words or not a.words or not a.letters:
         return False
     return all(not (x and y) or x == y for x, y in zip(a.articles, b.articles, strict=True))
 
@@ -31,7 +37,7 @@ def veto(one: str, other: str) -> str:
 
 def fleeting(text: str) -> bool:
     """Whether the answer changes with time, so that a stored one is outdated at once."""
-    return not lex.FLEETING.isdisjoint(canonical(text).words)
+    return not lex.FLEETING.isdisjoint(_LETTERS.findall(text.lower()))
 
 
 def _base(word: str) -> str:
@@ -50,9 +56,16 @@ def _numbers(a: Canonical, b: Canonical) -> bool:
     return found(a) != found(b)
 
 
+def _form(a: Canonical, b: Canonical) -> bool:
+    """Case, signs, blanks or accents are all that tells the two apart."""
+    return a.letters == b.letters and a.words != b.words
+
+
 def _signs(a: Canonical, b: Canonical) -> bool:
+    """Words that no rule reads, and those whose case matters, must be the same in the same order."""
+
     def found(c: Canonical) -> list[str]:
-        return [w for w in c.words if not w[0].isalnum() and w not in ("(", ")")]
+        return [w for w in c.words if not _PLAIN.fullmatch(w) and w not in _PAUSES]
 
     return found(a) != found(b)
 
@@ -115,7 +128,7 @@ def _quantifiers(a: Canonical, b: Canonical) -> bool:
 
 
 def _entity(a: Canonical, b: Canonical) -> bool:
-    here, there = ({_base(word.removesuffix("'s")) for word in c.words} for c in (a, b))
+    here, there = ({_base(word.lower().removesuffix("'s")) for word in c.words} for c in (a, b))
     return any(_base(name) not in there for name in a.names if _base(name) in here) or any(
         _base(name) not in here for name in b.names if _base(name) in there
     )
@@ -133,7 +146,6 @@ def _order(a: Canonical, b: Canonical) -> bool:
 
 RULES: tuple[tuple[str, Callable[[Canonical, Canonical], bool]], ...] = (
     ("numbers", _numbers),
-    ("signs", _signs),
     ("units", _units),
     ("dates", _dates),
     ("tense", _tense),
@@ -144,4 +156,6 @@ RULES: tuple[tuple[str, Callable[[Canonical, Canonical], bool]], ...] = (
     ("quantifiers", _quantifiers),
     ("entity", _entity),
     ("order", _order),
+    ("form", _form),
+    ("signs", _signs),
 )

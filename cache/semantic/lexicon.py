@@ -44,16 +44,16 @@ MAGNITUDES = frozenset("hundred thousand million billion trillion dozen half qua
 
 SYMBOLS = {"%": "percent", "$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
 
-# Abbreviations count as units only right after a number.
+# Abbreviations count as units only right after a number, and only in this case: 5 mW is not 5 MW.
 ABBREVIATIONS = {
     "km": "kilometers", "m": "meters", "cm": "centimeters", "mm": "millimeters", "ft": "feet", "foot": "feet",
     "mi": "miles", "kg": "kilograms", "kilogram": "kilograms", "g": "grams", "mg": "milligrams", "mcg": "micrograms",
-    "lb": "pounds_weight", "lbs": "pounds_weight", "oz": "ounces", "l": "liters", "ml": "milliliters",
-    "ms": "milliseconds", "s": "seconds", "sec": "seconds", "min": "minutes", "mins": "minutes", "h": "hours",
-    "hr": "hours", "hrs": "hours", "kb": "kilobytes", "mb": "megabytes", "gb": "gigabytes", "tb": "terabytes",
-    "mph": "miles per hour", "kph": "kilometers per hour", "c": "celsius", "f": "fahrenheit", "k": "kelvin",
-    "tbsp": "tablespoon", "tsp": "teaspoon", "usd": "dollars", "eur": "euros", "gbp": "pounds", "am": "am", "pm": "pm",
-    "kw": "kilowatts", "mw": "megawatts", "kwh": "kilowatthours", "db": "decibels", "hz": "hertz",
+    "lb": "pounds_weight", "lbs": "pounds_weight", "oz": "ounces", "l": "liters", "L": "liters", "ml": "milliliters",
+    "mL": "milliliters", "ms": "milliseconds", "s": "seconds", "sec": "seconds", "min": "minutes", "mins": "minutes",
+    "h": "hours", "hr": "hours", "hrs": "hours", "kB": "kilobytes", "MB": "megabytes", "GB": "gigabytes",
+    "TB": "terabytes", "mph": "miles per hour", "kph": "kilometers per hour", "K": "kelvin", "tbsp": "tablespoon",
+    "tsp": "teaspoon", "USD": "dollars", "EUR": "euros", "GBP": "pounds", "am": "am", "pm": "pm", "kW": "kilowatts",
+    "MW": "megawatts", "mW": "milliwatts", "kWh": "kilowatthours", "dB": "decibels", "Hz": "hertz",
 }  # fmt: skip
 
 UNITS = frozenset(
@@ -93,6 +93,7 @@ DIRECTIONS = frozenset(
     "downstairs via per than".split()
 )
 
+GREETINGS = frozenset("hi hello hey".split())
 QUESTIONS = frozenset("what who whom whose where when why how".split())
 MEASURES = frozenset(
     "many much long old far often big tall high fast deep heavy wide late early soon large small hot cold good".split()
@@ -142,14 +143,62 @@ FUNCTION = (
     )
 )
 
-# Words that mean something else in lower case.
-ACRONYMS = frozenset("US IT WHO OR IN ME AM AS IS A PIN AIDS".split())
+# What a question may begin with. Its case says nothing at the head of a sentence, since none of them is a name.
+ASKING = QUESTIONS | frozenset(
+    "which is are was were am do does did has have had can could would should shall might must may will".split()
+)
+COMMON = frozenset("coffee tea water bread rice people dogs cats flights events advice ideas tips recipe list".split())
+OPENERS = (
+    (ASKING - frozenset(("may", "will", "am")))
+    | GREETINGS
+    | frozenset(
+        "please thanks explain describe list write tell give show convert translate compare define calculate name "
+        "summarize summarise recommend suggest help let find make create send turn open close rename delete remove "
+        "insert subtract multiply divide solve compute simplify round draw plan remind what's kindly "
+        "the this that these those there my our your their its his her we they you she "
+        "more less some any every most many much few all both each another several copy count".split()
+    )
+    | COMMON
+)
 
-# Words that mean something else with a capital.
-NAMESAKES = frozenset(
-    "turkey china polish apple amazon java python jobs swift rust go mercury chad jordan nice reading "
-    "mobile windows word excel oracle target gap orange will bill mark rose frank grant bush cook pascal ruby basic "
-    "access outlook teams edge safari chrome signal slack zoom drive georgia victoria lima cologne".split()
+# At the head of a sentence these may be names or chemical elements, unless what follows shows that they are not.
+SHORT_OPENERS = frozenset(
+    "may will am in as at he be no it on to by of if an so for with from during when after before or and but".split()
+)
+SUBJECTS = frozenset(
+    "i you he she it we they the an this that these those there my your his her its our their who what which when "
+    "where how why is was has does did can could would should some any every all most people least costs takes".split()
+)
+OBJECTS = frozenset("this his its yours always perhaps dishes chores exercises squats pushups".split())
+
+# `I` after one of these is who asks, unless one of those follows.
+BEFORE_PRONOUN = frozenset(
+    "do does did can cannot could would should shall will may might must am was have had if when where what why how "
+    "that than because after before while since until and but so which who whom whether can't don't didn't couldn't "
+    "shouldn't won't haven't not".split()
+)
+AFTER_LETTERS = frozenset("and or is in of mean means stand stands equals equal".split())
+
+# Names and languages that are no word in lower case: case adds nothing to them.
+NAMES = frozenset(
+    "france germany spain italy portugal england scotland ireland britain russia ukraine poland sweden norway denmark "
+    "belgium austria switzerland greece hungary canada mexico australia argentina colombia venezuela peru india korea "
+    "vietnam thailand egypt kenya nigeria iran iraq israel pakistan europe asia africa america antarctica "
+    "london paris berlin madrid rome lisbon dublin moscow tokyo seoul beijing toronto sydney chicago boston london "
+    "amsterdam stockholm oslo helsinki prague budapest warsaw athens california texas florida "
+    "spanish french german italian portuguese russian japanese korean arabic hindi "
+    "monday tuesday wednesday thursday friday saturday sunday january february april june july september october "
+    "november december halloween christmas easter "
+    "shakespeare einstein mozart beethoven picasso hitler gandhi hamlet "
+    "google facebook instagram netflix wikipedia gmail linux celsius fahrenheit".split()
+)
+# The same for names with a spelling of their own.
+SPELLED = frozenset("DNA HTML CSS JSON PDF USB NASA iPhone YouTube WhatsApp GitHub WiFi JavaScript".split())
+
+# Where a question is about one of these, its last sign may be what it is about.
+ABOUT_SIGNS = frozenset(
+    "regex regexp regexes expression expressions glob wildcard wildcards pattern patterns syntax operator operators "
+    "nullable optional type types symbol symbols sign signs punctuation mark marks character characters".split()
 )
 
 # Questions whose answers change with time.
