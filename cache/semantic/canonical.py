@@ -15,6 +15,7 @@ from cache.semantic.folding import folded
 _TOKEN = re.compile(
     r"\x00\d+\x00|\d+(?:,\d{3})+(?:\.\d+)?|\d*(?:\.\d+)+|\d+(?:st|nd|rd|th)\b|\d+[^\W\d_]\w*|\d+|[^\W\d_][\w'-]*|[^\w\s]"
 )
+_ENGLISH = re.compile(r"[a-z]+")
 # "5km" is two words; "5g", "4k" and "80s" are not.
 _GLUED = re.compile(
     r"\b(\d+(?:\.\d+)?)("
@@ -51,6 +52,7 @@ class Canonical:
     articles: tuple[str, ...]  # before each word: "a", "the" or ""
     names: frozenset[str]  # words written as names, in lower case
     letters: str  # the whole text without case, signs, blanks and accents
+    fleeting: bool  # whether it asks for what changes with time
 
 
 @lru_cache(maxsize=4096)
@@ -58,8 +60,9 @@ def canonical(text: str) -> Canonical:
     """The shared form. Pure; memoized."""
     plain = unicodedata.normalize("NFC", text).replace("’", "'").replace("‘", "'").strip()
     letters = _letters(plain)
+    passing = not lex.FLEETING.isdisjoint(_ENGLISH.findall(plain.lower()))
     if len(plain.splitlines()) > 1 or "\x00" in plain or "`" in plain:  # code or verse: no rewording of it is known
-        return Canonical((text,), ("",), frozenset(), letters)
+        return Canonical((text,), ("",), frozenset(), letters, passing)
     found = folded(plain)
     kept: list[str] = []
     articles: list[str] = []
@@ -71,7 +74,7 @@ def canonical(text: str) -> Canonical:
         kept.append(found.restored(word))
         articles.append(article)
         article = ""
-    return Canonical(tuple(kept), tuple(articles), found.names, letters)
+    return Canonical(tuple(kept), tuple(articles), found.names, letters, passing)
 
 
 def _letters(plain: str) -> str:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from cache.semantic import lexicon as lex
 
-_QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
+_QUOTED = re.compile(r'"([^"]*)"|“([^“”]*)”')
 _KEPT = re.compile("\x00(\\d+)\x00")
-_PARTS = re.compile(r"(.*?)([,;:.?!]*)", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*")
 _NUMERIC = re.compile(
     r"[$€£¥₹]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"  # 5, 1,000.5, $5, .5
@@ -78,11 +77,10 @@ def folded(plain: str) -> Folded:
 
 
 def _chunk(word: str) -> _Chunk:
-    parts = _PARTS.fullmatch(word)
-    body, tail = (word, "") if parts is None else (parts[1], parts[2])
-    if not body or len(tail) > 1:  # `..`, `x?.`: not the end of a word
+    body = word.rstrip(",;:.?!")
+    if not body or len(word) - len(body) > 1:  # `..`, `x?.`: not the end of a word
         return _Chunk(word, "")
-    return _Chunk(body, tail)
+    return _Chunk(body, word[len(body) :])
 
 
 def _without_farewell(chunks: list[_Chunk]) -> list[_Chunk]:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from cache.semantic import lexicon as lex
 from cache.semantic.canonical import Canonical, canonical
 
-_LETTERS = re.compile(r"[a-z]+")
 _PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'-]*")  # in ASCII
 _PAUSES = frozenset(",;:.")  # after plain words; between other words they decide nothing
 
@@ -37,7 +36,7 @@ def veto(one: str, other: str) -> str:
 
 def fleeting(text: str) -> bool:
     """Whether the answer changes with time, so that a stored one is outdated at once."""
-    return not lex.FLEETING.isdisjoint(_LETTERS.findall(text.lower()))
+    return canonical(text).fleeting
 
 
 def _base(word: str) -> str:

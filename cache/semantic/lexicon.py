@@ -187,8 +187,9 @@ NAMES = frozenset(
     "london paris berlin madrid rome lisbon dublin moscow tokyo seoul beijing toronto sydney chicago boston london "
     "amsterdam stockholm oslo helsinki prague budapest warsaw athens california texas florida "
     "spanish french german italian portuguese russian japanese korean arabic hindi "
-    "monday tuesday wednesday thursday friday saturday sunday january february april june july september october "
-    "november december halloween christmas easter "
+    "monday tuesday wednesday thursday friday saturday sunday "
+    "mondays tuesdays wednesdays thursdays fridays saturdays sundays "
+    "january february april june july september october november december halloween christmas easter "
     "shakespeare einstein mozart beethoven picasso hitler gandhi hamlet "
     "google facebook instagram netflix wikipedia gmail linux celsius fahrenheit".split()
 )

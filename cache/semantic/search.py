@@ -33,7 +33,8 @@ from cache.semantic.evidence import STRICT, bucket, label, proven, refuted, wron
 from cache.semantic.guard import fleeting, strictly_equal, veto
 
 CONTEXT_DIGITS = 32
-_PERSONAL = re.compile(r"[\w.+-]+@[\w-]+\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
+LONGEST = 4096  # characters of a question, several times what the embedder's tokens hold; bounds the work of all rules
+_PERSONAL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,64}\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
 
 
 def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
@@ -66,6 +67,8 @@ def _unfit(turn: Turn) -> str:
         return "not_greedy"
     if not turn.plain:
         return "not_plain"
+    if len(turn.text) > LONGEST:
+        return "too_long"
     return "personal" if _PERSONAL.search(turn.text) else ""
 
 

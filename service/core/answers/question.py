@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from cache.api import Parameter, Question, Turn
 from engine.api import GenerationRequest
 from service.core.request import ChatPrompt, Request, TextPrompt
 
 _USER = "user"
+_ENDS = re.compile(r"[\W_]*\Z")  # signs and blanks after the last letter
+_END = 64  # characters that are looked at: from the first of many, the search would try each
 
 
 def cacheable(request: Request) -> bool:
@@ -45,7 +49,8 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
 
 def turn_of(request: Request, question: Question, wished: bool) -> Turn | None:
     """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
-    wished for the semantic cache by name, since a text to be continued means what its last space says."""
+    wished for the semantic cache by name, since a text to be continued means what its last sign or space says: that end
+    must be equal."""
     prompt = request.prompt
     if isinstance(prompt, ChatPrompt):
         *before, last = prompt.messages
@@ -54,7 +59,8 @@ def turn_of(request: Request, question: Question, wished: bool) -> Turn | None:
         context: Parameter = ("chat", tuple((message.role, message.content) for message in before))
         text = last.content
     elif isinstance(prompt, TextPrompt) and wished:
-        context, text = ("text",), prompt.text
+        ends = _ENDS.search(prompt.text[-_END:])
+        context, text = ("text", ends[0] if ends else ""), prompt.text
     else:
         return None
     return Turn(

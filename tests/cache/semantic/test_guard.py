@@ -8,6 +8,7 @@ the same.
 from __future__ import annotations
 
 import json
+import time
 import unicodedata
 from collections import Counter
 from dataclasses import replace
@@ -232,3 +233,30 @@ def test_where_the_words_are_equal_no_rule_objects(text: str, names: set[str], o
     one, two = canonical(text), canonical(other)
     for mate in (replace(one, names=frozenset(names)), replace(one, names=two.names, articles=two.articles)):
         assert [name for name, differ in RULES if differ(one, mate) or differ(mate, one)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 4096,
+        "." * 4095 + "a",
+        "“" * 4096,
+        '"' * 4095,
+        "a." * 2048,
+        "1" * 4096,
+        "1+" * 2048,
+        "I " * 2048,
+        "é" * 4096,
+    ],
+)
+def test_long_texts_take_no_longer_than_their_length_says(text: str) -> None:
+    """Beside a text of ordinary words of the same length: no rule tries every place again and again."""
+
+    def taken(one: str) -> float:
+        begun = time.process_time()
+        for number in range(3):
+            canonical.__wrapped__(f"{one}{number}")
+        return time.process_time() - begun
+
+    plain = min(taken(f"{number} what do people eat in france " * 128) for number in range(3))
+    assert min(taken(f"{number}{text}") for number in range(3)) < 20 * plain
