@@ -131,6 +131,14 @@ class Objection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unused:
+    """Why an optimisation does nothing for this model on this machine, be it on or off."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What was loaded and how it is run."""
 
@@ -150,6 +158,7 @@ class ModelInfo:
     texts_digest: str = ""  # of the files that decide how text and ids become each other; empty without a folder
     lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
     max_tokens_per_row: int = 1  # most ids that a step brings a sequence
+    unused: tuple[Unused, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

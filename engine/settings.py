@@ -71,6 +71,7 @@ class ExecutionSwitches:
     batching: bool = setting(True, "run several sequences in one step")
     graphs: bool = setting(True, "launch whole steps on a GPU at once; off, kernel by kernel")
     fused_kernels: bool = setting(True, "decode with kernels of our own where they fit the GPU")
+    two_pass_head: bool = setting(True, "read half of a large head's bytes a step, for a copy of half its size")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    advance(u64* best, int* token, int* position, const int* last_position, const int* stops, u32* count, u64* ring,
+    advance(u64* best, u32* assured, int* token, int* position, const int* last_position, const int* stops, u32* count, u64* ring,
             int ring_size, const u16* table, const float* gain, float* residual, u16* normed, float* squares,
             int trigger) {
     __shared__ int next;
@@ -85,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const u64 key = load_shared_state(best + m);
         const int pos = load_shared_state(position + m);
         best[m] = 0;
+        if (assured != nullptr) assured[m] = 0;
         next = -1;
         if (pos >= 0) {
             const bool none = !is_finite_score(u32(key >> 32));

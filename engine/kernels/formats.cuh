@@ -9,7 +9,7 @@
 #pragma once
 #include "common.cuh"
 
-enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt8Tiles = 3 };
 
 template <int FORMAT, int GROUP>
 struct Chunk;
@@ -61,6 +61,13 @@ struct Chunk<kInt8, GROUP> {
             for (int s = 0; s < SETS; ++s) mma(d[s], a, x[i][s].x, x[i][s].y);
         }
     }
+};
+
+// The same, as a warp reads it: [rows / 8][columns / 64][lane][16 bytes].
+template <int GROUP>
+struct Chunk<kInt8Tiles, GROUP> : Chunk<kInt8, GROUP> {
+    static constexpr bool kPacked = true;
+    using Chunk<kInt8, GROUP>::Chunk;
 };
 
 // Four bits, with a scale and a zero point per GROUP columns, as [rows / 8][columns / 128][lane][4 words]. Word j of lane

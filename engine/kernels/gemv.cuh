@@ -10,11 +10,12 @@
 #pragma once
 #include "formats.cuh"
 
-// Which eight rows of the matrix make tile `i` of the group that starts at tile `first`.
+// Which eight rows make tile `i` of the group that starts at tile `first`, and where in the matrix one of them lies.
 template <int ROWS>
 struct RowsInOrder {
     static constexpr int kRows = ROWS, kTiles = ceil_div(ROWS, 8);
     __device__ static constexpr int row(int first, int i) { return (first + i) * 8; }
+    __device__ static constexpr int source(int row) { return kRows % 8 != 0 && row >= kRows ? kRows - 1 : row; }
 };
 
 template <int HALF>
@@ -22,10 +23,14 @@ struct GateAndUp {  // eight rows of the gate, then the eight rows of the up pro
     static constexpr int kRows = 2 * HALF, kTiles = HALF / 4;
     static_assert(HALF % 8 == 0, "rows");
     __device__ static constexpr int row(int first, int i) { return first * 4 + (i / 2) * 8 + (i % 2) * HALF; }
+    __device__ static constexpr int source(int row) { return row; }
 };
 
+// Sums that one of TILES tiles is kept in, to hide latency. Part of the order of its sums.
+__host__ __device__ constexpr int chains_of(int tiles) { return tiles >= 4 ? 1 : tiles >= 2 ? 2 : 4; }
+
 template <int FORMAT, int GROUP, int COLUMNS, int WARPS, int DEPTH, int TILES, int BLOCK_TILES, int RING, int WINDOW,
-          int BATCH, class Map>
+          int BATCH, class Map, int CHAINS = chains_of(TILES)>
 struct Gemv {
     using C = Chunk<FORMAT, GROUP>;
     static constexpr int kThreads = WARPS * 32 + 32;
@@ -43,7 +48,7 @@ struct Gemv {
     // Where a warp's activations fit its registers they stay there; else those of one segment, and the next is loaded ahead.
     static constexpr bool kHoldsX = kSegments == 1 || kSegments * DEPTH * C::kWords * kSets <= 32;
     static constexpr int kHeldSegments = kHoldsX ? kSegments : 1;
-    static constexpr int kChains = TILES >= 4 ? 1 : TILES >= 2 ? 2 : 4;   // sums a tile is kept in, to hide latency
+    static constexpr int kChains = CHAINS;
     static constexpr long long kStride = (long long)kUnits * 64;          // bytes of a row
     // Rows lie 64 bytes off a multiple of 128, so that the eight lanes of a phase meet all banks.
     static constexpr int kRowBytes = kSpan * 64, kRowStride = kRowBytes + (kRowBytes % 128 == 0 ? 64 : 0);
@@ -66,14 +71,15 @@ struct Gemv {
     const u8* weights;
     const u32* scales;
     const u16* activations;  // this lane's part of the first unit
+    const Map map;
     int first_tile, last_tile, groups;  // of this block, the last tile excluded
     int warp, lane;
     int slot = 0, buffer = 0;
     u32 parity = 0;
     Word x[kHeldSegments][DEPTH];
 
-    __device__ __forceinline__ Gemv(const u8* w, const u32* s, const u16* a, Shared& shared, u8* dynamic)
-        : sh(shared), ring(dynamic), weights(w), scales(s) {
+    __device__ __forceinline__ Gemv(const u8* w, const u32* s, const u16* a, Shared& shared, u8* dynamic, Map rows = {})
+        : sh(shared), ring(dynamic), weights(w), scales(s), map(rows) {
         first_tile = blockIdx.x * BLOCK_TILES;
         last_tile = kFull || first_tile + BLOCK_TILES < Map::kTiles ? first_tile + BLOCK_TILES : Map::kTiles;
         groups = kFull ? kGroups : ceil_div(last_tile - first_tile, TILES);
@@ -91,7 +97,7 @@ struct Gemv {
         int tile = n % TILES;
         const int first = first_tile + group * TILES;
         if (!kFull && first + tile >= last_tile) tile = last_tile - 1 - first;  // any will do
-        const int row = Map::row(first, tile);
+        const int row = map.row(first, tile);
         u8* to = ring + place * kStageBytes;
         u64& full = sh.full[place];
         if (lane == 0) expect_bytes(full, 8 * kRowBytes + kScaleBytes);
@@ -101,20 +107,18 @@ struct Gemv {
                 full, kSpan * 512, lane,
                 [&](int) { return weights + (row / 8) * (8 * kStride) + segment * (kSpan * 512); },
                 [&](int) { return to; });
-            copy_runs<1>(
-                full, kScaleBytes, lane,
-                [&](int) {
-                    return reinterpret_cast<const u8*>(scales) + (row / 8) * ((long long)kUnits * C::kScales * 32) +
-                           segment * kScaleBytes;
-                },
-                [&](int) { return to + kTileBytes; });
+            if constexpr (kScaleBytes > 0)
+                copy_runs<1>(
+                    full, kScaleBytes, lane,
+                    [&](int) {
+                        return reinterpret_cast<const u8*>(scales) + (row / 8) * ((long long)kUnits * C::kScales * 32) +
+                               segment * kScaleBytes;
+                    },
+                    [&](int) { return to + kTileBytes; });
         } else {
             copy_runs<8>(
                 full, kRowBytes, lane,
-                [&](int i) {
-                    const int at = Map::kRows % 8 != 0 && row + i >= Map::kRows ? Map::kRows - 1 : row + i;
-                    return weights + at * kStride + segment * kRowBytes;
-                },
+                [&](int i) { return weights + map.source(row + i) * kStride + segment * kRowBytes; },
                 [&](int i) { return to + i * kRowStride; });
         }
         end_of_copies(full);
@@ -294,3 +298,4 @@ __device__ __forceinline__ float inverse_rms(const float* squares, int columns, 
         if (PARTS % 32 == 0 || lane + 32 * i < PARTS) s += load_shared_state(squares + lane + 32 * i);
     return rsqrtf(warp_sum(s) / float(columns) + eps);
 }
+

@@ -1,5 +1,6 @@
 // The vocabulary's logits of rms_norm(residual), and the best of logit (greedy) or logit / temperature + noise per batch
 // row. The best is a maximum over 64-bit keys, so the order in which blocks report does not matter.
+#include "drawing.cuh"
 #include "gemv.cuh"
 
 using Map = RowsInOrder<OP_ROWS>;
@@ -30,18 +31,11 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     }
     g.start_x();
     u64 mine[kEach] = {};
-    float heat[kEach];  // 0 is greedy
-    u64 key[kEach];
-    int place[kEach];
+    Drawing drawing[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int m = (threadIdx.x + i * kConsumers) / G::kRows;
-        if (m < OP_BATCH) {
-            const float h = load_shared_state(temperature + m);
-            heat[i] = h > 0.f ? fmaxf(h, 1e-30f) : 0.f;  // a quotient must stay finite
-            key[i] = load_shared_state(noise_key + m);
-            place[i] = load_shared_state(position + m) + 1;  // where the chosen token will stand
-        }
+        if (m < OP_BATCH) drawing[i].load(temperature, noise_key, position, m);
     }
     for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
         g.group();
@@ -54,8 +48,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
                 float v = g.total(m, n) * factor[m];
                 if constexpr (OP_FORMAT == kInt8) v *= load_constant(row_scale + row);
                 if (logits != nullptr) logits[u64(m) * OP_ROWS + row] = v;
-                if (heat[i] > 0.f) v = v / heat[i] + gumbel(key[i], place[i], row);
-                const u64 c = candidate(v, row);
+                const u64 c = candidate(drawing[i].score(v, drawing[i].noise(row)), row);
                 mine[i] = c > mine[i] ? c : mine[i];
             }
         }

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from engine.kernels.attention import PAGE, Heads
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow
+from engine.kernels.two_pass import CoarseCopy, coarse_rows
 from engine.sampling.noise import gumbel
 
 
@@ -115,6 +116,22 @@ def choose(
     ids = torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
     noisy = logits.double() / temperature.double().clamp(min=1e-30).unsqueeze(1) + gumbel(keys, positions, ids)
     return torch.where(temperature.unsqueeze(1) > 0, noisy, logits.double()).argmax(-1)
+
+
+def between(coarse: CoarseCopy, x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two numbers [batch, rows] that a plain logit lies between. x bfloat16 [batch, columns]; factor [batch]:
+    1 / root mean square."""
+    q, scale, bound = coarse_rows(coarse)
+    middle = (x.double() @ q.T) * factor.double().unsqueeze(1) * scale
+    apart = bound * x.double().norm(dim=-1, keepdim=True) + 1e-30
+    slack = apart * factor.double().unsqueeze(1)
+    known = (apart < 1e30) & (middle.abs() + slack < 1e30)
+    return (middle - slack).masked_fill(~known, -torch.inf), (middle + slack).masked_fill(~known, torch.inf)
+
+
+def may_win(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """The rows [batch, rows] that are multiplied again, where each block knows the best of all lower bounds."""
+    return high >= low.amax(-1, keepdim=True)
 
 
 def adjusted(

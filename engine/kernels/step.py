@@ -15,7 +15,8 @@ from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.sampling import Sampling
 from engine.kernels.tiling import Tiling
-from engine.kernels.tokens import Choice, Fed, FirstNorm, Progress
+from engine.kernels.tokens import Choice, Fed, FirstNorm, Progress, TwoPasses
+from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Matrix
 
 
@@ -51,6 +52,7 @@ class StepWeights:
     heads: Heads
     eps: float
     angles: torch.Tensor  # float32 [positions, 2, dim]
+    coarse: CoarseCopy | None = None  # of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits:
             temperature=floats(batch),
             noise_key=integers(batch, dtype=torch.int64),
             best=integers(batch, dtype=torch.int64),
+            assured=integers(batch),
             logits=floats(batch, weights.head.rows) if logits else None,
         ),
         progress=Progress(
@@ -108,6 +111,9 @@ def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits:
     )
 
 
+HEAD_WINDOW = 34 << 10  # bytes of the head that a block has under way
+
+
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
     """How the stages are spread and overlapped. A stage's name is qkv, output, gate_up, down or head."""
@@ -117,6 +123,7 @@ class ChainPlan:
     trigger: Trigger = Trigger.AT_ENTRY
     dependent: bool = True
     longest: int | None = None  # tokens; a row that grows beyond traps. None: no limit but the pages
+    two_pass: bool = False  # the head, where no row needs its logits; the weights must have a coarse copy of it
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
         """Of one product."""
@@ -126,6 +133,14 @@ class ChainPlan:
         found = tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up")
         # The head starts beside the last layer: what it asks for early, that layer waits behind.
         return replace(found, window=2) if stage == "head" else found
+
+    def two_passes(self, head: Matrix, coarse: CoarseCopy) -> TwoPasses:
+        """The head and its copy; as many bytes of the copy under way as of the plain head."""
+        plain = self.tiling("head", head)
+        how = tiling.choose(coarse.matrix, self.multiprocessors, warps=plain.warps)
+        size = tiling.stage_bytes(coarse.matrix, how.warps, how.depth)
+        how = replace(how, window=max(2, min(how.ring, HEAD_WINDOW // size)))
+        return TwoPasses(head, plain, coarse, how)
 
 
 def prepare_step(
@@ -198,7 +213,11 @@ def _choosing(
     choice = buffers.choice
     if sampled is not None:
         choice = replace(choice, logits=sampled.logits, temperature=sampled.heat)
-    yield tokens.head(library, buffers.stream, weights.head, choice, buffers.places, how)
+    if plan.two_pass and sampled is None and weights.coarse is not None:
+        both = plan.two_passes(weights.head, weights.coarse)
+        yield tokens.two_pass_head(library, buffers.stream, both, choice, buffers.places)
+    else:
+        yield tokens.head(library, buffers.stream, weights.head, choice, buffers.places, how)
     if sampled is not None:
         yield from sampling.sampling(library, sampled, choice, buffers.places)
     yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, _first(weights, buffers))

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 from engine.kernels.weights import Format, Matrix
 
-_WORDS = {Format.BF16: 1, Format.INT8: 2, Format.INT4: 4}  # runs of eight columns in a lane's part of a unit
+# Runs of eight columns in a lane's part of a unit.
+_WORDS = {Format.BF16: 1, Format.INT8: 2, Format.INT4: 4, Format.INT8_TILES: 2}
+WARPS = 8  # of a block, where the columns allow it
 _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
 _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
 _WINDOW = 2  # stages under way of a block that is kept whole
 _STREAM_WINDOW = 4  # and of one that streams
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
 _MOST_TILES = 8
-_MOST_STAGES = 31
+MOST_STAGES = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ def units(matrix: Matrix) -> int:
 def stage_bytes(matrix: Matrix, warps: int, depth: int) -> int:
     """What a stage takes of shared memory: eight rows, padded, and their scales."""
     span = min(units(matrix), warps * depth)
+    if matrix.format is Format.INT8_TILES:
+        return span * 512
     row = span * 64
     scales = matrix.format.span // matrix.group * 32 * span if matrix.format is Format.INT4 else 0
     return _ceil(8 * (row + (64 if row % 128 == 0 else 0)) + scales, 128) * 128
@@ -69,7 +73,7 @@ def shared_bytes(matrix: Matrix, how: Tiling) -> int:
     return how.ring * stage_bytes(matrix, how.warps, how.depth)
 
 
-def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: int = 8) -> Tiling:
+def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: int = WARPS) -> Tiling:
     """One wave of blocks, equal shares. `pairs`: tiles come in twos (gate and up)."""
     unit = 2 if pairs else 1
     block_tiles = unit * _ceil(_ceil(matrix.rows, 8), multiprocessors * unit)
@@ -78,8 +82,8 @@ def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: 
     tiles = max(n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0)
     warps, depth = divide(matrix, warps)
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
-    whole = stages * size <= _WHOLE_BYTES and stages <= _MOST_STAGES
-    ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, _MOST_STAGES)
+    whole = stages * size <= _WHOLE_BYTES and stages <= MOST_STAGES
+    ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, MOST_STAGES)
     return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW)
 
 

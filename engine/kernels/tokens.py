@@ -1,4 +1,5 @@
-"""Wrappers of `head`, `advance`, `start`, `take`: from the last residual to the next token, and on to the next step."""
+"""Wrappers of `head`, `two_pass_head`, `advance`, `start`, `take`: from the last residual to the next token, and on to
+the next step."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels import tiling
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
-from engine.kernels.linear import Normed, matrix_defines, matrix_launch
+from engine.kernels.linear import CHAIN, Normed, matrix_defines, matrix_launch
 from engine.kernels.tiling import Tiling
+from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Matrix
 
 MAX_STOPS = 8
@@ -25,6 +28,7 @@ class Choice:
     temperature: torch.Tensor  # float32 [batch]; 0 is greedy
     noise_key: torch.Tensor  # int64 [batch]: `engine.sampling.noise.seed_key`
     best: torch.Tensor  # int64 [batch], zero between steps
+    assured: torch.Tensor | None = None  # int32 [batch], the same: a score that some token reaches; two passes need it
     logits: torch.Tensor | None = None  # float32 [batch, vocabulary]; None: they are not kept
 
 
@@ -57,6 +61,61 @@ def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Ro
 
 
 @dataclass(frozen=True, slots=True)
+class TwoPasses:
+    """The head and its coarse copy, each with its division; both have as many warps."""
+
+    plain: Matrix
+    plain_tiling: Tiling  # as `head` has it: it is part of the order of its sums
+    coarse: CoarseCopy
+    coarse_tiling: Tiling
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory that the passes use one after the other."""
+        return max(
+            tiling.shared_bytes(self.coarse.matrix, self.coarse_tiling),
+            self.plain_ring * tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth),
+        )
+
+    def shared_bytes(self, batch: int) -> int:
+        """Dynamic shared memory of a block: the ring, and an upper bound of each of its rows."""
+        return self.ring_bytes + batch * self.coarse_tiling.block_tiles * 8 * 4
+
+    @property
+    def plain_ring(self) -> int:
+        """Stages of the second pass: what fits where the first had its own, a tile at the least."""
+        size = tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth)
+        fits = tiling.shared_bytes(self.coarse.matrix, self.coarse_tiling) // size
+        return min(max(fits, 2), tiling.MOST_STAGES)
+
+
+def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, places: RowPages) -> Launch:
+    """As `head`, but without logits."""
+    first, second, batch = both.coarse_tiling, both.plain_tiling, x.residual.shape[0]
+    if first.warps != second.warps:
+        raise ValueError(f"passes of {first.warps} and {second.warps} warps")
+    defines = matrix_defines(both.coarse.matrix, batch, first)
+    defines |= {"OP_ROWS": both.plain.rows, "OP_SQUARES": x.squares.shape[1], "OP_RING_BYTES": both.ring_bytes}
+    defines |= {"OP_PLAIN_DEPTH": second.depth, "OP_PLAIN_TILES": second.tiles, "OP_PLAIN_RING": both.plain_ring}
+    values: dict[str, Argument] = {
+        "x": x.scaled,
+        "squares": x.squares,
+        "weights": both.plain.data,
+        "coarse": both.coarse.matrix.data,
+        "margins": both.coarse.margins,
+        "temperature": choice.temperature,
+        "noise_key": choice.noise_key,
+        "position": places.position,
+        "assured": choice.assured,
+        "best": choice.best,
+        "eps": x.eps,
+    }
+    shape = Shape((tiling.blocks(both.coarse.matrix, first), 1, 1), first.threads, both.shared_bytes(batch))
+    kernel = library.kernel("two_pass_head", "two_pass_head", defines, shape.shared)
+    return prepare(kernel, shape, {**values, **CHAIN})
+
+
+@dataclass(frozen=True, slots=True)
 class FirstNorm:
     """What turns a token into the first layer's input."""
 
@@ -69,6 +128,7 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPag
     """Takes the chosen tokens over into the state, reports them and embeds them."""
     values: dict[str, Argument] = {
         "best": choice.best,
+        "assured": choice.assured,
         "token": progress.token,
         "position": places.position,
         "last_position": progress.last_position,

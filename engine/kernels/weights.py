@@ -24,11 +24,12 @@ class Format(IntEnum):
     BF16 = 0
     INT8 = 1
     INT4 = 2
+    INT8_TILES = 3  # int8 as a warp reads it; `two_pass` alone makes it
 
     @property
     def span(self) -> int:
         """Columns of a chunk; a matrix has a whole number of chunks."""
-        return (32, 64, INT4_SPAN)[self]
+        return (32, 64, INT4_SPAN, 64)[self]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

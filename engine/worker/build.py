@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from engine.api import ModelInfo
+from engine.api import ModelInfo, Unused
 from engine.errors import Unsupported
-from engine.execution.registry import EXECUTORS, ExecutorEntry, choose
+from engine.execution.graph_decode.executor import GraphDecode
+from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
 from engine.kernels.context import keep_little
@@ -116,13 +117,23 @@ def make_runner(
         weights_digest=prepared.digest,
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
+        unused=_unused(executors, choice.decoder),
     )
     runner = ModelRunner(info, parts, executors)
-    for name, enabled in (("graphs", settings.graphs), ("fused_kernels", settings.fused_kernels)):
-        if not enabled:
+    for name in ("graphs", "fused_kernels", "two_pass_head"):
+        if not getattr(settings, name):
             with contextlib.suppress(Unsupported):  # an executor without it needs no turning off
                 runner.set_optimization(name, False)
     return runner
+
+
+def _unused(executors: tuple[Executor, ...], decoder: str) -> tuple[Unused, ...]:
+    """The optimisations that do nothing here."""
+    reason: str | None = f"the {decoder} decoder reads the head as it is"
+    for executor in executors:
+        if isinstance(executor, GraphDecode):
+            reason = executor.why_one_pass
+    return () if reason is None else (Unused(name="two_pass_head", reason=reason),)
 
 
 def _device_name(device: torch.device) -> str:

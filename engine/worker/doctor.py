@@ -17,6 +17,7 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
+from engine.execution.graph_decode.weights import why_one_pass
 from engine.execution.registry import EXECUTORS, leaders
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
@@ -79,6 +80,7 @@ class Report:
     device: str | None = None
     dtypes: list[Option] = field(default_factory=list)
     decoders: list[Option] = field(default_factory=list)
+    optimizations: list[Option] = field(default_factory=list)  # that a model or a machine may not have
     formats: list[Option] = field(default_factory=list)
     model: ModelReport | None = None
     problems: list[str] = field(default_factory=list)
@@ -119,6 +121,7 @@ def examine(settings: EngineSettings) -> Report:
         report.decoders = _decoders(settings, parts)
         if parts is not None:
             report.model = _model(settings, form, parts)
+            report.optimizations = [_two_passes(parts, report)]
         if not any(one.chosen for one in report.decoders):
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)
             raise Unsupported(f"no decoder can serve this model here ({reasons})")
@@ -184,6 +187,13 @@ def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
         taken = taken or chosen
         found.append(Option(entry.decoder, chosen, reason))
     return found
+
+
+def _two_passes(parts: Parts, report: Report) -> Option:
+    """Whether a step would read a copy of the head in place of the head."""
+    graph = next((one for one in report.decoders if one.name == "graph"), None)
+    reason = "the graph decoder does not serve" if graph is None or not graph.chosen else why_one_pass(parts)
+    return Option("two_pass_head", reason is None, reason)
 
 
 class _Shapes:

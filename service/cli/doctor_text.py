@@ -40,6 +40,8 @@ def _engine(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for title in ("dtypes", "formats", "decoders"):
         for option in engine[title]:
             yield title.removesuffix("s"), f"{option['name']}: {_standing(option)}"
+    for option in engine.get("optimizations", ()):
+        yield "switch", f"{option['name']}: {_standing(option)}"
 
 
 def _standing(option: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ class Switch:
     name: str
     enabled: bool
     description: str
+    why_not: str = ""  # why it does nothing here, be it on or off
 
 
 class Switches:
@@ -36,7 +37,7 @@ class Switches:
 
     def all(self) -> tuple[Switch, ...]:
         """Sorted by name."""
-        return tuple(self._switches.values())
+        return tuple(self._told(switch) for switch in self._switches.values())
 
     def on(self, name: str) -> bool:
         """Its present state."""
@@ -51,4 +52,10 @@ class Switches:
             if name not in _OURS:
                 await self._engine.set_optimization(name, enabled)
             self._switches[name] = replace(switch, enabled=enabled)
-            return self._switches[name]
+            return self._told(self._switches[name])
+
+    def _told(self, switch: Switch) -> Switch:
+        """With what the engine says of it, once it is ready."""
+        info = self._engine.info
+        reasons = {} if info is None else {one.name: one.reason for one in info.unused}
+        return replace(switch, why_not=reasons.get(switch.name, ""))

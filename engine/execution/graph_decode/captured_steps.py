@@ -112,6 +112,7 @@ class BatchBucket:
     state: State
     start: Launch
     reaches: tuple[Steps, ...]  # shortest first
+    two_pass: tuple[Steps, ...]  # as `reaches`, with the head in two passes; none without its coarse copy
     sampling: Sampling
     sampled: tuple[Steps, ...]  # as `reaches`, for rows of which some need the sampling stages
     ring: memoryview  # of 64-bit words [rows · RING]
@@ -135,6 +136,7 @@ class CapturedSteps:
         self._looks = 0
         self._idle = False  # all that was launched has ended, so its entries are there
         self.graphs = True  # False: launches one by one
+        self.two_pass = weights.coarse is not None  # where no row needs the sampling stages; the tokens are the same
 
     def build(self, size: int) -> None:
         """Compiles the step of so many rows. Raises BuildError."""
@@ -150,14 +152,15 @@ class CapturedSteps:
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
         draws = self._sampling.first(size)
 
-        def reaches(how: Sampling | None) -> tuple[Steps, ...]:
-            plans = [replace(plan, longest=longest) for longest in lengths]
+        def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
+            plans = [replace(plan, longest=longest, two_pass=two_pass) for longest in lengths]
             chains = [prepare_step(self._library, self._weights, buffers, each, how) for each in plans]
             return tuple(Steps(longest, chain, {}) for longest, chain in zip(lengths, chains, strict=True))
 
         start = prepare_start(self._library, self._weights, buffers)
         ring = _words(buffers.progress.ring)
-        self._buckets[size] = BatchBucket(buffers, state, start, reaches(None), draws, reaches(draws), ring)
+        both = () if self._weights.coarse is None else reaches(None, two_pass=True)
+        self._buckets[size] = BatchBucket(buffers, state, start, reaches(None), both, draws, reaches(draws), ring)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
@@ -169,7 +172,7 @@ class CapturedSteps:
         wanted = [
             (steps, size)
             for each in self._buckets.values()
-            for steps in (*each.reaches, *each.sampled)
+            for steps in (*(each.two_pass or each.reaches), *each.sampled)  # the others when they are first wanted
             for size in SIZES
         ]
         for done, (steps, size) in enumerate(wanted):
@@ -227,8 +230,9 @@ class CapturedSteps:
     def launch(self, steps: int, longest: int) -> None:
         """Steps of all rows."""
         self._idle = False
-        reaches = self._current.sampled if self._draws else self._current.reaches
-        reach = next(reach for reach in reaches if reach.longest >= longest)
+        here = self._current
+        plain = here.two_pass if self.two_pass and here.two_pass else here.reaches
+        reach = next(reach for reach in (here.sampled if self._draws else plain) if reach.longest >= longest)
         if self.graphs:
             self._graph(reach, steps).replay()
             return

@@ -14,10 +14,11 @@ from engine.execution.graph_decode.captured_steps import CapturedSteps
 from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, can_sample
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
+from engine.kernels.step import StepWeights
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 
-SWITCHES = ("graphs", "fused_kernels")
+SWITCHES = ("graphs", "fused_kernels", "two_pass_head")
 
 
 def why_not(parts: Parts) -> str | None:
@@ -44,7 +45,7 @@ class GraphDecode:
         with torch.inference_mode():
             try:
                 library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
-                read = weights.step_weights(parts)
+                read, self.why_one_pass = _with_two_passes(parts, weights.step_weights(parts))
                 self._devices = [
                     CapturedSteps(library, read, parts.max_context, parts.max_sequences - first) for first in rows
                 ]
@@ -76,10 +77,14 @@ class GraphDecode:
         return self._pipelines.step(rows)
 
     def switch(self, name: str, enabled: bool) -> None:
-        """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
+        """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing. `two_pass_head`:
+        off, the whole head is read."""
         if name == "graphs":
             for device in self._devices:
                 device.graphs = enabled
+        elif name == "two_pass_head":
+            for device in self._devices:
+                device.two_pass = enabled
         elif name == "fused_kernels":
             self._fused = enabled
         else:
@@ -89,3 +94,14 @@ class GraphDecode:
         """Gives the graphs back."""
         for device in self._devices:
             device.close()
+
+
+def _with_two_passes(parts: Parts, read: StepWeights) -> tuple[StepWeights, str | None]:
+    """The weights with a coarse copy of the head where that is of use and fits, else why it is not."""
+    reason = weights.why_one_pass(parts)
+    if reason is not None:
+        return read, reason
+    try:
+        return weights.with_coarse_copy(read, torch.cuda.mem_get_info(parts.model.placement.device)[0]), None
+    except (Unfit, torch.OutOfMemoryError) as failure:
+        return read, " ".join(str(failure).split())[:300]

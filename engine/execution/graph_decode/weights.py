@@ -1,13 +1,19 @@
-"""A loaded model as the kernels read it, without a copy of its matrices; or why they cannot."""
+"""A loaded model as the kernels read it, without a copy of its matrices but a coarse one of the head; or why they
+cannot."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from engine.execution.step_state import Parts
+from engine.execution.graph_decode.pipeline import BUCKETS
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels import two_pass
 from engine.kernels import weights as forms
 from engine.kernels.attention import Heads, LayerAttention
-from engine.kernels.step import LayerWeights, Product, StepWeights
+from engine.kernels.gemm import gpu_shape
+from engine.kernels.step import ChainPlan, LayerWeights, Product, StepWeights
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 from engine.model.weights import Layer
@@ -15,6 +21,8 @@ from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.forms import Dense
 
 MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
+STATIC = 40 << 10  # bytes of shared memory that the kernel of two passes declares itself, at most
+KEPT = 1 << 30  # bytes of the GPU that a coarse copy of the head must leave free
 
 
 def why_not(parts: Parts) -> str | None:
@@ -63,6 +71,26 @@ def step_weights(parts: Parts) -> StepWeights:
         eps=model.config.norm_eps,
         angles=model.rope,
     )
+
+
+def why_one_pass(parts: Parts) -> str | None:
+    """Why the head is read in one pass, or None. The device is not asked."""
+    return why_not(parts) or two_pass.why_not(_product(parts.model.weights.head).matrix)
+
+
+def with_coarse_copy(weights: StepWeights, free: int) -> StepWeights:
+    """The same with a coarse copy of the head, given so many free bytes. Raises Unfit where that is too little."""
+    needed = two_pass.copy_bytes(weights.head)
+    if free - needed < KEPT:
+        have, need, keep = (size >> 20 for size in (free, needed, KEPT))
+        raise Unfit(f"a copy of the head takes {need} MiB, {have} are free, and {keep} of them must stay free")
+    gpu = gpu_shape(weights.table.device)
+    plan = ChainPlan(gpu.multiprocessors)
+    coarse = two_pass.coarse_copy(weights.head, plan.tiling("head", weights.head).warps)
+    shared = plan.two_passes(weights.head, coarse).shared_bytes(BUCKETS[-1]) + STATIC
+    if shared > gpu.shared:
+        raise Unfit(f"a block takes {shared >> 10} KiB of shared memory, this GPU has less")
+    return replace(weights, coarse=coarse)
 
 
 def _layer(parts: Parts, index: int, layer: Layer) -> LayerWeights:

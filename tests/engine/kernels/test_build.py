@@ -23,6 +23,7 @@ ENTRIES = {
     "prefill_gate.cu": ["gate"],
     "prefill_heads.cu": ["heads"],
     "prefill_stream.cu": ["embed", "add_norm"],
+    "two_pass_head.cu": ["two_pass_head"],
     "sampling.cu": ["adjust", "bins", "sift", "draw"],
 }
 

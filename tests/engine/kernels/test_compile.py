@@ -15,14 +15,18 @@ import pytest
 import torch
 
 from engine.kernels import batch_attention, gemm, prefill, sampling
-from engine.kernels.attention import Embedding, Heads, LayerAttention
+from engine.kernels.attention import Embedding, Heads, LayerAttention, RowPages
 from engine.kernels.build import compile_with_nvrtc, source_text
 from engine.kernels.launch import Launch
+from engine.kernels.linear import Normed
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
-from engine.kernels.weights import to_matrix
+from engine.kernels.tokens import Choice, two_pass_head
+from engine.kernels.two_pass import CoarseCopy
+from engine.kernels.weights import Format, Matrix, to_matrix
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]
+LARGEST_BLOCK, FIXED = 227 << 10, 40 << 10  # bytes of shared memory; what a kernel declares itself, at most
 Compiler = Callable[[str, str, Mapping[str, int], str], bytes]
 
 
@@ -107,6 +111,22 @@ def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch
     for name, entry, defines, _ in recorder.asked:
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch)
         assert code.startswith(b"\x7fELF"), entry
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("rows", "columns", "batch"), [(151936, 1024, 1), (32000, 4096, 8), (1003, 896, 3)])
+def test_the_head_in_two_passes_compiles(
+    recorder: Any, compiler: Compiler, rows: int, columns: int, batch: int, arch: str
+) -> None:
+    plan, nothing = ChainPlan(132), torch.empty(batch, 1)
+    head = Matrix(Format.BF16, rows, columns, nothing)
+    coarse = CoarseCopy(Matrix(Format.INT8_TILES, -(-rows // 8) * 8, columns, nothing), nothing)
+    passes = plan.two_passes(head, coarse)
+    x = Normed(nothing, nothing, torch.empty(batch, columns // 8), 1e-6)
+    two_pass_head(recorder, x, passes, Choice(nothing, nothing, nothing, nothing), RowPages(nothing, nothing))
+    ((name, _, defines, shared),) = recorder.asked
+    assert shared + FIXED <= LARGEST_BLOCK
+    assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 
 
 def chunk_stages(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import sampling
+from engine.kernels import sampling, two_pass
 from engine.kernels.attention import SPLITS, Heads, attention_defines, most_splits
 from engine.kernels.build import BuildError
 from engine.kernels.launch import Trigger, prepare
@@ -54,6 +54,32 @@ def test_order_and_overlap(recorder: Any, model: Models, form: str, batch: int) 
     triggers = [launch.values["trigger"] for launch in chain]
     assert triggers == [Trigger.AFTER_WAIT] + [Trigger.AT_ENTRY] * (len(chain) - 1)
     assert all(launch.dependent for launch in chain)
+
+
+def test_the_head_in_two_passes(recorder: Any, model: Models) -> None:
+    weights = model("bf16")
+    how = ChainPlan(132).tiling("head", weights.head)
+    weights = replace(weights, coarse=two_pass.coarse_copy(weights.head, how.warps))
+    buffers = buffers_of(weights, 2)
+    plain = prepare_step(recorder, weights, buffers, ChainPlan(132))
+    chain = prepare_step(recorder, weights, buffers, ChainPlan(132, two_pass=True))
+    assert [launch.kernel.name for launch in chain[-2:]] == ["two_pass_head", "advance"]
+    assert [launch.values for launch in chain[:-2]] == [launch.values for launch in plain[:-2]]
+    both, advance = chain[-2], chain[-1]
+    assert both.values["best"] == advance.values["best"] == plain[-2].values["best"]
+    assert both.values["assured"] == advance.values["assured"] != 0
+    assert both.values["weights"] == plain[-2].values["weights"]
+    assert both.shape.threads == plain[-2].shape.threads
+    # What decides the order of the plain head's sums.
+    (asked,) = [defines for name, _, defines, _ in recorder.asked if name == "two_pass_head"]
+    (head,) = [defines for name, _, defines, _ in recorder.asked if name == "head"]
+    assert (asked["OP_WARPS"], asked["OP_PLAIN_DEPTH"], asked["OP_PLAIN_TILES"]) == tuple(
+        head[name] for name in ("OP_WARPS", "OP_DEPTH", "OP_TILES")
+    )
+    # Rows that the sampling stages choose for need every logit.
+    state = sampling.allocate(2, weights.head.rows, torch.device("cpu"))
+    sampled = prepare_step(recorder, weights, buffers, ChainPlan(132, two_pass=True), state)
+    assert [launch.kernel.name for launch in sampled[-6:]] == ["head", "adjust", "bins", "sift", "draw", "advance"]
 
 
 def test_without_overlap(recorder: Any, model: Models) -> None:

@@ -273,6 +273,41 @@ def test_switches_change_no_token(tmp_path: Path, request_of: Any, drive: Any) -
     runner.close()
 
 
+@pytest.fixture
+def large_head(tmp_path: Path) -> Path:
+    """A model whose head gains from two passes."""
+    config = {**BASE, **FAMILIES["qwen3"], "vocab_size": 70000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_the_head_in_two_passes_changes_no_token(large_head: Path, request_of: Any, drive: Any) -> None:
+    prepared = prepared_on_gpu(large_head, load_format="dummy")
+    runner = runner_of(prepared, large_head)
+    assert runner.info.unused == ()
+    kinds = [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.5, "seed": 2}]
+    asked = [request_of(text, 60, **kind) for text, kind in zip(texts((20, 70, 9)), kinds, strict=True)]
+    filtered = request_of(texts((30,))[0], 60, temperature=0.8, seed=3, top_k=40)
+    before = [one.token_ids for one in drive(runner, [*asked, filtered]).answers]
+    for enabled in (True, False, True):
+        runner.set_optimization("two_pass_head", enabled)
+        assert [one.token_ids for one in drive(runner, asked).answers] == before[:-1]
+        assert [drive(runner, [one]).answers[0].token_ids for one in (*asked, filtered)] == before
+    runner.close()
+
+
+def test_where_memory_is_short_the_head_is_read_whole(
+    large_head: Path, request_of: Any, drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.execution.graph_decode.weights.KEPT", 1 << 50)
+    runner = runner_of(prepared_on_gpu(large_head, load_format="dummy"), large_head)
+    (unused,) = runner.info.unused
+    assert unused.name == "two_pass_head"
+    assert "must stay free" in unused.reason
+    assert len(drive(runner, [request_of(texts((20,))[0], 30)]).answers[0].token_ids) == 30
+    runner.close()
+
+
 def test_a_row_without_numbers_fails_alone(tmp_path: Path, request_of: Any, drive: Any) -> None:
     folder = save(tmp_path, "llama")
     prepared = prepared_on_gpu(folder)

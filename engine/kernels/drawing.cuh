@@ -1,0 +1,21 @@
+// How a row of the batch makes a score of a logit: the logit itself, or logit / temperature + noise. Every kernel that
+// draws takes it from here, so that equal logits get equal scores, and a larger logit never the lower one.
+#pragma once
+#include "common.cuh"
+
+struct Drawing {
+    float heat;  // 0 is greedy
+    int place;   // where the chosen token will stand; 0: an idle row
+    u64 key;
+
+    __device__ __forceinline__ void load(const float* temperature, const u64* noise_key, const int* position, int m) {
+        const float h = load_shared_state(temperature + m);
+        heat = h > 0.f ? fmaxf(h, 1e-30f) : 0.f;  // a quotient must stay finite
+        key = load_shared_state(noise_key + m);
+        place = load_shared_state(position + m) + 1;
+    }
+    __device__ __forceinline__ float noise(int id) const { return heat > 0.f ? gumbel(key, place, id) : 0.f; }
+    __device__ __forceinline__ float score(float logit, float noise) const {
+        return heat > 0.f ? __fadd_rn(__fdiv_rn(logit, heat), noise) : logit;
+    }
+};

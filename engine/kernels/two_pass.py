@@ -1,0 +1,117 @@
+"""The head in two passes: a coarse copy of it that is read whole, and bounds that say which of its rows must be
+multiplied again to find the one that the plain head finds, key for key. `two_pass_head.cu` does it.
+
+For a row w, its copy s·q and an activation x (bfloat16, all), with f = 1 / root mean square, the same number in both:
+
+    plain  = fl(fl(Σ w·x) · f)             coarse = fl(fl(fl(Σ q·x) · f) · s)
+    |plain - coarse| ≤ (‖w - s·q‖ + γ·‖w‖ + γ·‖s·q‖) · ‖x‖ · f
+
+The first term is exact arithmetic's (Cauchy-Schwarz). γ bounds what float32 adds to either sum, relative to Σ |w·x| ≤
+‖w‖·‖x‖. A product of the tensor core adds 16 exact products to a sum: it aligns these 17 numbers to the largest, cuts
+them below, and cuts the result. At 2^-23 of the largest each, doubled for hardware that keeps a bit less, that is at
+most 18 · 2^-22 of the sum of magnitudes; a warp chains no more than its share of the columns / 32 of them (a lane's
+eight columns go to two sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24
+each, with the three roundings of f and s, stay below 2^-19. What numbers below the normal ones lose stands in the
+kernel, as do the sums too large to be bounded. Neither pass rounds its result to fewer bits than float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.kernels import tiling
+from engine.kernels.weights import Format, Matrix
+
+LEAST_BYTES = 32 << 20  # a smaller head gains less than the second pass costs: 1 µs at this size, on an H100
+_SPAN = 64  # columns of a unit of the copy
+_ROWS = 4096  # at a time, which bounds what is held in float32
+_SURE = 1 + 2**-8  # covers the roundings of norms in float32, here and in the kernel's use of them
+_LEAST = 1e-20  # what squares too small for float32 may hide of a norm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CoarseCopy:
+    """A matrix in eight bits, and how far its products may be off."""
+
+    matrix: Matrix  # INT8_TILES, whole tiles of eight rows
+    margins: torch.Tensor  # int32 [rows]: bf16 scale below, above it bf16 bound for an activation of length 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the GPU's memory."""
+        return self.matrix.nbytes + self.margins.nbytes
+
+
+def why_not(head: Matrix) -> str | None:
+    """Why two passes would gain nothing over one, or None."""
+    if head.format is not Format.BF16:
+        return f"the head is {head.format.name.lower()} already: a copy in eight bits would be no smaller"
+    if head.columns % _SPAN:
+        return f"{head.columns} columns are no multiple of {_SPAN}"
+    warps, _ = tiling.divide(head, tiling.WARPS)
+    if tiling.divide(replace(head, format=Format.INT8_TILES), warps)[0] != warps:
+        return f"{head.columns} columns do not fall to as many warps in eight bits as in sixteen"
+    if head.rows * head.columns * 2 < LEAST_BYTES:
+        size = head.rows * head.columns * 2 / 2**20
+        return f"the head has {size:.1f} MiB: below {LEAST_BYTES >> 20} a second pass costs more than the first saves"
+    return None
+
+
+def copy_bytes(head: Matrix) -> int:
+    """What `coarse_copy` will take."""
+    return -(-head.rows // 8) * 8 * head.columns + 4 * head.rows
+
+
+def gamma(columns: int, warps: int) -> float:
+    """See the module's text."""
+    return (-(-columns // (32 * warps)) + 1) * 18 * 2.0**-22 + 2.0**-19
+
+
+def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
+    """Of a plain bfloat16 matrix whose products `warps` warps share. A row with a value that is no number is bounded by
+    nothing, so it is always multiplied again."""
+    rows, columns, device = head.rows, head.columns, head.data.device
+    data = torch.zeros(-(-rows // 8), columns // _SPAN, 32, 16, dtype=torch.int8, device=device)
+    margins = torch.empty(rows, dtype=torch.int32, device=device)
+    extra = gamma(columns, warps)
+    for first in range(0, rows, _ROWS):
+        weight = head.data[first : first + _ROWS].float()
+        sound = weight.isfinite().all(1)
+        weight = weight.masked_fill(~sound.unsqueeze(1), 0.0)
+        scale = _rounded_up(weight.abs().amax(1) / 127)
+        q = (weight / scale.float().unsqueeze(1)).nan_to_num(nan=0.0).round_().clamp_(-127, 127)
+        near = q * scale.float().unsqueeze(1)  # eight bits times eight: exact, as is the difference
+        bound = _norm(weight - near) + extra * (_norm(weight) + _norm(near))
+        bound = _rounded_up((bound * _SURE + _LEAST).masked_fill(~sound, torch.inf))
+        margins[first : first + _ROWS] = _words(scale, bound)
+        whole = torch.zeros(-(-q.shape[0] // 8) * 8, columns, dtype=torch.int8, device=device)
+        whole[: q.shape[0]] = q.to(torch.int8)
+        tiles = whole.view(-1, 8, columns // _SPAN, 4, 16).permute(0, 2, 1, 3, 4)
+        data[first // 8 : first // 8 + tiles.shape[0]] = tiles.reshape(-1, columns // _SPAN, 32, 16)
+    return CoarseCopy(Matrix(Format.INT8_TILES, -(-rows // 8) * 8, columns, data), margins)
+
+
+def coarse_rows(copy: CoarseCopy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a copy holds: float64 q [rows, columns], scale and bound [rows]."""
+    rows, columns = copy.margins.shape[0], copy.matrix.columns
+    q = copy.matrix.data.view(-1, columns // _SPAN, 8, 4, 16).permute(0, 2, 1, 3, 4).reshape(-1, columns)[:rows]
+    scale = (copy.margins << 16).view(torch.float32)
+    bound = (copy.margins & -(1 << 16)).view(torch.float32)
+    return q.double(), scale.double(), bound.double()
+
+
+def _norm(rows: torch.Tensor) -> torch.Tensor:
+    return rows.square().sum(1).sqrt_()
+
+
+def _rounded_up(values: torch.Tensor) -> torch.Tensor:
+    """Non-negative float32 to the next bfloat16 that is no smaller; beyond its range infinity."""
+    bits = values.view(torch.int32)
+    return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _words(scale: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    low = scale.view(torch.int16).to(torch.int32) & 0xFFFF
+    return low | bound.view(torch.int16).to(torch.int32) << 16
