@@ -13,12 +13,12 @@ CHUNK = 512  # prompt tokens a step
 GREEDY = plain_request(()).sampling
 
 
-def planner(runner: ModelRunner, pool: PagePool) -> Scheduler:
-    """Plans for this runner, without shared prefixes."""
+def planner(runner: ModelRunner, pool: PagePool, budget: int = CHUNK) -> Scheduler:
+    """Plans for this runner, `budget` prompt tokens a step, without shared prefixes."""
     info = runner.info
     limits = Limits(
         max_sequences=info.max_sequences,
-        max_batch_tokens=CHUNK,
+        max_batch_tokens=budget,
         max_context=info.max_context,
         lookahead_tokens=info.lookahead_tokens,
         max_tokens_per_row=info.max_tokens_per_row,

@@ -3,8 +3,9 @@
 Each executor says in `claims` which of a step's rows it takes, of those that the ones before it left; all work on the
 same pages and the same stream. One that brings several ids a row does so as far as the row's pages reach.
 
-To come: `batched` stands behind `graph_decode`, for the rows that are too many for it; `speculation` before it, for the
-rows that carry a draft.
+Rows of one token are `graph_decode`'s while they are few, then `batched`'s. `batched` comes last of the three, so that
+what it launches ahead is under way while the host takes in the step. To come: `speculation` in front, for the rows that
+carry a draft.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Protocol
 
 from engine.api import Objection
 from engine.errors import Unsupported
-from engine.execution import eager, trials
+from engine.execution import eager, forward_pass, trials
+from engine.execution.batched import executor as batched
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_prefill import executor as graph_prefill
 from engine.execution.step_state import Parts, Unfit
@@ -63,7 +65,8 @@ class ExecutorEntry:
 
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry("graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS),
-    ExecutorEntry("graph_prefill", "graph", graph_prefill.why_not, graph_prefill.make, trials.KERNELS),
+    ExecutorEntry("graph_prefill", "graph", forward_pass.why_not, graph_prefill.make, trials.KERNELS),
+    ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS),
     ExecutorEntry("eager", "eager", eager.why_not, eager.Eager, trials.PLAIN),
 )
 

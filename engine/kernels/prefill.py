@@ -105,6 +105,68 @@ def gate(library: Kernels, product: Parts, out: torch.Tensor, order: Format = Fo
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """Where each token stands and whose pages it has."""
+
+    positions: torch.Tensor  # int32 [tokens]; -1: no token
+    pages: torch.Tensor  # int32 [rows, most pages of a row]
+    rows: torch.Tensor | None = None  # int32 [tokens]: into `pages`; None: token m has row m
+
+
+def row_heads(
+    library: Kernels,
+    layout: Heads,
+    layer: LayerAttention,
+    places: TokenPlaces,
+    embedding: Embedding,
+    product: Parts,
+    queries: torch.Tensor,
+) -> Launch:
+    """As `ChunkAttention.heads`, for tokens of many sequences."""
+    values: dict[str, Argument] = {
+        "positions": places.positions,
+        "rows": places.rows,
+        "page_table": places.pages,
+        "table_stride": places.pages.stride(0),
+    }
+    return _heads(library, "row_heads", layout, layer, embedding, product, queries, values)
+
+
+def _heads(
+    library: Kernels,
+    entry: str,
+    layout: Heads,
+    layer: LayerAttention,
+    embedding: Embedding,
+    product: Parts,
+    queries: torch.Tensor,
+    where: dict[str, Argument],
+) -> Launch:
+    tokens = queries.shape[0]
+    defines = head_defines(layout) | {"OP_QK_NORM": int(layout.norm), "OP_SLICES": int(product.split)}
+    values: dict[str, Argument] = {
+        "query_gain": layer.query_gain,
+        "key_gain": layer.key_gain,
+        "angles": embedding.angles,
+        "queries": queries,
+        "key_pool": layer.keys,
+        "value_pool": layer.values,
+        "tokens": tokens,
+        "eps": embedding.eps,
+        **where,
+        **product.values(),
+    }
+    every = layout.queries + 2 * layout.keys
+    shape = Shape((-(-every // (_THREADS // 32)), tokens, 1), _THREADS)
+    return prepare(library.kernel("prefill_heads", entry, defines), shape, {**values, **CHAIN})
+
+
+def head_defines(layout: Heads) -> dict[str, int]:
+    """What kernels that know heads are compiled with."""
+    return {"OP_Q_HEADS": layout.queries, "OP_KV_HEADS": layout.keys, "OP_HEAD_DIM": layout.dim}
+
+
+@dataclass(frozen=True, slots=True)
 class Splits:
     """What the blocks that share a long context leave for the one that comes last; shared by all layers and sizes."""
 
@@ -149,25 +211,8 @@ class ChunkAttention:
 
     def heads(self, layer: LayerAttention, product: Parts, queries: torch.Tensor) -> Launch:
         """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and keys and values into their pages."""
-        layout, tokens = self.layout, queries.shape[0]
-        defines = self._defines | {"OP_QK_NORM": int(layout.norm), "OP_SLICES": int(product.split)}
-        values: dict[str, Argument] = {
-            "query_gain": layer.query_gain,
-            "key_gain": layer.key_gain,
-            "angles": self.embedding.angles,
-            "place": self.chunk.place,
-            "pages": self.chunk.pages,
-            "queries": queries,
-            "key_pool": layer.keys,
-            "value_pool": layer.values,
-            "tokens": tokens,
-            "eps": self.embedding.eps,
-            **product.values(),
-        }
-        every = layout.queries + 2 * layout.keys
-        shape = Shape((-(-every // (_THREADS // 32)), tokens, 1), _THREADS)
-        kernel = self.library.kernel("prefill_heads", "heads", defines)
-        return prepare(kernel, shape, {**values, **CHAIN})
+        where: dict[str, Argument] = {"place": self.chunk.place, "pages": self.chunk.pages}
+        return _heads(self.library, "heads", self.layout, layer, self.embedding, product, queries, where)
 
     def attend(
         self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format = Format.BF16
@@ -192,11 +237,6 @@ class ChunkAttention:
         shared = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2
         parts = self.splits.count(layout, tokens)
         shape = Shape((-(-tokens // _QUERIES), layout.queries, parts), 128, shared)
-        defines = self._defines | {"OP_ORDER": int(order)}
+        defines = head_defines(layout) | {"OP_ORDER": int(order)}
         kernel = self.library.kernel("prefill_attention", "prefill_attention", defines, shared)
         return prepare(kernel, shape, {**values, **CHAIN})
-
-    @property
-    def _defines(self) -> dict[str, int]:
-        layout = self.layout
-        return {"OP_Q_HEADS": layout.queries, "OP_KV_HEADS": layout.keys, "OP_HEAD_DIM": layout.dim}

@@ -1,5 +1,5 @@
-// Queries, keys and values of a chunk: heads normed (where the model does) and rotated; keys and values go to their pages.
-// A warp a head.
+// Queries, keys and values: heads normed (where the model does) and rotated; keys and values go to their pages. A warp a
+// head. `heads` takes a chunk of one sequence, `row_heads` tokens that each say where they stand and whose pages they have.
 #include "parts.cuh"
 
 constexpr int kThreads = 256, kPage = 16;
@@ -7,18 +7,12 @@ constexpr int kHeads = OP_Q_HEADS + 2 * OP_KV_HEADS, kHalf = OP_HEAD_DIM / 2;
 constexpr int kEach = ceil_div(kHalf / 2, 32);  // a lane's pairs of each half
 static_assert(OP_HEAD_DIM % 4 == 0, "head");
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    heads(const u8* product, const float* bias, int slices, const float* query_gain, const float* key_gain,
-          const float* angles, const int* place, const int* pages, u16* queries, u16* key_pool, u16* value_pool, int tokens,
-          float eps, int trigger) {
-    if (trigger == 0) let_next_start();
-    wait_for_previous();
-    if (trigger == 1) let_next_start();
-    const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, m = blockIdx.y;
-    if (head >= kHeads || m >= place[0]) return;
+// Head `head` of token m, which stands at `position`; `page` is the page of that position.
+__device__ __forceinline__ void place_head(const Parts& parts, const float* query_gain, const float* key_gain,
+                                           const float* angles, int position, u64 page, u16* queries, u16* key_pool,
+                                           u16* value_pool, float eps, int m, int head, int lane) {
     const bool is_query = head < OP_Q_HEADS, is_value = head >= OP_Q_HEADS + OP_KV_HEADS;
-    const Parts parts{product, bias, slices, u64(tokens) * kHeads * OP_HEAD_DIM};
-    const int position = place[1] + m, column = head * OP_HEAD_DIM;
+    const int column = head * OP_HEAD_DIM;
     const u64 row = u64(m) * kHeads * OP_HEAD_DIM;
     Float2 low[kEach] = {}, high[kEach] = {};
 #pragma unroll
@@ -55,7 +49,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         to = queries + (u64(m) * OP_Q_HEADS + head) * OP_HEAD_DIM;
     } else {
         const int kv = head - OP_Q_HEADS - (is_value ? OP_KV_HEADS : 0);
-        const u64 page = u64(pages[position / kPage]);
         to = (is_value ? value_pool : key_pool) + ((page * OP_KV_HEADS + kv) * kPage + position % kPage) * OP_HEAD_DIM;
     }
 #pragma unroll
@@ -64,4 +57,36 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             *reinterpret_cast<u32*>(to + d) = pack_bf16(low[i].x, low[i].y);
             *reinterpret_cast<u32*>(to + kHalf + d) = pack_bf16(high[i].x, high[i].y);
         }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    heads(const u8* product, const float* bias, int slices, const float* query_gain, const float* key_gain,
+          const float* angles, const int* place, const int* pages, u16* queries, u16* key_pool, u16* value_pool, int tokens,
+          float eps, int trigger) {
+    if (trigger == 0) let_next_start();
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, m = blockIdx.y;
+    if (head >= kHeads || m >= place[0]) return;
+    const Parts parts{product, bias, slices, u64(tokens) * kHeads * OP_HEAD_DIM};
+    const int position = place[1] + m;
+    place_head(parts, query_gain, key_gain, angles, position, u64(pages[position / kPage]), queries, key_pool, value_pool,
+               eps, m, head, lane);
+}
+
+// positions[m] below 0: no token. Its pages are row rows[m] of the page table, row m where `rows` is null.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    row_heads(const u8* product, const float* bias, int slices, const float* query_gain, const float* key_gain,
+              const float* angles, const int* positions, const int* rows, const int* page_table, int table_stride,
+              u16* queries, u16* key_pool, u16* value_pool, int tokens, float eps, int trigger) {
+    if (trigger == 0) let_next_start();
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, m = blockIdx.y;
+    const int position = load_shared_state(positions + m);
+    if (head >= kHeads || position < 0) return;
+    const Parts parts{product, bias, slices, u64(tokens) * kHeads * OP_HEAD_DIM};
+    const int* table = page_table + u64(rows == nullptr ? m : rows[m]) * table_stride;
+    place_head(parts, query_gain, key_gain, angles, position, u64(load_shared_state(table + position / kPage)), queries,
+               key_pool, value_pool, eps, m, head, lane);
 }

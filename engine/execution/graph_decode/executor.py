@@ -8,6 +8,7 @@ import importlib.util
 import torch
 
 from engine.errors import Unsupported
+from engine.execution.batched import executor as batched
 from engine.execution.graph_decode import weights
 from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
 from engine.execution.graph_decode.captured_steps import CapturedSteps
@@ -54,7 +55,9 @@ class GraphDecode:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
         self._sequences = parts.sequences
         self._pipelines = AlternatingPipelines(
-            [DecodePipeline(device, parts.sequences, parts.max_context) for device in self._devices]
+            [DecodePipeline(device, parts.sequences, parts.max_context) for device in self._devices],
+            parts.sequences,
+            batched.can_choose if batched.why_not(parts) is None else None,
         )
         self._fused = True
 
@@ -65,12 +68,12 @@ class GraphDecode:
                 device.warmup(progress)
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Rows of one token that the kernels can choose a successor for, as many as the pipelines hold or none."""
+        """Rows of one token that the kernels can choose a successor for, as far as the pipelines take them."""
         if not self._fused:
             return ()
         of = self._sequences.of
         mine = tuple(row for row in rows if row.count == 1 and row.sample and not row.draft and can_sample(of(row)))
-        return mine if len(mine) <= self._pipelines.most_rows else ()
+        return self._pipelines.claims(mine)
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One token or several a row."""

@@ -114,6 +114,19 @@ class DecodePipeline:
         self._read = 0  # of them, whose tokens were read
         self._ahead = FIRST_AHEAD
 
+    def under_way(self, rows: Rows[Row]) -> list[Row]:
+        """Those of the rows that steps under way move on from where the plan takes them up."""
+        if self._launched == self._read:
+            return []
+        by_key = {own.sequence.key: own for own in self._held if not own.ended}
+        return [row for row in rows if (own := by_key.get(row.key)) is not None and self._continues(own, row)]
+
+    def drain(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        """All that is under way for these rows, which then leave."""
+        kept = self._settle(rows)
+        self.leave()
+        return {key: _report(own) for key, own in kept.items()}
+
     def leave(self) -> None:
         """None of its rows goes on; nobody wants what is under way."""
         self._held = []

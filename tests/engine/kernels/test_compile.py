@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine.kernels import batch_attention, gemm, prefill, sampling
+from engine.kernels import rows as row_states
 from engine.kernels.attention import Embedding, Heads, LayerAttention, RowPages
 from engine.kernels.build import compile_with_nvrtc, source_text
 from engine.kernels.launch import Launch
@@ -127,6 +128,23 @@ def test_the_head_in_two_passes_compiles(
     ((name, _, defines, shared),) = recorder.asked
     assert shared + FIXED <= LARGEST_BLOCK
     assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str) -> None:
+    states = row_states.allocate(16, 9, torch.device("cpu"))
+    layout, queries, pool = Heads(4, 2, 64, True), torch.zeros(16, 4, 64), torch.zeros(2, 4, 2, 16, 64)
+    own = LayerAttention(pool[0], pool[1], torch.ones(64), torch.ones(64))
+    places = prefill.TokenPlaces(states.position, states.pages)
+    product = prefill.Parts(torch.zeros(16, layout.rows, dtype=torch.bfloat16))
+    prefill.row_heads(recorder, layout, own, places, Embedding(torch.zeros(1), 1e-6), product, queries)
+    row_states.change(recorder, states, torch.zeros(99, dtype=torch.int32))
+    row_states.pick(recorder, prefill.Parts(torch.zeros(1, 16, 1003)), states)
+    row_states.pick(recorder, prefill.Parts(torch.zeros(16, 1003, dtype=torch.bfloat16)), states)
+    row_states.finish(recorder, states, row_states.Report(torch.zeros(1), torch.zeros(4, 16)))
+    for name, entry, defines, _ in recorder.asked:
+        code = compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch)
+        assert code.startswith(b"\x7fELF"), entry
 
 
 def chunk_stages(

@@ -16,7 +16,8 @@ from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed, Unsupported
 from engine.execution.eager import Eager
-from engine.execution.graph_prefill.executor import GraphPrefill, why_not
+from engine.execution.forward_pass import why_not
+from engine.execution.graph_prefill.executor import GraphPrefill
 from engine.execution.step_state import Parts
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence import Sequence

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import Any, cast
-from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given, settings
@@ -88,8 +87,7 @@ async def stream(
     model = model_of(ScriptedEngine([]))
     tokenization = Tokenization(model, Admission(LimitOptions(), lambda: 8))
     servicer = GenerationServicer(generator, tokenization, model, watch)
-    call = Call(cast(Context, recorder), Origin("t", 0.0, None), AsyncMock())
-    await servicer.generate_stream(servicer.read(request), call)
+    await servicer.generate_stream(request, Call(cast(Context, recorder), Origin("t", 0.0, None)))
 
 
 async def answer(script: Script, slow: float = 0.0, **fields: Any) -> tuple[Recorder, ScriptedEngine]:

@@ -25,11 +25,11 @@ def why_not(linear: Linear) -> str | None:
 class Products:
     """Multiplies a chunk by any linear, into a buffer that all products share."""
 
-    def __init__(self, library: Kernels, launcher: Launcher, device: torch.device, overlap: bool) -> None:
+    def __init__(self, library: Kernels, launcher: Launcher, gpu: many.GpuShape, overlap: bool) -> None:
         self._library = library
         self._launcher = launcher
         self._overlap = overlap  # a product may start before what precedes it has ended
-        self._gpu = many.gpu_shape(device)
+        self._gpu = gpu
 
     def order(self, linear: Linear, tokens: int) -> Format:
         """How the columns of what it multiplies are to lie."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.errors import Unsupported
+from engine.execution import products
 from engine.execution.graph_prefill import executor as stage
-from engine.execution.graph_prefill import products
 from engine.execution.step_state import Unfit
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear

@@ -1,0 +1,196 @@
+"""Throughput of one model without gRPC: N requests handed over at once, in the engine's own loop.
+
+    python -m bench.offline --model bench/models/qwen3-0.6b --load-format dummy --workloads n1 n16 n256 mixed256
+
+`nN`: N requests of --prompt tokens in and --tokens out. `mixed256`: 256 of 100 to 1,024 in and out. `short1024`: 1,024
+of 128 in and out. Greedy, random ids. Prints a table; with --append adds a record a workload to a JSON list. A rate
+counts all tokens from the first request to the last token, prompts' time included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from bench.about import device, revision
+from bench.driven import asked, planner
+from bench.pace import quantile
+from engine.execution.runner import ModelRunner
+from engine.kv.page_pool import PagePool
+from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, LoadFormat
+from engine.worker.build import build
+
+Work = list[tuple[int, int]]  # of each request, tokens in and out
+_PROFILED = 40  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one workload."""
+
+    output_tokens_per_second: float
+    requests_per_second: float
+    ttft_ms_p95: float
+    seconds: float
+    steps: int
+    errors: int
+
+
+def workload(name: str, prompt: int, tokens: int) -> Work:
+    """By its name."""
+    if name == "mixed256":
+        generator = random.Random(5)
+        return [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(256)]
+    if name == "short1024":
+        return [(128, 128)] * 1024
+    if name[:1] != "n" or not name[1:].isdigit():
+        raise ValueError(f"{name!r} is no workload")
+    return [(prompt, tokens)] * int(name[1:])
+
+
+def run(runner: ModelRunner, work: Work, budget: int, most_steps: int | None = None) -> Outcome:
+    """All requests at once, to their ends or for so many steps."""
+    info, generator = runner.info, random.Random(len(work))
+    scheduler = planner(runner, PagePool(info.total_pages), budget)
+    for key, (prompt, tokens) in enumerate(work):
+        ids = tuple(generator.randrange(3, info.vocab_size) for _ in range(prompt))
+        scheduler.admit(asked(key, ids, tokens))
+    began, steps, count, errors = time.monotonic(), 0, 0, 0
+    first: dict[int, float] = {}
+    while (most_steps is None or steps < most_steps) and (plan := scheduler.plan(0.0)) is not None:
+        events = scheduler.commit(plan, runner.run(plan), 0.0)
+        now, steps = time.monotonic(), steps + 1
+        for event in events:
+            first.setdefault(event.key, now - began)
+            count += len(event.token_ids)
+            errors += event.failure is not None
+    seconds = time.monotonic() - began
+    for key in range(len(work)):
+        scheduler.cancel(key)
+    return Outcome(
+        output_tokens_per_second=round(count / seconds, 1),
+        requests_per_second=round(len(work) / seconds, 2),
+        ttft_ms_p95=round(quantile(list(first.values()), 0.95) * 1e3, 1),
+        seconds=round(seconds, 3),
+        steps=steps,
+        errors=errors,
+    )
+
+
+def profile(runner: ModelRunner, rows: int, budget: int, prompt: int) -> list[tuple[str, float, float]]:
+    """Kernels of steps of so many rows: name, calls a step and µs a step, most first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    info = runner.info
+    scheduler = planner(runner, PagePool(info.total_pages), budget)
+    for key in range(rows):
+        scheduler.admit(asked(key, tuple(range(3, 3 + prompt)), 4 * _PROFILED))
+    running = 0
+    while running < rows + 8:
+        plan = scheduler.plan(0.0)
+        if plan is None:
+            break
+        running = running + 1 if len(plan.rows) == rows and all(row.count == 1 for row in plan.rows) else 0
+        scheduler.commit(plan, runner.run(plan), 0.0)
+        if running >= 8:
+            break
+    torch.cuda.synchronize()
+    began, made = time.monotonic(), 0
+    with watch(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(_PROFILED):
+            plan = scheduler.plan(0.0)
+            if plan is None:
+                break
+            made += sum(len(event.token_ids) for event in scheduler.commit(plan, runner.run(plan), 0.0))
+        torch.cuda.synchronize()
+    steps = made / rows
+    rows_of = [(f"wall a step, {rows} rows, watched", 1.0, (time.monotonic() - began) / steps * 1e6)]
+    averages = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+    return rows_of + [(one.key[:90], one.count / steps, one.self_device_time_total / steps) for one in averages[:24]]
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="a folder; with --load-format dummy its config.json suffices")
+    parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--decoder", choices=get_args(DecoderChoice), default="auto")
+    parser.add_argument("--workloads", nargs="+", default=["n1", "n8", "n16", "n32", "n64", "n128", "n256"])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens in, of workloads nN")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens out, likewise")
+    parser.add_argument("--rounds", type=int, default=2, help="of each workload; the best counts")
+    parser.add_argument("--max-sequences", type=int, default=256)
+    parser.add_argument("--max-batch-tokens", type=int, default=512, help="prompt tokens a step")
+    parser.add_argument("--max-context", type=int, default=2176, help="tokens")
+    parser.add_argument("--kv-bytes", type=int)
+    parser.add_argument("--threads", type=int, help="on a CPU")
+    parser.add_argument("--append", type=Path, help="a JSON list that gets a record a workload")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="rows whose steps are taken apart, on a GPU")
+    parser.add_argument("--revision", help="the commit, where git is not")
+    return parser.parse_args(argv)
+
+
+def record(given: argparse.Namespace, name: str, found: Outcome) -> dict[str, object]:
+    """As kept in bench/results."""
+    about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
+    return {**about, "path": "offline", "workload": name, **asdict(found)}
+
+
+def append(path: Path, records: list[dict[str, object]]) -> None:
+    """Adds to the list in a file, in place of what it has of the same device, model, path, workload and revision."""
+    names = ("device", "model", "path", "workload", "revision")
+    held = json.loads(path.read_text()) if path.exists() else []
+    fresh = {tuple(one[name] for name in names) for one in records}
+    kept = [one for one in held if tuple(one[name] for name in names) not in fresh]
+    path.write_text("[\n" + ",\n".join(json.dumps(one) for one in [*kept, *records]) + "\n]\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    given = arguments(argv)
+    settings = EngineSettings(
+        model=given.model,
+        device=given.device,
+        decoder=given.decoder,
+        load_format=given.load_format,
+        max_sequences=given.max_sequences,
+        max_context=-(-given.max_context // PAGE_SIZE) * PAGE_SIZE,
+        kv_bytes=given.kv_bytes,
+        threads=given.threads,
+    )
+    began = time.monotonic()
+    runner = build(settings, lambda stage, done, total: None)
+    print(f"{Path(given.model).name}: {runner.info.decoder}, started in {time.monotonic() - began:.1f} s", flush=True)
+    records = []
+    for name in given.workloads:
+        work = workload(name, given.prompt, given.tokens)
+        rounds = [run(runner, work, given.max_batch_tokens) for _ in range(given.rounds)]
+        best = max(rounds, key=lambda one: one.output_tokens_per_second)
+        records.append(record(given, name, best))
+        print(
+            f"{name:>10} {best.output_tokens_per_second:10.1f} tok/s {best.requests_per_second:8.2f} req/s"
+            f"  first token p95 {best.ttft_ms_p95:8.1f} ms  {best.steps} steps  {best.errors} errors",
+            flush=True,
+        )
+    for rows in given.profile:
+        for name, calls, microseconds in profile(runner, rows, given.max_batch_tokens, given.prompt):
+            print(f"{microseconds:10.1f} µs {calls:7.1f} × {name}")
+    runner.close()
+    if given.append is not None:
+        append(given.append, records)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

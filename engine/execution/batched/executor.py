@@ -1,0 +1,90 @@
+"""The executor of many rows of one token: one captured step moves up to 512 of them, launched ahead of their tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from engine.errors import Unsupported
+from engine.execution import forward_pass
+from engine.execution.batched.pipeline import MOST_AHEAD, BatchPipeline
+from engine.execution.batched.steps import BatchedSteps
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels import batch_attention
+from engine.kernels.build import BuildError
+from engine.kernels.tokens import MAX_STOPS
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence_state import SequenceState
+
+BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why it cannot serve this model here, or None."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "cuda.core is not installed"
+    return forward_pass.why_not(parts) or batch_attention.why_not(forward_pass.heads_of(parts))
+
+
+def can_choose(sequence: SequenceState) -> bool:
+    """Whether the step chooses its tokens: greedy, or by temperature alone."""
+    one = sequence.sampling
+    penalised = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) != (1.0, 0.0, 0.0)
+    filtered = one.temperature > 0 and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)
+    stops = len(sequence.stopping.stop_token_ids)
+    return not (penalised or filtered or one.logit_bias) and sequence.logprobs is None and stops <= MAX_STOPS
+
+
+class Batched:
+    """Decodes rows of one token."""
+
+    lookahead_tokens = 2 * MOST_AHEAD + 1
+    max_tokens_per_row = MOST_AHEAD
+
+    def __init__(self, parts: Parts) -> None:
+        most = next((size for size in BUCKETS if size >= parts.max_sequences), BUCKETS[-1])
+        buckets = tuple(size for size in BUCKETS if size <= most)
+        try:
+            with torch.inference_mode():
+                self._steps = BatchedSteps(parts, buckets)
+        except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
+            raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        self._sequences = parts.sequences
+        self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
+        self._fused = True
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures."""
+        with torch.inference_mode():
+            self._steps.warmup(progress)
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Rows of one token that the kernels can choose a successor for, as many as there are row states."""
+        if not self._fused:
+            return ()
+        of, holds = self._sequences.of, self._pipeline.holds
+        mine = tuple(
+            row
+            for row in rows
+            if row.count == 1 and row.sample and not row.draft and (holds(row.key) or can_choose(of(row)))
+        )
+        return mine[: self._pipeline.most_rows]
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        """One token or several a row."""
+        return self._pipeline.step(rows)
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
+        if name == "graphs":
+            self._steps.graphs = enabled
+        elif name == "fused_kernels":
+            self._fused = enabled
+        else:
+            raise Unsupported(f"the engine has no optimization {name!r}")
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        self._steps.close()

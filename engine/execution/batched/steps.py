@@ -1,0 +1,201 @@
+"""The captured step of each batch bucket, and the device memory that rows live in. A `pipeline.StepDevice`."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Rows
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.errors import EngineFailed
+from engine.execution.batched.pipeline import MOST_AHEAD, BatchRow, Changes
+from engine.execution.capture import Recorder
+from engine.execution.forward_pass import ForwardPass
+from engine.execution.mailbox import Mailbox
+from engine.execution.step_state import Parts
+from engine.kernels import batch_attention
+from engine.kernels import prefill as ops
+from engine.kernels import rows as states
+from engine.kernels.attention import LayerAttention
+from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
+from engine.kernels.launch import Launch
+from engine.kernels.tokens import MAX_STOPS
+from engine.kernels.weights import Format
+from engine.linear import DenseLinear
+from engine.loading.progress import Progress
+from engine.sampling.noise import seed_key
+from engine.settings import PAGE_SIZE
+
+RING = 2 * MOST_AHEAD  # steps whose entries are kept
+_NAP = 20e-6  # seconds between two looks at the ring
+_LOOKS = 64  # after so many the stream is asked
+_ENTER_WORDS = 18  # of a row that enters, beside its pages
+
+
+class BatchedSteps:
+    """All batch buckets, over one set of row states. Calls go to torch's current stream."""
+
+    def __init__(self, parts: Parts, buckets: tuple[int, ...]) -> None:
+        self._parts = parts
+        self._buckets = buckets
+        device, most = parts.model.placement.device, buckets[-1]
+        self._pass = ForwardPass(parts, buckets)
+        pages = -(-parts.max_context // PAGE_SIZE)
+        self._states = states.allocate(most, pages, device)
+        ring = torch.zeros(RING, most, dtype=torch.int64, pin_memory=True)
+        self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
+        self._ring: Any = ring.numpy()
+        self._mail = Mailbox(most * (1 + _ENTER_WORDS + pages), device)
+        self._change = states.change(self._pass.library, self._states, self._mail.arrived)
+        self._counts = {rows: torch.tensor([rows, 0], dtype=torch.int32, device=device) for rows in buckets}
+        vocabulary = parts.model.config.vocab_size
+        self._logits = torch.zeros(most, vocabulary, dtype=torch.float32, device=device)
+        grid = batch_attention.grid(self._pass.layout, self._pass.gpu)
+        self._spaces = {
+            window: batch_attention.workspace(self._pass.layout, most, grid, device)
+            for window in dict.fromkeys(parts.model.config.windows)
+        }
+        self._recorder = Recorder(device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._looks = 0
+        self._idle = False  # all that was launched has ended, so its entries are there
+        self.graphs = True  # False: launches one by one
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures every bucket, largest first. Rows are idle meanwhile."""
+        gc.collect()  # a graph that is dropped during a capture would spoil it
+        for done, rows in enumerate(reversed(self._buckets)):
+            progress("batches", done, len(self._buckets))
+            self._graphs[rows] = self._recorder.record(partial(self._step, rows), rehearse=True)
+            self._graphs[rows].replay()
+        self._send([[states.LEAVE, 0]])
+        torch.cuda.synchronize()
+        self._report.number.zero_()
+        self._report.ring.zero_()
+        torch.cuda.synchronize()
+        progress("batches", len(self._buckets), len(self._buckets))
+
+    def _step(self, rows: int) -> None:
+        """Enqueues one step of the first `rows` row states."""
+        run, own = self._pass, self._states.first(rows)
+        chunk = ops.Chunk(place=self._counts[rows], pages=own.pages[0], tokens=own.token)
+        attention = RowAttention(run, own, self._spaces)
+        for plan in attention.plans():
+            run.go(plan)
+        hidden = run.enqueue(chunk, attention)
+        head, logits = self._parts.model.weights.head, self._logits[:rows]
+        if isinstance(head, DenseLinear):
+            torch.mm(hidden, head.weight.t(), out_dtype=torch.float32, out=logits)
+            found = ops.Parts(logits.unsqueeze(0))
+        else:
+            found = run.products(head, hidden, self._logits.view(-1).view(torch.uint8))
+        run.go(states.pick(run.library, found, own))
+        run.go(states.finish(run.library, own, self._report))
+
+    def change(self, changes: Changes) -> None:
+        """Tells the device; moves last, since they carry what the others have said."""
+        vocabulary = self._parts.model.config.vocab_size
+        if any(not 0 <= own.sequence.token_ids[own.first] < vocabulary for own in changes.entered):
+            # The lookup itself would take the whole process down.
+            raise EngineFailed("a token id lies outside the vocabulary")
+        told = [[states.LEAVE, index] for index in changes.left]
+        told += [[states.PAGES, index, first, len(pages), *pages] for index, first, pages in changes.paged]
+        told += [_entering(own) for own in changes.entered]
+        self._send(told)
+        self._send([[states.MOVE, to, source] for to, source in changes.moved])
+
+    def _send(self, told: Rows[list[int]]) -> None:
+        if told:
+            self._mail.send([*_offsets(told), *(word for one in told for word in one)])
+            self._pass.launcher.enqueue((states.times(self._change, len(told)),))
+
+    def launch(self, rows: int) -> None:
+        """One step of the first `rows` row states."""
+        self._idle = False
+        if self.graphs:
+            self._graphs[rows].replay()
+        else:
+            self._step(rows)
+
+    def poll(self, number: int, rows: int) -> Rows[int] | None:
+        """flags << 24 | token of each row state, once all have come."""
+        entries = self._ring[number % RING, :rows]
+        if not ((entries >> 32) & 0xFFFFFFFF == number & 0xFFFFFFFF).all():
+            return None
+        found: list[int] = (entries & 0xFFFFFFFF).tolist()
+        return found
+
+    def wait(self) -> None:
+        """A moment. Raises where nothing is under way."""
+        if self._idle:
+            raise EngineFailed("the device ended its steps without a token")
+        self._looks += 1
+        if self._looks % _LOOKS:
+            time.sleep(_NAP)
+        else:
+            self._idle = torch.cuda.current_stream().query()  # raises what went wrong on the device
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        torch.cuda.synchronize()
+        self._graphs.clear()
+
+
+class RowAttention:
+    """A `forward_pass.TokenAttention` of rows of one token."""
+
+    def __init__(self, run: ForwardPass, rows: states.RowStates, spaces: Mapping[int | None, Workspace]) -> None:
+        self._run = run
+        self._places = ops.TokenPlaces(rows.position, rows.pages)
+        held = BatchRows(rows.length, rows.pages)
+        grid = batch_attention.grid(run.layout, run.gpu)
+        self._of_window = {
+            window: BatchAttention(run.library, run.layout, held, grid, space, window)
+            for window, space in spaces.items()
+        }
+
+    def plans(self) -> list[Launch]:
+        """To be enqueued before the pass."""
+        return [one.plan() for one in self._of_window.values()]
+
+    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
+        """Queries, keys and values of each row's token."""
+        run = self._run
+        return ops.row_heads(run.library, run.layout, layer, self._places, run.embedding, product, queries)
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
+        """Over each row's context."""
+        return self._of_window[layer.window].attend(layer, queries, out, order)
+
+
+def _offsets(told: Iterable[list[int]]) -> Iterator[int]:
+    """Where each begins, behind the offsets themselves."""
+    told = list(told)
+    at = len(told)
+    for one in told:
+        yield at
+        at += len(one)
+
+
+def _entering(own: BatchRow) -> list[int]:
+    """What `rows.cu` is told of a row that enters."""
+    sequence, stops = own.sequence, own.sequence.stopping.stop_token_ids
+    return [
+        states.ENTER,
+        own.index,
+        sequence.token_ids[own.first],
+        own.first,
+        own.last,
+        sequence.prompt_length + sequence.stopping.min_tokens if stops else 0,
+        *struct.unpack("<i", struct.pack("<f", sequence.sampling.temperature)),
+        *struct.unpack("<2i", struct.pack("<q", seed_key(sequence.sampling.seed))),
+        *stops,
+        *[-1] * (MAX_STOPS - len(stops)),
+        own.pages,
+        *sequence.pages[: own.pages],
+    ]

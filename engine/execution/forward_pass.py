@@ -1,0 +1,165 @@
+"""The forward pass of many tokens on a GPU as launches: products by cuBLAS or by our own kernel, and between them the
+kernels of `engine.kernels.prefill`. What its tokens attend to is the caller's business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.execution import products
+from engine.execution.products import Products
+from engine.execution.step_state import Parts
+from engine.kernels import prefill as ops
+from engine.kernels.attention import Embedding, Heads, LayerAttention
+from engine.kernels.build import MINIMUM_CAPABILITY, OVERLAP_CAPABILITY, KernelLibrary, open_library
+from engine.kernels.gemm import gpu_shape
+from engine.kernels.launch import Launch, Launcher
+from engine.kernels.weights import Format
+from engine.linear import Linear
+from engine.model.weights import Layer
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why this model cannot be computed so on this machine, or None."""
+    model = parts.model
+    config, placement = model.config, model.placement
+    if placement.device.type != "cuda":
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability(placement.device)
+    if capability < MINIMUM_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    if placement.dtype != torch.bfloat16:
+        return f"activations are {placement.dtype}, the kernels read bfloat16"
+    if config.hidden_size % 8 or config.intermediate_size % 2:
+        return f"a hidden size of {config.hidden_size} is no multiple of 8"
+    return heads_of(parts).why_not() or next(
+        (found for found in map(products.why_not, linears_of(parts)) if found), None
+    )
+
+
+def heads_of(parts: Parts) -> Heads:
+    """The head layout."""
+    config = parts.model.config
+    return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
+
+
+def linears_of(parts: Parts) -> list[Linear]:
+    """All of its layers."""
+    layers = parts.model.weights.layers
+    return [one for layer in layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What the tokens of the largest size live in; smaller ones have the front of it."""
+
+    residual: torch.Tensor  # float32 [tokens, hidden]
+    x: torch.Tensor  # bfloat16 [tokens, hidden]
+    queries: torch.Tensor  # bfloat16 [tokens, heads, dim]
+    attended: torch.Tensor  # bfloat16 [tokens, heads · dim]
+    inner: torch.Tensor  # bfloat16 [tokens, inner]
+    product: torch.Tensor  # bytes: one product at a time
+
+    def first(self, size: int) -> Buffers:
+        """Of `size` tokens."""
+        return Buffers(
+            self.residual[:size],
+            self.x[:size],
+            self.queries[:size],
+            self.attended[:size],
+            self.inner[:size],
+            self.product,
+        )
+
+
+class TokenAttention(Protocol):
+    """Puts keys and values into their pages, and attends."""
+
+    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
+        """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows]."""
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
+        """out bfloat16 [tokens, heads · dim], columns in the order named."""
+
+
+class ForwardPass:
+    """Of one model, for these sizes, whose buffers it has."""
+
+    def __init__(self, parts: Parts, sizes: Iterable[int]) -> None:
+        device = parts.model.placement.device
+        capability = torch.cuda.get_device_capability(device)
+        self._parts = parts
+        self.library: KernelLibrary = open_library(capability)
+        self.overlap = capability >= OVERLAP_CAPABILITY
+        self.launcher = Launcher()
+        self.gpu = gpu_shape(device)
+        self.products = Products(self.library, self.launcher, self.gpu, self.overlap)
+        self.layout = heads_of(parts)
+        self.embedding = Embedding(parts.model.rope, parts.model.config.norm_eps)
+        self.buffers = self._allocate(tuple(sizes))
+        self._attention = tuple(self._layer_attention(index) for index in range(parts.model.config.layers))
+
+    def _allocate(self, sizes: tuple[int, ...]) -> Buffers:
+        config, device, tokens = self._parts.model.config, self._parts.model.placement.device, max(sizes)
+        room = max(self.products.bytes_of(one, size) for one in linears_of(self._parts) for size in sizes)
+
+        def rows(*width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.zeros(tokens, *width, dtype=dtype, device=device)
+
+        return Buffers(
+            residual=rows(config.hidden_size, dtype=torch.float32),
+            x=rows(config.hidden_size),
+            queries=rows(config.heads, config.head_dim),
+            attended=rows(config.heads * config.head_dim),
+            inner=rows(config.intermediate_size),
+            product=torch.zeros(room, dtype=torch.uint8, device=device),
+        )
+
+    def _layer_attention(self, index: int) -> LayerAttention:
+        config, layer = self._parts.model.config, self._parts.model.weights.layers[index]
+        keys, values = self._parts.pool.layer(index).unbind(0)
+        gains = None if layer.head_norm is None else layer.head_norm.weight
+        return LayerAttention(
+            keys,
+            values,
+            None if gains is None else gains[0],
+            None if gains is None else gains[config.heads],
+            layer.window,
+        )
+
+    def go(self, launch: Launch) -> None:
+        """Enqueues it; it starts while what precedes it ends, where the GPU can do that."""
+        self.launcher.enqueue((launch if self.overlap else launch.alone(),))
+
+    def enqueue(self, chunk: ops.Chunk, attention: TokenAttention) -> torch.Tensor:
+        """The pass of `chunk.size` tokens; the normed hidden states bfloat16 [tokens, hidden]."""
+        weights, buffers = self._parts.model.weights, self.buffers.first(chunk.size)
+        gains = [layer.input_norm.weight for layer in weights.layers] + [weights.norm.weight]
+        readers: list[Linear | None] = [layer.qkv for layer in weights.layers[1:]] + [None]
+        first = self._stream(buffers, weights.layers[0].qkv)
+        self.go(ops.embed(self.library, chunk, weights.embedding, gains[0], first))
+        for index, (layer, reader) in enumerate(zip(weights.layers, readers, strict=True)):
+            self._layer(layer, self._attention[index], attention, buffers)
+            down = self.products(layer.down, buffers.inner, buffers.product)
+            self.go(ops.add_norm(self.library, down, gains[index + 1], self._stream(buffers, reader)))
+        return buffers.x
+
+    def _stream(self, buffers: Buffers, reader: Linear | None) -> ops.Stream:
+        """As the linear that reads its norm wants it; None: plain."""
+        tokens, eps = buffers.x.shape[0], self.embedding.eps
+        order = Format.BF16 if reader is None else self.products.order(reader, tokens)
+        return ops.Stream(buffers.residual, buffers.x, eps, order)
+
+    def _layer(self, layer: Layer, own: LayerAttention, attention: TokenAttention, buffers: Buffers) -> None:
+        """All of a layer but its last product."""
+        library, products, room = self.library, self.products, buffers.product
+        tokens = buffers.x.shape[0]
+        self.go(attention.heads(own, products(layer.qkv, buffers.x, room), buffers.queries))
+        self.go(attention.attend(own, buffers.queries, buffers.attended, products.order(layer.output, tokens)))
+        output = products(layer.output, buffers.attended, room)
+        self.go(ops.add_norm(library, output, layer.mlp_norm.weight, self._stream(buffers, layer.gate_up)))
+        wide = products(layer.gate_up, buffers.x, room)
+        self.go(ops.gate(library, wide, buffers.inner, products.order(layer.down, tokens)))

@@ -1,0 +1,127 @@
+"""Wrappers of `change`, `pick` and `finish`: the state of a batch's rows at fixed addresses, and how it moves from step
+to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Argument, Launch, Shape, prepare
+from engine.kernels.linear import CHAIN
+from engine.kernels.prefill import Parts
+from engine.kernels.tokens import MAX_STOPS
+
+LEAVE, PAGES, ENTER, MOVE = range(4)  # what `change` is told
+IDLE = 128  # flag of a ring entry, beside those of `tokens`
+_CHANGE_THREADS, _PICK_THREADS, _PICK_EACH, _FINISH_THREADS = 128, 256, 16, 512
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """All rows. A step moves the first so many of them."""
+
+    token: torch.Tensor  # int32 [rows]: fed by the next step
+    position: torch.Tensor  # int32 [rows]: of that token; -1 is an idle row
+    length: torch.Tensor  # int32 [rows]: tokens whose keys the next step reads, its own included; 0 of an idle row
+    last: torch.Tensor  # int32 [rows]: a token placed there is the row's last
+    free_from: torch.Tensor  # int32 [rows]: the position from which a stop token may stand
+    temperature: torch.Tensor  # float32 [rows]; 0 is greedy
+    noise_key: torch.Tensor  # int64 [rows]: `engine.sampling.noise.seed_key`
+    stops: torch.Tensor  # int32 [rows, 8]: tokens that end the row, -1 for none
+    pages: torch.Tensor  # int32 [rows, most pages of a row]
+    best: torch.Tensor  # int64 [rows], zero between steps
+
+    def first(self, rows: int) -> RowStates:
+        """The same memory for fewer rows."""
+        return RowStates(*(getattr(self, field.name)[:rows] for field in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where `finish` tells the host what came."""
+
+    number: torch.Tensor  # int32 [1]: of the last step
+    ring: torch.Tensor  # int64 [entries, rows], pinned: number << 32 | flags << 24 | token
+
+
+def allocate(rows: int, pages: int, device: torch.device) -> RowStates:
+    """State of idle rows of at most `pages` pages each."""
+
+    def integers(*size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full(size, value, dtype=dtype, device=device)
+
+    return RowStates(
+        token=integers(rows),
+        position=integers(rows, value=-1),
+        length=integers(rows),
+        last=integers(rows),
+        free_from=integers(rows),
+        temperature=torch.zeros(rows, dtype=torch.float32, device=device),
+        noise_key=integers(rows, dtype=torch.int64),
+        stops=integers(rows, MAX_STOPS, value=-1),
+        pages=integers(rows, pages),
+        best=integers(rows, dtype=torch.int64),
+    )
+
+
+def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
+    """What `mail` int32 says, laid out as `rows.cu` tells. For one change; `times` makes it one for more."""
+    values: dict[str, Argument] = {
+        "mail": mail,
+        "token": states.token,
+        "position": states.position,
+        "length": states.length,
+        "last": states.last,
+        "free_from": states.free_from,
+        "temperature": states.temperature,
+        "noise_key": states.noise_key,
+        "stops": states.stops,
+        "page_table": states.pages,
+        "table_stride": states.pages.stride(0),
+    }
+    kernel = library.kernel("rows", "change", {"OP_VOCABULARY": 1, "OP_SLICES": 0})
+    return prepare(kernel, Shape((1, 1, 1), _CHANGE_THREADS), values).alone()
+
+
+def times(launch: Launch, changes: int) -> Launch:
+    """`change` for so many changes, of which no two are of the same row."""
+    return replace(launch, shape=replace(launch.shape, grid=(changes, 1, 1)))
+
+
+def pick(library: Kernels, logits: Parts, states: RowStates) -> Launch:
+    """states.best = the best token of each row, logits [rows, vocabulary]."""
+    rows, vocabulary = logits.data.shape[-2:]
+    values: dict[str, Argument] = {
+        "position": states.position,
+        "free_from": states.free_from,
+        "temperature": states.temperature,
+        "noise_key": states.noise_key,
+        "stops": states.stops,
+        "best": states.best,
+        "tokens": rows,
+        **logits.values(),
+    }
+    kernel = library.kernel("rows", "pick", {"OP_VOCABULARY": vocabulary, "OP_SLICES": int(logits.split)})
+    blocks = -(-vocabulary // (_PICK_THREADS * _PICK_EACH))
+    return prepare(kernel, Shape((blocks, rows, 1), _PICK_THREADS), {**values, **CHAIN})
+
+
+def finish(library: Kernels, states: RowStates, report: Report) -> Launch:
+    """Takes the chosen tokens over into the state and reports them."""
+    values: dict[str, Argument] = {
+        "best": states.best,
+        "token": states.token,
+        "position": states.position,
+        "length": states.length,
+        "last": states.last,
+        "stops": states.stops,
+        "number": report.number,
+        "ring": report.ring,
+        "ring_size": report.ring.shape[0],
+        "ring_stride": report.ring.shape[1],
+        "rows": states.token.shape[0],
+    }
+    kernel = library.kernel("rows", "finish", {"OP_VOCABULARY": 1, "OP_SLICES": 0})
+    return prepare(kernel, Shape((1, 1, 1), _FINISH_THREADS), {**values, **CHAIN})
