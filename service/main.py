@@ -183,7 +183,7 @@ def _use_cases(
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
     texts = texts_digest(settings.model or "")
-    tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model)
+    tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model, only_plain=True)
     if tokenizer.digest != processes.digest:
         raise InvalidModel(f"{settings.model}: has changed while it was read; start the server again")
     vocab_size = None if settings.model is None else tokenizer.vocab_size

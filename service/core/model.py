@@ -11,12 +11,8 @@ from service.core.request import ChatPrompt, ModelFacts, Prompt, Request, TextPr
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
 from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
 from service.core.text.processes import TextProcesses
-from service.core.text.tokenizer import SHORT
+from service.core.text.tokenizer import MOST_TEXT
 from service.core.validation import too_long
-
-_SHORT_IDS = 2048  # decoded in a millisecond; more in a text process
-_MESSAGE = 64  # characters that a template is taken to put around a message
-MOST_TEXT = 2 * 2**20  # bytes of a text, or of all messages of a chat: what a text process has memory for
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +62,20 @@ class ServedModel:
         try:
             if isinstance(prompt, TextPrompt):
                 _check_size(prompt, (prompt.text,))
-                if len(prompt.text) <= SHORT:
+                if self._tokenizer.here(prompt.text):
                     return self._tokenizer.encode(prompt.text)
                 return await self._ids("encode", pack(EncodeText(prompt.text, most)), deadline)
-            messages = [(message.role, message.content) for message in prompt.messages]
-            _check_size(prompt, (text for message in messages for text in message))
-            if sum(len(role) + len(content) + _MESSAGE for role, content in messages) <= SHORT:
+            _check_size(prompt, (text for message in prompt.messages for text in (message.role, message.content)))
+            if self._tokenizer.chat_here(prompt.messages):
                 return self._tokenizer.encode_chat(prompt.messages)
+            messages = [(message.role, message.content) for message in prompt.messages]
             return await self._ids("encode_chat", pack(EncodeChat(messages, most)), deadline)
         except (ChatTemplateError, Refusal) as error:
             raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
 
     async def detokenize(self, ids: list[int], deadline: float | None) -> str:
         """Special tokens left out. Raises InvalidRequest; and as TextProcesses.run."""
-        if len(ids) <= _SHORT_IDS:
+        if self._tokenizer.decode_here(ids):
             return self._tokenizer.decode(ids)
         try:
             return (await self._processes.run("decode", pack_ids(ids), deadline)).decode()

@@ -1,14 +1,14 @@
 """Chat templates: messages to the text that the model was trained on.
 
-A template comes with the model and is trusted to be sane, not to be safe: it runs in Jinja's immutable sandbox, and
-what it makes is bounded in size and time. What users write is data to it and never compiled.
+A template comes with the model and is trusted neither to be safe nor to be sane: it runs in Jinja's immutable sandbox,
+what it makes is bounded in size, and unless it is plain it is compiled and rendered in text processes alone, which are
+bounded in time and memory. What users write is data to it and never compiled.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -19,8 +19,9 @@ from jinja2.ext import loopcontrols as LoopControls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 32 * 2**20  # twice the largest request
-MAX_SECONDS = 10.0
+from service.core.text.plain_template import MAX_SOURCE, is_plain
+
+MAX_CHARS = 4 * 2**20  # twice the largest chat
 MAX_MESSAGE = 500  # characters of an error that the caller is told
 
 
@@ -75,10 +76,11 @@ def _tojson(
 
 
 class ChatTemplate:
-    """One compiled template. Rendering shares nothing, so threads may."""
+    """One template. `plain`: it may be rendered on the event loop, for a short chat."""
 
-    def __init__(self, source: str, special: dict[str, str]) -> None:
-        """Raises ValueError where the source is no template."""
+    def __init__(self, source: str, special: dict[str, str], only_plain: bool = False) -> None:
+        """With `only_plain`, another is not compiled, which runs what is constant in it. Raises ValueError where the
+        source is no template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
         )
@@ -86,7 +88,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self.plain = len(source) <= MAX_SOURCE and is_plain(environment.parse(source))
+            compiled = self.plain or not only_plain
+            self._template = environment.from_string(source) if compiled else None
         except (TemplateSyntaxError, RecursionError) as error:
             raise ValueError(str(error)) from error
         self._special = dict(special)
@@ -102,8 +106,10 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": True,
         }
+        if self._template is None:
+            raise ChatTemplateError("the model's chat template is not rendered here")
         try:
-            return self._bounded(variables)
+            return _bounded(self._template.generate(variables))
         except _Refusal as error:
             message = error.message or "the model's chat template refuses these messages"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
@@ -111,18 +117,16 @@ class ChatTemplate:
             message = f"the model's chat template cannot render these messages: {error}"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
 
-    def _bounded(self, variables: dict[str, Any]) -> str:
-        parts: list[str] = []
-        size = 0
-        end = time.monotonic() + MAX_SECONDS
-        for part in self._template.generate(variables):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_CHARS:
-                raise ChatTemplateError("the chat is too long once the model's template is applied")
-            if time.monotonic() > end:
-                raise ChatTemplateError("the chat takes too long to render through the model's template")
-        return "".join(parts)
+
+def _bounded(made: Iterator[str]) -> str:
+    parts: list[str] = []
+    size = 0
+    for part in made:
+        parts.append(part)
+        size += len(part)
+        if size > MAX_CHARS:
+            raise ChatTemplateError("the chat is too long once the model's template is applied")
+    return "".join(parts)
 
 
 def choose_template(value: object) -> str | None:

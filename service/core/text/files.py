@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import InvalidModel
 
+MAX_BYTES = 64 * 2**20  # twice what the largest vocabularies take
 REMEDY = "copy it again from where the model came from"
 
 
@@ -28,8 +31,16 @@ class ModelFiles:
         raise InvalidModel(f"{self.folder / name}: {problem}; {remedy}")
 
     def read(self, name: str, remedy: str = REMEDY) -> bytes:
+        """A regular file of at most MAX_BYTES; a pipe or a device would never end."""
         try:
-            return (self.folder / name).read_bytes()
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    self.refuse(name, "is no regular file", remedy)
+                data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                self.refuse(name, f"is larger than {MAX_BYTES >> 20} MiB", remedy)
+            return data
         except FileNotFoundError:
             if not self.folder.is_dir():
                 self.refuse("", "no such folder", "give the folder that holds the model")

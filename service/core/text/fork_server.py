@@ -62,6 +62,7 @@ def _serve(front: socket.socket) -> None:
     if not isinstance(configure, Configure):
         raise TypeError("the first message configures")
     _limit_memory(configure.memory)
+    _silence()
     try:
         tokenizer = Tokenizer.of_bytes() if configure.model is None else Tokenizer.load(configure.model)
         jobs = tuple(_found(kind) for kind in configure.kinds)
@@ -69,12 +70,20 @@ def _serve(front: socket.socket) -> None:
         front.send(encode(Unloadable(str(error))))
         return
     except MemoryError:
-        problem = f"its tokenizer takes more than {configure.memory >> 20} MiB to load"
-        front.send(encode(Unloadable(f"{configure.model}: {problem}; copy it again from where the model came from")))
+        front.send(
+            encode(Unloadable(_broken(configure.model, f"takes more than {configure.memory >> 20} MiB to load")))
+        )
+        return
+    except BaseException as error:  # a panic in Rust is no Exception
+        front.send(encode(Unloadable(_broken(configure.model, f"cannot be loaded ({type(error).__name__})"))))
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would copy every page of it
     _Server(front, tokenizer, jobs).run()
+
+
+def _broken(model: str | None, problem: str) -> str:
+    return f"{model}: its tokenizer or chat template {problem}; copy it again from where the model came from"
 
 
 class _Server:
@@ -200,11 +209,16 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
+def _silence() -> None:
+    """From here on what is to be told is told in messages. A library's own words may hold a prompt."""
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(quiet, descriptor)
+    os.close(quiet)
+
+
 def _confine(memory: int) -> None:
     """What a worker may have: memory, and nothing that it could write to."""
-    quiet = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # a library's last words may hold a prompt
-        os.dup2(quiet, descriptor)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))

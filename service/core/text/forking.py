@@ -30,7 +30,7 @@ from service.core.text.control import (
 )
 
 RETRY = 1.0  # seconds
-_LOAD_SECONDS = 60.0
+_LOAD_SECONDS = 30.0
 _BACKOFF = 1.0  # seconds between two fork servers
 _BACK_SECONDS = 10.0  # that a job waits for the next one
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONHASHSEED")
@@ -153,7 +153,7 @@ class ForkServer:
             await asyncio.sleep(_BACKOFF)
 
     def _unloadable(self, how: str) -> str:
-        problem = f"{self._configure.model}: the process that loads its tokenizer {how}"
+        problem = f"{self._configure.model}: the process that loads its tokenizer and chat template {how}"
         return f"{problem}; copy it again from where the model came from"
 
     async def _live(self, first: asyncio.Future[None]) -> str:

@@ -9,6 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+MAX_ID = 2**22 - 1  # several times the largest vocabularies
+MAX_TOKEN = 2**12  # characters
+MAX_CONTENT = 64  # characters that a decoder may put for a part of a token
 BYTE_TOKEN = re.compile(r"<0x(\+[0-9a-fA-F]|[0-9a-fA-F]{2})>")
 
 
@@ -51,6 +54,7 @@ Pieces = ByteLevelPieces | FallbackPieces | OpaquePieces
 
 
 def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
+    """Raises ValueError where the decoder, which is run for every token of an answer, could take for ever."""
     added = backend.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}
     silent = frozenset(index for index, token in enumerate(tokens) if token in special)
@@ -61,10 +65,17 @@ def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
 
 
 def read_tokens(backend: Backend) -> list[str | None]:
-    """The text of each id as the vocabulary spells it. None where an id is unused."""
+    """The text of each id as the vocabulary spells it. None where an id is unused. Raises ValueError where ids or
+    tokens are too large for a table."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
-    tokens: list[str | None] = [None] * (max([*vocabulary.values(), *added], default=-1) + 1)
+    highest = max([*vocabulary.values(), *added], default=-1)
+    if highest > MAX_ID:
+        raise ValueError(f"has token {highest}; ids go up to {MAX_ID}")
+    longest = max(map(len, [*vocabulary, *(token.content for token in added.values())]), default=0)
+    if longest > MAX_TOKEN:
+        raise ValueError(f"has a token of {longest} characters; tokens have up to {MAX_TOKEN}")
+    tokens: list[str | None] = [None] * (highest + 1)
     for token, index in vocabulary.items():
         tokens[index] = token
     for index, extra in added.items():
@@ -76,7 +87,16 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
-    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+    steps = list(state["decoders"]) if state["type"] == "Sequence" else [state]
+    for step in steps:
+        text = step.get("content", "")
+        if (
+            step["type"] == "Sequence"
+            or len(text) > MAX_CONTENT
+            or not step.get("pattern", {"String": "x"}).get("String")
+        ):
+            raise ValueError("has a decoder whose cost cannot be told")
+    return steps
 
 
 def _byte_level(tokens: list[str | None], silent: frozenset[int]) -> ByteLevelPieces:

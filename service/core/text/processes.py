@@ -28,7 +28,7 @@ from service.core.text.jobs import KINDS, Refusal
 
 SMALL = 64 * 2**10  # bytes of a payload
 _MOMENT = 0.1  # seconds that a job gets to end once its caller has gone
-_LOAD_MEMORY = 3 * 2**30  # bytes
+_LOAD_MEMORY = 3 * 2**29  # bytes
 
 
 class JobFailed(Exception):

@@ -14,15 +14,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from service.core.text.chat import ChatMessage, ChatTemplate, ChatTemplateError, choose_template
 from service.core.text.files import ModelFiles, SamplingDefaults, one_line, read_eos, read_sampling
-from service.core.text.pieces import ByteLevelPieces, Pieces, byte_letters, read_pieces, read_tokens
+from service.core.text.pieces import OpaquePieces, Pieces, byte_letters, read_pieces, read_tokens
 from service.core.text.special import CONFIG, apply_special
+from service.core.text.steps import is_plain, longest_token
 from service.core.validation import too_long
 
 VOCABULARY = "tokenizer.json"
 NO_VOCABULARY = "write it with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-SHORT = 2048  # characters; encoded in a millisecond or two
-KEEPS_ALL = ("ByteLevel", "Digits", "NFC", "Split")  # steps before BPE that drop no text …
-KEEPS_ALL_BUT = 4  # … though NFC may join as many characters into one
+SHORT = 2048  # characters or ids; a millisecond or two
+MESSAGE = 64  # characters that a template is taken to put around a message
+MOST_TEXT = 2 * 2**20  # bytes of a text, or of all messages of a chat: what a text process has memory for
 BYTES_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
@@ -48,11 +49,12 @@ class Tokenizer:
         self.vocab_size = len(tokens)
         self.pieces: Pieces = read_pieces(backend, tokens)
         self._special = _special_pattern(backend)
-        self._longest = _longest_token(backend, tokens) if isinstance(self.pieces, ByteLevelPieces) else 0
+        self._longest = longest_token(backend, self.pieces)  # bytes
+        self._plain = is_plain(backend)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Self:
-        """Raises InvalidModel."""
+    def load(cls, folder: str | Path, only_plain: bool = False) -> Self:
+        """With `only_plain`, a chat template that is not plain is not compiled. Raises InvalidModel."""
         files = ModelFiles(Path(folder))
         vocabulary = files.read(VOCABULARY, NO_VOCABULARY)
         try:
@@ -61,7 +63,7 @@ class Tokenizer:
             files.refuse(VOCABULARY, f"is no tokenizer ({one_line(error)})", NO_VOCABULARY)
         config = files.object(CONFIG)
         named = apply_special(files, backend, config)
-        source, template = _read_template(files, config, named)
+        source, template = _read_template(files, config, named, only_plain)
         generation = files.object("generation_config.json")
         eos = read_eos(files, generation)
         own_eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
@@ -69,7 +71,11 @@ class Tokenizer:
             eos = (*eos, own_eos)
         added = {index: str(token) for index, token in sorted(backend.get_added_tokens_decoder().items())}
         digest = _digest(vocabulary, (source or "").encode(), json.dumps([named, added], sort_keys=True).encode())
-        return cls(backend, template, digest, eos, read_sampling(files, generation))
+        sampling = read_sampling(files, generation)
+        try:
+            return cls(backend, template, digest, eos, sampling)
+        except ValueError as error:
+            files.refuse(VOCABULARY, str(error))
 
     @classmethod
     def of_bytes(cls) -> Self:
@@ -105,9 +111,29 @@ class Tokenizer:
             return self._encode(rendered, False)
         return [token_id for part in rendered.split(mark) for token_id in self._encode(part, False)]
 
+    def here(self, text: str) -> bool:
+        """Whether `encode(text)` may be called on the event loop."""
+        return self._plain and len(text) <= SHORT
+
+    def chat_here(self, messages: Sequence[ChatMessage]) -> bool:
+        """Whether `encode_chat(messages)` may be called on the event loop."""
+        if self._template is None:
+            return True
+        plain = self._plain and self._template.plain
+        return plain and sum(len(one.role) + len(one.content) + MESSAGE for one in messages) <= SHORT
+
+    def decode_here(self, ids: Sequence[int]) -> bool:
+        """Whether `decode(ids)` may be called on the event loop."""
+        return not isinstance(self.pieces, OpaquePieces) and len(ids) <= SHORT
+
     def least_tokens(self, text: str) -> int:
-        """A floor on the length of `encode(text)`; 0 where the tokenizer allows none."""
-        return -(-len(text) // self._longest) if self._longest else 0
+        """A floor on the length of `encode(text)`; 0 where the tokenizer allows none. Copies no more than it has to."""
+        if not self._longest:
+            return 0
+        size = len(text)
+        if not text.isascii() and size <= MOST_TEXT:
+            size = len(text.encode())
+        return -(-size // self._longest)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens and ids beyond the vocabulary are left out. Ids are not negative."""
@@ -145,7 +171,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def _read_template(
-    files: ModelFiles, config: dict[str, Any], special: dict[str, str]
+    files: ModelFiles, config: dict[str, Any], special: dict[str, str], only_plain: bool
 ) -> tuple[str | None, ChatTemplate | None]:
     """chat_template.jinja, or what tokenizer_config.json has."""
     name = "chat_template.jinja"
@@ -154,7 +180,7 @@ def _read_template(
         if source is None:
             name = CONFIG
             source = choose_template(config.get("chat_template"))
-        return source, None if source is None else ChatTemplate(source, special)
+        return source, None if source is None else ChatTemplate(source, special, only_plain)
     except ValueError as error:
         files.refuse(name, f"the chat template is broken ({one_line(error)})", "correct it or delete it")
 
@@ -164,24 +190,3 @@ def _special_pattern(backend: Backend) -> re.Pattern[str] | None:
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     breakable = [re.escape(content) for content in special if len(content) > 1]
     return re.compile(f"(?=(?:{'|'.join(breakable)})).", re.DOTALL) if breakable else None
-
-
-def _longest_token(backend: Backend, tokens: list[str | None]) -> int:
-    """Characters that one token of a byte-level vocabulary can stand for at most; 0 where some may be dropped."""
-    added = backend.get_added_tokens_decoder().values()
-    if not byte_letters().keys() <= set(tokens) or any(token.lstrip or token.rstrip for token in added):
-        return 0
-    if not all(step["type"] in KEEPS_ALL and step.get("behavior") != "Removed" for step in _steps(backend)):
-        return 0
-    return KEEPS_ALL_BUT * max(
-        len(token) for token in tokens if token
-    )  # a letter is a byte, a character at least one byte
-
-
-def _steps(backend: Backend) -> list[dict[str, Any]]:
-    """Normalizer and pre-tokenizer, step by step."""
-    steps = []
-    for part, inner in ((backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")):
-        state = {} if part is None else json.loads(part.__getstate__())
-        steps += state.get(inner, [state] if state else [])
-    return steps

@@ -162,8 +162,6 @@ def test_an_endless_template_ends(folder: Folder, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(chat_module, "MAX_CHARS", 1000)
     loop = "{% for i in range(1000) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
     assert "too long once" in refusal(folder, loop)
-    monkeypatch.setattr(chat_module, "MAX_SECONDS", 0.05)
-    assert "too long to render" in refusal(folder, loop, ChatMessage("user", ""))
 
 
 def test_no_messages(folder: Folder, chatml: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidModel
 from service.core.text import ChatMessage, SamplingDefaults, Tokenizer
+from service.core.text.tokenizer import MOST_TEXT
 
 Folder = Callable[..., Path]
 TEXTS = [
@@ -149,6 +151,29 @@ def test_least_tokens_refuses_a_giant(loaded: Callable[[str], Tokenizer]) -> Non
     assert loaded("byte-level").least_tokens("x" * 10**7) > 10_000
     assert loaded("metaspace").least_tokens("x" * 10**7) == 0
     assert Tokenizer.of_bytes().least_tokens("x" * 1000) > 0
+
+
+def test_least_tokens_counts_bytes(loaded: Callable[[str], Tokenizer]) -> None:
+    """Of byte tokens it is exact."""
+    for text in ("", "x" * 1000, "é" * 1000, "日本語" * 100, "🙂" * 700_000):
+        size = min(len(text.encode()), len(text) if len(text) > MOST_TEXT else len(text.encode()))
+        assert Tokenizer.of_bytes().least_tokens(text) == size
+    assert loaded("byte-fallback").least_tokens("日" * 1000) > 100
+
+
+def test_normalizing_makes_at_most_one_byte_of_four() -> None:
+    """What `steps` takes for granted, shown on every character."""
+    characters = [chr(code) for code in (*range(0xD800), *range(0xE000, 0x30000))]
+    longest: dict[str, int] = {}  # character → bytes of the longest one that is equal to it
+    parts = {character: unicodedata.normalize("NFD", character) for character in characters}
+    for character, equal in parts.items():
+        if len(equal) == 1:
+            longest[equal] = max(longest.get(equal, 0), len(character.encode()))
+    for character, equal in parts.items():
+        size = sum(longest[part] for part in equal)
+        assert len(character.encode()) <= max(size, longest.get(equal, 0))
+        if unicodedata.normalize("NFC", character) == character:
+            assert size <= 4 * len(character.encode())
 
 
 def test_the_byte_tokenizer() -> None:
