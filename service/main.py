@@ -8,10 +8,10 @@ import logging
 import signal
 import sys
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
 
 import uvloop
 
@@ -37,11 +37,13 @@ from service.observability.scrape import PATH as METRICS_PATH
 from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.whippet_v1.services import GENERATION, WhippetV1
-from service.transport.auth import NoTokens, TokenFile
+from service.transport.auth import NoTokens
+from service.transport.closing import Gate
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
 from service.transport.ports import Port, PortTaken, credentials_of, open_port
 from service.transport.rpc import Guard
+from service.transport.token_file import TokenFile
 from service.transport.writer import StallWatch
 
 PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
@@ -56,7 +58,7 @@ BAD_SETTINGS = 2
 BAD_MODEL = 3
 PORT_TAKEN = 4
 
-_STATUS_GRACE = 2.0  # seconds for statuses to leave once everything has ended
+_STATUS_GRACE = 1.0  # seconds for statuses to leave once everything has ended
 _log = logging.getLogger(__name__)
 
 
@@ -95,6 +97,7 @@ def _refuse(error: Exception, code: int) -> int:
 class _Parts:
     """What starts and stops with the server."""
 
+    guard: Guard
     engine: EngineClient
     admission: Admission
     caches: AnswerCaches
@@ -103,6 +106,7 @@ class _Parts:
     data: Port
     admin: Port
     probes: Port
+    gate: Gate
     metrics: MetricsPort | None
 
     @property
@@ -111,14 +115,16 @@ class _Parts:
 
 
 async def _serve(settings: Settings) -> int:
-    stop = _Signals(asyncio.get_running_loop())
+    texts = texts_digest(settings.model or "")  # before anything reads them
     async with AsyncExitStack() as stack:
+        stop = stack.enter_context(_Signals(asyncio.get_running_loop()))
         refusals = Counter[str]()
         processes = TextProcesses(settings.model, TEXT_KINDS, refusals=refusals)
         stack.push_async_callback(processes.close)
         if not await stop.before(processes.start()):  # reads the tokenizer first, under limits
             return STOPPED
-        parts = _build(settings, processes, refusals)
+        parts = _build(settings, texts, processes, refusals)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parts.guard.reload)
         stack.push_async_callback(parts.caches.aclose)
         stack.push_async_callback(parts.engine.close)
         for port in parts.ports:
@@ -147,13 +153,14 @@ async def _serve(settings: Settings) -> int:
         return await _drain(settings.drain.timeout, parts, stop)
 
 
-def _build(settings: Settings, processes: TextProcesses, refusals: Counter[str]) -> _Parts:
+def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: Counter[str]) -> _Parts:
     """Everything, bound and not yet started."""
     credentials = credentials_of(settings.tls)
     tokens = settings.auth.tokens_file
     guard: Guard = NoTokens() if tokens is None else TokenFile(tokens)
-    cases, engine = _use_cases(settings, guard, processes, refusals)
+    cases, engine = _use_cases(settings, texts, guard, processes, refusals)
     health = Health(lambda: engine.state is EngineState.READY and not cases.admission.draining)
+    gate = Gate()
     watch = StallWatch(settings.stream.stall_timeout)
     metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name)
     data = [protocol.data_services(cases, guard, watch) for protocol in PROTOCOLS]
@@ -162,9 +169,10 @@ def _build(settings: Settings, processes: TextProcesses, refusals: Counter[str])
     def port(address: str, services: list[Services]) -> Port:
         handlers = [handler for one in services for handler in one.handlers]
         names = [name for one in services for name in one.names]
-        return open_port(address, [*handlers, health.handlers()], [*names, HEALTH], credentials)
+        return open_port(address, [*handlers, health.handlers()], [*names, HEALTH], credentials, gate)
 
     return _Parts(
+        guard=guard,
         engine=engine,
         admission=cases.admission,
         caches=cases.caches,
@@ -172,17 +180,17 @@ def _build(settings: Settings, processes: TextProcesses, refusals: Counter[str])
         watch=watch,
         data=port(settings.listen, data),
         admin=port(settings.admin_listen, operators),
-        probes=open_port(settings.health_listen, [health.handlers()], (HEALTH,), None),
+        probes=open_port(settings.health_listen, [health.handlers()], (HEALTH,), None, gate),
+        gate=gate,
         metrics=MetricsPort(settings.metrics_listen, metrics.families) if settings.metrics_listen else None,
     )
 
 
 def _use_cases(
-    settings: Settings, guard: Guard, processes: TextProcesses, refusals: Counter[str]
+    settings: Settings, texts: str, guard: Guard, processes: TextProcesses, refusals: Counter[str]
 ) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
-    texts = texts_digest(settings.model or "")
     tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model, only_plain=True)
     if tokenizer.digest != processes.digest:
         raise InvalidModel(f"{settings.model}: has changed while it was read; start the server again")
@@ -241,14 +249,22 @@ async def _drain(within: float, parts: _Parts, stop: _Signals) -> int:
     parts.admission.drain()
     parts.health.refresh()
     _log.info("draining: %d live requests", parts.admission.live)
-    await stop.before(parts.admission.idle(within))
+    hurried = not await stop.before(parts.admission.idle(within))
     cut = parts.admission.live
     if cut:
         _log.warning("%d requests are cut off", cut)
-    await parts.engine.close()  # what is still live fails with UNAVAILABLE
-    parts.health.close()
-    await asyncio.gather(*(port.server.stop(_STATUS_GRACE) for port in parts.ports))
+    closing = asyncio.ensure_future(_close(parts))
+    if hurried:
+        parts.engine.kill()
+    while not await stop.before(asyncio.shield(closing)):
+        parts.engine.kill()
     return CUT_OFF if cut else STOPPED
+
+
+async def _close(parts: _Parts) -> None:
+    """What is still live fails with UNAVAILABLE, and every port is closed."""
+    parts.health.close()
+    await asyncio.gather(parts.engine.close(), parts.gate.close([port.server for port in parts.ports], _STATUS_GRACE))
 
 
 async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
@@ -259,14 +275,25 @@ async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT."""
+    """SIGTERM and SIGINT. Once the server has ended, one more does nothing: not even while the interpreter takes itself
+    apart, when no handler is left. After an exception, whoever called `serve` has its own handlers again."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._came = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._came.set)
+        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    async def before(self, work: Coroutine[Any, Any, object]) -> bool:
+    def __enter__(self) -> _Signals:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if kind is None else handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._came.set)
+
+    async def before(self, work: Awaitable[object]) -> bool:
         """Runs `work` until it is done or a signal comes; whether it was done."""
         task = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future(self._came.wait())

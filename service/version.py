@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 
 def version() -> str:
     """Reads a file of the installation."""
+    from importlib import metadata  # 50 ms that a server's start need not pay
+
     try:
         return metadata.version("whippet-serve")
     except metadata.PackageNotFoundError:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from service.version import version
+
+if TYPE_CHECKING:
+    import argparse
 
 # subcommand → module with `run(argv) -> exit code`, and its line in --help
 COMMANDS = {
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    import argparse  # not for a server, which hears signals the sooner
+
     lines = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="whippet",

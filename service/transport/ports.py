@@ -10,6 +10,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from service.config.settings import BadSettings, TlsOptions
+from service.transport.closing import Gate
 from service.transport.rpc import MAX_MESSAGE_BYTES
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -43,9 +44,10 @@ def open_port(
     handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]],
     names: Sequence[str],
     credentials: grpc.ServerCredentials | None,
+    gate: Gate,
 ) -> Port:
     """A server that is bound and not yet started. `names` are what reflection lists. Raises PortTaken."""
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=_OPTIONS, interceptors=(gate,))
     server.add_generic_rpc_handlers(tuple(handlers))
     if names:
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)

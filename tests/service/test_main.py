@@ -212,6 +212,7 @@ def test_what_outlives_the_drain_is_cut_off_with_unavailable(serve: Serve) -> No
         server.process.terminate()
         refusal = refused(lambda **_: iter(call))
         assert refusal.code is grpc.StatusCode.UNAVAILABLE
+        assert refusal.message == "the server is stopping"
         assert refusal.retry_ms > 0
         assert server.process.wait(20) == 1
         assert 0.4 < time.monotonic() - started < PATIENCE

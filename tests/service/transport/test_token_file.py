@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from service.config.settings import BadSettings
 from service.core.errors import PermissionDenied, Unauthenticated
-from service.transport.auth import Caller, NoTokens, Right, TokenFile, read_tokens
+from service.transport.auth import Caller, NoTokens, Right
+from service.transport.token_file import TokenFile, read_tokens
+from tests.service.conftest import PATIENCE
 
 
 def digest(token: str) -> str:
@@ -63,6 +68,13 @@ def test_a_token_stands_for_its_tenant_and_rights(tmp_path: Path) -> None:
         entry(tenant="'with space'"),
         entry(tenant="''"),
         entry(tenant="5"),
+        entry(tenant="2024-05-06"),
+        entry(tenant="2024-13-45"),  # no date that there is
+        entry(tenant="!!python/name:os.system"),
+        entry(tenant="&a b") + entry(tenant="*a"),
+        entry(rights="[generate, [[[]]]]"),
+        "[" * 100_000,
+        "- " * 100_000,
         entry(rights="[]"),
         entry(rights="[everything]"),
         entry(rights="generate"),
@@ -92,31 +104,47 @@ def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
         read_tokens(tmp_path / "latin")
 
 
-def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("service.transport.auth.time.monotonic", lambda: now[0])
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def knows(tokens: TokenFile, token: str) -> bool:
+    try:
+        tokens.authorize(bearer(token), Right.GENERATE)
+    except Unauthenticated:
+        return False
+    return True
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     path = tmp_path / "t"
     path.write_text(entry())
     tokens = TokenFile(path)
-
-    def works(token: str) -> bool:
-        now[0] += 2
-        try:
-            tokens.authorize(bearer(token), Right.GENERATE)
-        except Unauthenticated:
-            return False
-        return True
-
-    assert works("secret")
+    assert knows(tokens, "secret")
     path.write_text(entry(token="longer secret"))
-    assert works("longer secret")
-    assert not works("secret")
-    path.write_text("- broken")
-    assert works("longer secret")
-    path.unlink()
-    assert works("longer secret")
+    until(lambda: knows(tokens, "longer secret"))
+    assert not knows(tokens, "secret")
+    for number, broken in enumerate(("- broken", entry(tenant="2024-13-45"), None), start=1):
+        path.unlink() if broken is None else path.write_text(broken)
+        tokens.reload()
+        until(lambda number=number: len([r for r in caplog.records if "stay in force" in r.getMessage()]) >= number)
+        assert knows(tokens, "longer secret")
     other = tmp_path / "other"
     other.write_text(entry(token="third"))
     os.replace(other, path)
-    assert works("third")
-    assert not works("longer secret")
+    until(lambda: knows(tokens, "third"))
+    assert not knows(tokens, "longer secret")
+    assert tokens.tenants() == {"acme"}
+
+
+def test_a_fifo_and_a_giant_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with (tmp_path / "giant").open("wb") as file:
+        file.truncate(20 << 20)
+    for name, problem in (("fifo", "no file"), ("giant", "larger than 4 MiB")):
+        with pytest.raises(BadSettings, match=problem):
+            read_tokens(tmp_path / name)
