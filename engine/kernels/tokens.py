@@ -28,8 +28,8 @@ class Choice:
     temperature: torch.Tensor  # float32 [batch]; 0 is greedy
     noise_key: torch.Tensor  # int64 [batch]: `engine.sampling.noise.seed_key`
     best: torch.Tensor  # int64 [batch], zero between steps
-    assured: torch.Tensor | None = None  # int32 [batch], the same: a score that some token reaches; two passes need it
     logits: torch.Tensor | None = None  # float32 [batch, vocabulary]; None: they are not kept
+    assured: torch.Tensor | None = None  # int32 [batch], as `best`: a score that some token reaches; two passes need it
 
 
 @dataclass(frozen=True, slots=True)

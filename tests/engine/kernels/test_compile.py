@@ -124,7 +124,7 @@ def test_the_head_in_two_passes_compiles(
     coarse = CoarseCopy(Matrix(Format.INT8_TILES, -(-rows // 8) * 8, columns, nothing), nothing)
     passes = plan.two_passes(head, coarse)
     x = Normed(nothing, nothing, torch.empty(batch, columns // 8), 1e-6)
-    two_pass_head(recorder, x, passes, Choice(nothing, nothing, nothing, nothing), RowPages(nothing, nothing))
+    two_pass_head(recorder, x, passes, Choice(nothing, nothing, nothing, assured=nothing), RowPages(nothing, nothing))
     ((name, _, defines, shared),) = recorder.asked
     assert shared + FIXED <= LARGEST_BLOCK
     assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")

@@ -59,7 +59,7 @@ def both(library: KernelLibrary, weight: torch.Tensor, x: Normed) -> Both:
         torch.tensor(TEMPERATURES[:batch], device="cuda"),
         torch.tensor([seed_key(seed) for seed in range(batch)], device="cuda"),
         torch.zeros(batch, dtype=torch.int64, device="cuda"),
-        torch.zeros(batch, dtype=torch.int32, device="cuda"),
+        assured=torch.zeros(batch, dtype=torch.int32, device="cuda"),
     )
     position = torch.arange(batch, dtype=torch.int32, device="cuda") * 7 + 3
     position[6:7] = -1
