@@ -28,7 +28,7 @@ from service.core.text.jobs import KINDS, Refusal
 
 SMALL = 64 * 2**10  # bytes of a payload
 _MOMENT = 0.1  # seconds that a job gets to end once its caller has gone
-_LOAD_MEMORY = 3 * 2**29  # bytes
+_LOAD_MEMORY = 768 * 2**20  # bytes; the largest vocabularies take less than half of it
 
 
 class JobFailed(Exception):
@@ -45,7 +45,7 @@ class Limits:
     waiting: int  # bytes of their payloads
 
 
-SMALL_LIMITS = Limits(seconds=10.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20)
+SMALL_LIMITS = Limits(seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20)
 LARGE_LIMITS = Limits(seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
 
 

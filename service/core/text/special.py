@@ -54,13 +54,15 @@ def apply_special(files: ModelFiles, backend: Backend, config: dict[str, Any]) -
     so on → text, the names under which templates see them."""
     config = _merged(files, config)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    new: dict[str, tuple[int, AddedToken]] = {}
     for index, token in _declared(files, config):
         if token.content not in known:
-            backend.add_tokens([token])
-            known.add(token.content)
-            if backend.token_to_id(token.content) != index:
-                problem = f"{token.content!r} is not token {index} in tokenizer.json"
-                files.refuse(CONFIG, problem)
+            new.setdefault(token.content, (index, token))
+    backend.add_tokens([token for _, token in new.values()])  # one by one, each would cost as much as all
+    for content, (index, _) in new.items():
+        known.add(content)
+        if backend.token_to_id(content) != index:
+            files.refuse(CONFIG, f"{content!r} is not token {index} in tokenizer.json")
     named = {}
     for role in NAMED:
         found = _token(files, config.get(role))
