@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from engine.errors import Aborted
 from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlots
 from service.core.errors import Draining, DuplicateRequest, UnknownRequest
+from service.core.pace import Stay
 
 _DRAIN_RETRY = 1.0  # seconds
 _MOST_LOOKUPS = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
@@ -32,9 +34,10 @@ class Abortable(Protocol):
 class Ticket:
     """One live request. Leaving the `with` block ends it."""
 
-    def __init__(self, owner: Admission, tenant: str, request_id: str) -> None:
+    def __init__(self, owner: Admission, tenant: str, request_id: str, since: float) -> None:
         self._owner = owner
         self.tenant = tenant
+        self.since = since  # on the admission's clock
         self.request_id = request_id
         self.in_lookup = True
         self._answer: Abortable | None = None
@@ -82,6 +85,7 @@ class Admission:
         self._clock = clock
         self._live: dict[tuple[str, str], Ticket] = {}
         self._tenants: Counter[str] = Counter()
+        self._stay = Stay()
         self._in_lookup = 0
         self._unnamed = itertools.count()
         self._draining = False
@@ -108,7 +112,7 @@ class Admission:
         DeadlineExceeded or Overloaded."""
         if self._draining:
             self.slots.refusals["DRAINING"] += 1
-            raise Draining(_DRAIN_RETRY)
+            raise Draining(_DRAIN_RETRY * random.uniform(1.0, 1.5))
         if request_id is None:
             request_id = f"\0{next(self._unnamed)}"  # no caller's name has such a character
         if (tenant, request_id) in self._live:
@@ -117,10 +121,12 @@ class Admission:
             raise self.slots.late("the deadline has passed")
         tenant_limit = self._limits.tenant_requests
         if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
-            raise self.slots.overloaded("the tenant has too many live requests", "TENANT_QUOTA")
+            one_leaves = self._stay.mean / tenant_limit
+            raise self.slots.overloaded("the tenant has too many live requests", "TENANT_QUOTA", one_leaves)
         if len(self._live) >= self._limits.live_requests or self._in_lookup >= max(_MOST_LOOKUPS, self.slots.total):
-            raise self.slots.overloaded("too many requests are live", "LIVE_REQUESTS")
-        ticket = Ticket(self, tenant, request_id)
+            one_leaves = self._stay.mean / len(self._live)
+            raise self.slots.overloaded("too many requests are live", "LIVE_REQUESTS", one_leaves)
+        ticket = Ticket(self, tenant, request_id, self._clock())
         self._live[tenant, request_id] = ticket
         self._tenants[tenant] += 1
         self._in_lookup += 1
@@ -134,6 +140,7 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         """It has ended."""
         ticket.lookup_ended()
+        self._stay.ended(self._clock() - ticket.since)
         del self._live[ticket.tenant, ticket.request_id]
         self._tenants[ticket.tenant] -= 1
         if not self._tenants[ticket.tenant]:

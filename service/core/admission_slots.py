@@ -5,7 +5,6 @@ An answer out of a cache needs none, nor does a request that reads along with an
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,11 +14,9 @@ from engine.api import Priority
 from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.errors import Overloaded
+from service.core.pace import Departures, retry_hint
 
 DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
-_RETRY_BOUNDS = (0.1, 10.0)  # seconds
-_SMOOTHING = 0.1  # weight of the newest interval between departures
-_ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
 _MISSES = 64  # cache misses that a full queue allows at once
 _MISSES_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
 
@@ -66,7 +63,7 @@ class AdmissionSlots:
         self._taken = 0
         self._waiting: Counter[Priority] = Counter()  # no first token yet
         self._waiting_tokens = 0
-        self._pace = _Pace()
+        self._departures = Departures()
         self._misses = 0.0  # recent cache misses while the queue was full
         self._misses_at = clock()
         self.refusals = Counter[str]() if refusals is None else refusals  # by reason; others count there as well
@@ -108,17 +105,18 @@ class AdmissionSlots:
         if self.full:
             if after_lookup:
                 self._misses = self._recent_misses() + 1
-            raise self.overloaded("too many requests wait", "QUEUE_FULL")
+            raise self.overloaded("too many requests wait", "QUEUE_FULL", self._queue_time())
 
     def take(self, priority: Priority, tokens: int, deadline: float | None) -> AdmissionSlot:
         """Raises as `check`, and Overloaded where too many prompt tokens wait already. A prompt that waits alone is
         never too long."""
         self.check(priority, deadline, after_lookup=True)
         if self._waiting_tokens > 0 and self._waiting_tokens + tokens > self._limits.queued_prompt_tokens:
-            raise self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS")
+            raise self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS", self._queue_time())
         self._taken += 1
         self._waiting[priority] += 1
         self._waiting_tokens += tokens
+        self._departures.arrival(self._clock(), self._taken > self._capacity())
         return AdmissionSlot(self, priority, tokens)
 
     def started(self, slot: AdmissionSlot) -> None:
@@ -131,19 +129,21 @@ class AdmissionSlots:
         saturated = self._taken > self._capacity()
         slot.start()
         self._taken -= 1
-        self._pace.departure(self._clock(), saturated)
+        self._departures.departure(self._clock(), saturated)
 
-    def overloaded(self, message: str, reason: str) -> Overloaded:
-        """The refusal, counted. Says when to come back; spread, so that they do not all return at once."""
+    def overloaded(self, message: str, reason: str, queue_time: float) -> Overloaded:
+        """The refusal, counted. Says when to come back."""
         self.refusals[reason] += 1
-        low, high = _RETRY_BOUNDS
-        expected = min(max(self._pace.interval, low), high)
-        return Overloaded(message, reason, expected * random.uniform(1.0, 1.5))
+        return Overloaded(message, reason, retry_hint(queue_time))
 
     def late(self, message: str) -> DeadlineExceeded:
         """The refusal, counted."""
         self.refusals[DEADLINE] += 1
         return DeadlineExceeded(message)
+
+    def _queue_time(self) -> float:
+        """Seconds until all who wait now have gone."""
+        return max(1, self._taken - self._capacity()) * self._departures.expected_interval(self._clock())
 
     def _recent_misses(self) -> float:
         now = self._clock()
@@ -155,27 +155,5 @@ class AdmissionSlots:
             return
         queued = self._taken - self._capacity()
         ahead = min(queued, sum(count for other, count in self._waiting.items() if other >= priority))
-        if ahead > 0 and deadline - self._clock() < ahead * self._pace.interval:
+        if ahead > 0 and deadline - self._clock() < ahead * self._departures.interval:
             raise self.late("the deadline cannot be met: the queue is too long")
-
-
-class _Pace:
-    """How often a slot becomes free while others wait for one."""
-
-    def __init__(self) -> None:
-        self._mean = 0.0
-        self._count = 0
-        self._last: float | None = None
-
-    @property
-    def interval(self) -> float:
-        """Seconds between two departures; 0 while too few were seen."""
-        return self._mean if self._count >= _ENOUGH_DEPARTURES else 0.0
-
-    def departure(self, now: float, saturated: bool) -> None:
-        """One left. Only intervals during which somebody waited say anything."""
-        if saturated and self._last is not None:
-            interval = now - self._last
-            self._mean = interval if self._count == 0 else self._mean + _SMOOTHING * (interval - self._mean)
-            self._count += 1
-        self._last = now if saturated else None

@@ -113,3 +113,25 @@ async def test_one_that_computes_for_long_before_it_says_anything_does_not(
     assert time.monotonic() - started > 3 * WHILE_LOADING
     assert client.restarts == 0
     await client.close()
+
+
+async def test_callers_are_told_to_come_back_once_another_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the first start took, in however many seconds that was."""
+    script = f"""
+    time.sleep(1.5)
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+    """
+    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, script))
+    client = EngineClient(FAKE, backoff=QUICK)
+    assert 0 < client.unavailable().retry_after < 60
+    started = time.monotonic()
+    await client.start()
+    took = time.monotonic() - started
+    client.kill()
+    await until(lambda: client.state is EngineState.RESTARTING)
+    hints = [client.unavailable().retry_after for _ in range(100)]
+    assert 0.9 * took < min(hints) < max(hints) < 1.5 * took
+    assert max(hints) > 1.1 * min(hints)  # they do not all come at once
+    await client.close()

@@ -58,11 +58,25 @@ def test_no_more_are_live_than_may_be() -> None:
     with pytest.raises(Overloaded) as caught:
         admit(admission, "4")
     assert caught.value.reason == "LIVE_REQUESTS"
-    assert 0.1 <= caught.value.retry_after <= 15
+    assert 0.1 <= caught.value.retry_after <= 60
     with tickets[0]:
         pass
     admit(admission, "4")
     assert admission.slots.refusals == {"LIVE_REQUESTS": 1}
+
+
+def test_who_is_over_a_bound_is_told_when_one_of_those_within_it_will_have_gone() -> None:
+    clock = Clock()
+    admission = make(clock=clock, tenant_requests=4)
+    for _ in range(20):
+        with admit(admission, "before"):
+            clock.now += 8.0
+    for name in range(4):
+        admit(admission, str(name))
+    for _ in range(50):
+        with pytest.raises(Overloaded) as caught:
+            admit(admission, "one more")
+        assert 1.0 <= caught.value.retry_after <= 2.0  # four leave in eight seconds
 
 
 @pytest.mark.parametrize(("queued", "most"), [(0, 512), (600, 602)])

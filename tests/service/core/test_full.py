@@ -74,7 +74,7 @@ def test_hits_are_served_and_questions_refused(narrow: Server) -> None:
             refusal = refused(narrow.generation.Generate, greedy(f"unknown {number}"))
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert refusal.reason == "QUEUE_FULL"
-            assert 100 <= refusal.retry_ms <= 15_000
+            assert 100 <= refusal.retry_ms <= 60_000
             if number % 5 == 0:
                 assert refused(narrow.generation.GenerateStream, as_stream(greedy("s"))).reason == "QUEUE_FULL"
         assert value(page_of(narrow), "requests_refused_total", reason="QUEUE_FULL") >= 24

@@ -184,7 +184,7 @@ def test_a_full_queue(serve: Serve) -> None:
             refusal = both(small, ask("one more", 1))
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert refusal.reason == "QUEUE_FULL"
-            assert 100 <= refusal.retry_ms <= 15_000
+            assert 100 <= refusal.retry_ms <= 60_000
 
 
 def test_too_many_prompt_tokens_wait(serve: Serve) -> None:

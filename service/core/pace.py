@@ -1,0 +1,63 @@
+"""How fast requests leave, and from it, when a caller who is refused should come back."""
+
+from __future__ import annotations
+
+import random
+
+_SHORTEST_HINT = 0.1  # seconds
+_LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be foretold
+_SMOOTHING = 0.1  # weight of the newest measurement
+_ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
+
+
+class Departures:
+    """How often a slot becomes free while others wait for one."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._count = 0
+        self._last: float | None = None
+        self._waited_since: float | None = None  # for the next departure; None: nobody waits
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two of them; 0 while too few were seen."""
+        return self._mean if self._count >= _ENOUGH_DEPARTURES else 0.0
+
+    def expected_interval(self, now: float) -> float:
+        """The same as a guess: no shorter than the wait for the next one is already."""
+        return max(self.interval, 0.0 if self._waited_since is None else now - self._waited_since)
+
+    def arrival(self, now: float, saturated: bool) -> None:
+        """One more, who waits or not."""
+        if saturated and self._waited_since is None:
+            self._waited_since = now
+
+    def departure(self, now: float, saturated: bool) -> None:
+        """One left. Only intervals during which somebody waited say anything."""
+        if saturated and self._last is not None:
+            self._mean = _smoothed(self._mean, now - self._last, first=self._count == 0)
+            self._count += 1
+        self._last = self._waited_since = now if saturated else None
+
+
+class Stay:
+    """How long requests are live."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0  # seconds
+        self._seen = False
+
+    def ended(self, seconds: float) -> None:
+        self.mean = _smoothed(self.mean, seconds, first=not self._seen)
+        self._seen = True
+
+
+def retry_hint(queue_time: float) -> float:
+    """Seconds, for a caller who finds a queue that takes `queue_time` to pass: some time in its second half, so that
+    those who are refused do not return at once, and the queue is not empty before they do."""
+    return min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0)
+
+
+def _smoothed(mean: float, newest: float, first: bool) -> float:
+    return newest if first else mean + _SMOOTHING * (newest - mean)
