@@ -52,6 +52,7 @@ class Grid:
     blocks: int
     warps: int
     stages: int = _STAGES
+    least: int = _LEAST_PAGES  # pages of a warp
 
     @property
     def units(self) -> int:
@@ -167,7 +168,7 @@ class BatchAttention:
             "OP_HEAD_DIM": self.heads.dim,
             "OP_WARPS": self.grid.warps,
             "OP_STAGES": self.grid.stages,
-            "OP_LEAST": _LEAST_PAGES,
+            "OP_LEAST": self.grid.least,
             "OP_ORDER": int(order),
         }
         return self.library.kernel("batch_attention", entry, defines, self._shared if entry == "attend" else 0)
