@@ -7,6 +7,7 @@
 //   draw    filtered rows: finds the last token to keep, exactly, and draws; all rows: counts the chosen token
 //
 // All sums are of whole numbers and all choices are maxima, so nothing depends on the order in which blocks run.
+#include "sampling_listed.cuh"
 #include "sampling_whole.cuh"
 
 namespace {
@@ -20,29 +21,6 @@ __device__ __forceinline__ void each_of_block(Visit&& visit) {
         const int id = first + i * kThreads;
         if (id < kVocabulary) visit(i, id);
     }
-}
-
-__device__ __forceinline__ float adjusted_logit(const Row& row, float v, float bias, u32 mark, bool barred) {
-    v += bias;
-    if (mark & kSeen) v = v > 0.f ? v / row.repetition : v * row.repetition;
-    const u32 count = mark & kCount;
-    if (count != 0) v -= row.presence;
-    v = __fsub_rn(v, __fmul_rn(row.frequency, float(count)));  // rounded twice, as the specification has it
-    return barred && (mark & kBarred) ? minus_infinity() : v;
-}
-
-__device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
-
-// The largest of the block, in every thread. Once a kernel.
-__device__ __forceinline__ u64 block_best(u64 mine) {
-    __shared__ u64 best[kThreads / 32];
-#pragma unroll
-    for (int d = 16; d > 0; d >>= 1) mine = larger(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, d));
-    if ((threadIdx.x & 31) == 0) best[threadIdx.x >> 5] = mine;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) mine = larger(mine, best[w]);
-    return mine;
 }
 
 }  // namespace
@@ -108,36 +86,6 @@ __device__ __forceinline__ void report(u64* row_bins, const u64 (&own)[kOwnBins]
     }
 }
 
-// How the row is to be drawn from, once all blocks have reported.
-__device__ __forceinline__ Cut cut_of(const Row& row, const u64* counts_of_row, const u64* masses_of_row) {
-    __shared__ u64 in_last;
-    u64 counts[kOwnBins], masses[kOwnBins];
-    load_bins(counts_of_row, counts);
-    if (row.top_p < 1.0) load_bins(masses_of_row, masses);
-    Cut cut{kAll, kBins, 0, 0, 0, 0};
-    Reached at{kBins, 0, 0};
-    if (row.top_k > 0) at = reach(row.top_k, counts);
-    cut.by_count = at.place < kBins;
-    if (!cut.by_count) {
-        if (row.top_p >= 1.0) return cut;
-        cut.need = share(row.top_p, reach(1, masses).total);
-        at = reach(cut.need, masses);
-    }
-    cut.last = at.place;
-    u64 upto[kOwnBins];
-#pragma unroll
-    for (int i = 0; i < kOwnBins; ++i) {
-        const int bin = threadIdx.x * kOwnBins + i;
-        upto[i] = bin <= cut.last ? counts[i] : 0;
-        if (bin == cut.last) in_last = counts[i];
-    }
-    const u64 held = reach(1, upto).total;
-    const bool one_filter = !cut.by_count || row.top_p >= 1.0;
-    cut.mode = held <= kListed ? kList : one_filter && in_last <= kListed ? kSplit : kWhole;
-    if (cut.mode == kSplit) cut.before = at.before;
-    return cut;
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -157,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int place = load_shared_state(position + m);
     float heats[kEach];
     each_of_block([&](int i, int id) { heats[i] = load_shared_state(adjusted + u64(m) * kVocabulary + id); });
-    const Scale scale(parts, row, m);
+    const Scale scale = Scale::of(parts, row, m);
     if (place < 0 || !scale.sound) return;
     __syncthreads();
     each_of_block([&](int i, int) {
@@ -191,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     if (!is_last) return;
     __threadfence();
-    const Cut cut = cut_of(row, counts, masses);
+    load_bins(counts, own);
+    const Cut cut = cut_of(row, own, [&](u64 (&of_bins)[kOwnBins]) { load_bins(masses, of_bins); });
     if (threadIdx.x == 0) cuts[m] = cut;
 }
 
@@ -217,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float values[kEach];
     each_of_block([&](int i, int id) { values[i] = load_shared_state(adjusted + u64(m) * kVocabulary + id); });
     const Cut cut = row.filtered() ? load_cut(cuts + m) : Cut{kAll, kBins, 0, 0, 0, 0};
-    const Scale scale(parts, row, m);
+    const Scale scale = Scale::of(parts, row, m);
     if (place < 0 || !scale.sound || cut.mode == kWhole) return;
     u64 mine = 0;
     each_of_block([&](int i, int id) {
@@ -239,45 +188,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0 && mine != 0) atomicMax(best + m, mine);
 }
 
-namespace {
-
-// The least key that top_k and top_p keep, from the list: sorted, largest first.
-template <int kOwn>
-__device__ __forceinline__ u32 least_key(const Row& row, const Cut& cut, const u64* keys, int count) {
-    int last = count - 1;
-    if (cut.by_count) last = row.top_k - int(cut.before) - 1;
-    if (row.top_p < 1.0) {
-        u64 own[kOwn];
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int at = threadIdx.x * kOwn + i;
-            own[i] = at <= last ? weight(heat_of(u32(keys[at] >> 32))) : 0;
-        }
-        const u64 need = cut.by_count ? share(row.top_p, reach(1, own).total) : cut.need - cut.before;
-        last = min(last, reach(need, own).place);
-    }
-    return u32(keys[last] >> 32);
-}
-
-// The best of the tokens on the list that are kept.
-__device__ __forceinline__ u64 draw_listed(const Row& row, const Cut& cut, const u64* list, int count, int place) {
-    __shared__ u64 keys[kListed];
-    for (int i = threadIdx.x; i < count; i += kThreads) keys[i] = load_shared_state(list + i);
-    sort_falling(keys, count);
-    constexpr int kMost = kListed / kThreads;
-    const u32 least = count <= kThreads ? least_key<1>(row, cut, keys, count) : least_key<kMost>(row, cut, keys, count);
-    u64 mine = 0;
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-        const u32 key = u32(keys[i] >> 32);
-        const int id = int(~u32(keys[i]));
-        if (key < least || heat_of(key) < row.floor) break;
-        mine = larger(mine, candidate(heat_of(key) + gumbel(row.noise_key, place, id), id));
-    }
-    return mine;
-}
-
-}  // namespace
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     draw(const Row* rows, const int* position, const float* adjusted, const Part* parts, const u64* counts,
          const u64* masses, const Cut* cuts, const u32* listed, const u64* list, u32* marks, u64* best, int trigger) {
@@ -291,19 +201,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int count = int(load_shared_state(listed + m));
     const Cut cut = load_cut(cuts + m);
     u64 chosen = load_shared_state(best + m);
-    const Scale scale(parts, row, m);
+    const Scale scale = Scale::of(parts, row, m);
     if (place < 0 || !scale.sound) return;
     if (row.filtered()) {
         u64 mine = 0;
         if (cut.mode == kWhole) {
-            const Whole whole{adjusted + u64(m) * kVocabulary, scale};
-            const u32 least = whole.least_key(row, cut, counts + m * kBins, masses + m * kBins);
+            const RowLogits logits{adjusted + u64(m) * kVocabulary};
+            const Whole<RowLogits> whole{logits, scale};
+            u64 of_bins[kOwnBins], weights[kOwnBins];
+            load_bins(counts + m * kBins, of_bins);
+            load_bins(masses + m * kBins, weights);
+            const u32 least = whole.least_key(row, cut, of_bins, weights);
             whole.each([&](float heat, int id) {
                 if (ordered(heat) < least || heat < row.floor) return;
                 mine = larger(mine, candidate(heat + gumbel(row.noise_key, place + 1, id), id));
             });
         } else if (count > 0) {
-            mine = draw_listed(row, cut, list + m * kListed, count, place + 1);
+            __shared__ u64 keys[kListed];
+            for (int i = threadIdx.x; i < count; i += kThreads) keys[i] = load_shared_state(list + m * kListed + i);
+            mine = draw_listed(row, cut, keys, count, place + 1);
         }
         chosen = larger(chosen, block_best(mine));
         if (threadIdx.x == 0) best[m] = chosen;

@@ -61,18 +61,27 @@ __device__ __forceinline__ float warp_max(float v) {
     return v;
 }
 
-__device__ __forceinline__ u64 weight(float heat) { return u64(__double2ull_rn(exp(double(heat)) * double(kUnit))); }
+__device__ __forceinline__ u64 weight(float heat) {
+    return heat < -30.f ? 0 : u64(__double2ull_rn(exp(double(heat)) * double(kUnit)));  // below that less than half a unit
+}
 
 __device__ __forceinline__ float heat_of(u32 key) {
     return __uint_as_float((key & 0x80000000u) ? key & 0x7FFFFFFFu : ~key);
 }
 
-// From the parts of a row; the same in every thread, by the same sums in every stage.
+// The same in every thread of all that work on a row.
 struct Scale {
     float best, temperature, bins_a_degree;
     bool sound;  // something can be drawn
 
-    __device__ __forceinline__ Scale(const Part* parts, const Row& row, int m) {
+    // `good`: whether the model's own logits are finite.
+    __device__ __forceinline__ Scale(float high, float low, bool good, const Row& row) : best(high), temperature(row.temperature) {
+        sound = good && is_finite(best);
+        const float span = fminf((best - low) / temperature, 1e30f);
+        bins_a_degree = span > 1e-30f ? float(kBins - 1) / span : 0.f;
+    }
+    // From the parts of a row, by the same sums in every stage.
+    __device__ static __forceinline__ Scale of(const Part* parts, const Row& row, int m) {
         const int lane = threadIdx.x & 31;
         float high = minus_infinity(), low = -minus_infinity();
         bool good = true;
@@ -82,12 +91,7 @@ struct Scale {
             low = fminf(low, __uint_as_float(q.r[1]));
             good = good && q.r[2] != 0;
         }
-        best = warp_max(high);
-        low = -warp_max(-low);
-        sound = __all_sync(0xFFFFFFFFu, good) && is_finite(best);
-        temperature = row.temperature;
-        const float span = fminf((best - low) / temperature, 1e30f);
-        bins_a_degree = span > 1e-30f ? float(kBins - 1) / span : 0.f;
+        return Scale(warp_max(high), -warp_max(-low), __all_sync(0xFFFFFFFFu, good), row);
     }
     __device__ __forceinline__ float heat(float logit) const { return (logit - best) / temperature; }
     // Falls as heat rises; never so for one of two equal heats only.
@@ -170,6 +174,59 @@ constexpr int kOwnBins = kBins / kThreads;
 __device__ __forceinline__ void load_bins(const u64* of_row, u64 (&own)[kOwnBins]) {
 #pragma unroll
     for (int i = 0; i < kOwnBins; ++i) own[i] = load_shared_state(of_row + threadIdx.x * kOwnBins + i);
+}
+
+// How a row is to be drawn from, by how many tokens each bin has. `load_masses` fetches what weight each has.
+template <class Masses>
+__device__ __forceinline__ Cut cut_of(const Row& row, const u64 (&counts)[kOwnBins], Masses&& load_masses) {
+    __shared__ u64 in_last;
+    Cut cut{kAll, kBins, 0, 0, 0, 0};
+    Reached at{kBins, 0, 0};
+    if (row.top_k > 0) at = reach(row.top_k, counts);
+    cut.by_count = at.place < kBins;
+    if (!cut.by_count) {
+        if (row.top_p >= 1.0) return cut;
+        u64 masses[kOwnBins];
+        load_masses(masses);
+        cut.need = share(row.top_p, reach(1, masses).total);
+        at = reach(cut.need, masses);
+    }
+    cut.last = at.place;
+    u64 upto[kOwnBins];
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+        const int bin = threadIdx.x * kOwnBins + i;
+        upto[i] = bin <= cut.last ? counts[i] : 0;
+        if (bin == cut.last) in_last = counts[i];
+    }
+    const u64 held = reach(1, upto).total;
+    const bool one_filter = !cut.by_count || row.top_p >= 1.0;
+    cut.mode = held <= kListed ? kList : one_filter && in_last <= kListed ? kSplit : kWhole;
+    if (cut.mode == kSplit) cut.before = at.before;
+    return cut;
+}
+
+__device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
+
+// The largest of the block, in every thread. Once a kernel.
+__device__ __forceinline__ u64 block_best(u64 mine) {
+    __shared__ u64 best[kThreads / 32];
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) mine = larger(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, d));
+    if ((threadIdx.x & 31) == 0) best[threadIdx.x >> 5] = mine;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) mine = larger(mine, best[w]);
+    return mine;
+}
+
+__device__ __forceinline__ float adjusted_logit(const Row& row, float v, float bias, u32 mark, bool barred) {
+    v += bias;
+    if (mark & kSeen) v = v > 0.f ? v / row.repetition : v * row.repetition;
+    const u32 count = mark & kCount;
+    if (count != 0) v -= row.presence;
+    v = __fsub_rn(v, __fmul_rn(row.frequency, float(count)));  // rounded twice, as the specification has it
+    return barred && (mark & kBarred) ? minus_infinity() : v;
 }
 
 // Largest first, by the whole block; `keys` has room for the next power of two, 64 at least.

@@ -22,7 +22,7 @@ COLDEST = 1e-20  # temperatures below it are not numbers in float32
 SEEN, BARRED, COUNT = -(1 << 31), 1 << 30, (1 << 30) - 1  # of a mark
 _ON, _BIASED, _MARKED, _FILTERED = 1, 2, 4, 8
 _ROW = struct.Struct("<2i5fid q16x")
-_WORDS = _ROW.size // 4
+ROW_WORDS = _ROW.size // 4
 _BINS, _LISTED = 2048, 4096
 _THREADS, _EACH = 512, 4
 
@@ -105,20 +105,11 @@ class Sampling:
 
     def set_bias(self, at: int, biases: Iterable[tuple[int, float]]) -> None:
         """Of the tokens named; of the others none."""
-        pairs = list(biases)
-        table = self.bias[at].zero_()
-        ids = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=table.device)
-        table.index_add_(0, ids, torch.tensor([value for _, value in pairs], dtype=torch.float32, device=table.device))
+        write_bias(self.bias[at], biases)
 
     def set_marks(self, at: int, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
         """What the row has been given and has made so far, and what it must not make yet."""
-        table = self.marks[at].zero_()
-        given, made, never = (
-            torch.tensor(ids, dtype=torch.int64, device=table.device) for ids in (prompt, output, barred)
-        )
-        table.index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
-        for ids, mark in ((given, SEEN), (made, SEEN), (never, BARRED)):
-            table[ids] = table[ids] | mark
+        write_marks(self.marks[at], prompt, output, barred)
 
     def rehearse(self) -> None:
         """Does once what gives a row to an owner: torch loads a kernel at its first use, which takes milliseconds."""
@@ -126,6 +117,22 @@ class Sampling:
         self.set_marks(0, (0,), (0,), (0,))
         self.place(0, SampledRow(temperature=1.0, top_k=1))
         self.leave(0, 0.0)
+
+
+def write_bias(table: torch.Tensor, biases: Iterable[tuple[int, float]]) -> None:
+    """table [vocabulary] = the biases of the tokens named; of the others none."""
+    pairs = list(biases)
+    ids = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=table.device)
+    values = torch.tensor([value for _, value in pairs], dtype=torch.float32, device=table.device)
+    table.zero_().index_add_(0, ids, values)
+
+
+def write_marks(table: torch.Tensor, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
+    """table [vocabulary] = what a row has been given and has made so far, and what it must not make yet."""
+    given, made, never = (torch.tensor(ids, dtype=torch.int64, device=table.device) for ids in (prompt, output, barred))
+    table.zero_().index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
+    for ids, mark in ((given, SEEN), (made, SEEN), (never, BARRED)):
+        table[ids] = table[ids] | mark
 
 
 def blocks(vocabulary: int) -> int:
@@ -140,7 +147,7 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
         return torch.zeros(size, dtype=dtype, device=device)
 
     return Sampling(
-        rows=zeros(batch, _WORDS, dtype=torch.int32),
+        rows=zeros(batch, ROW_WORDS, dtype=torch.int32),
         heat=zeros(batch, dtype=torch.float32),
         bias=zeros(batch, vocabulary, dtype=torch.float32),
         marks=zeros(batch, vocabulary, dtype=torch.int32),

@@ -8,18 +8,29 @@ struct Threshold {
     u64 left;  // of what was needed, before the tokens of this key
 };
 
-// All tokens of a row, by the whole block.
-struct Whole {
-    const float* logits;  // adjusted
-    Scale scale;
+// A row's adjusted logits, as they lie.
+struct RowLogits {
+    const float* at;
 
     template <class Visit>
     __device__ __forceinline__ void each(Visit&& visit) const {
 #pragma unroll 4
-        for (int id = threadIdx.x; id < kVocabulary; id += kThreads) {
-            const float heat = scale.heat(load_shared_state(logits + id));
+        for (int id = threadIdx.x; id < kVocabulary; id += kThreads) visit(load_shared_state(at + id), id);
+    }
+};
+
+// All tokens of a row, by the whole block.
+template <class Logits>
+struct Whole {
+    const Logits& logits;
+    Scale scale;
+
+    template <class Visit>
+    __device__ __forceinline__ void each(Visit&& visit) const {
+        logits.each([&](float logit, int id) {
+            const float heat = scale.heat(logit);
             if (is_finite(heat)) visit(heat, id);
-        }
+        });
     }
 
     // The highest key of a bin at which the running sum of `value` over falling keys reaches `need`.
@@ -27,6 +38,7 @@ struct Whole {
     __device__ __forceinline__ Threshold find_key(int bin, u64 need, Value&& value) const {
         __shared__ Sums<kDigits> sums;
         u32 prefix = 0;
+#pragma unroll 1
         for (int shift = 24; shift >= 0; shift -= 8) {
             const u32 mask = shift == 24 ? 0u : 0xFFFFFFFFu << (shift + 8);
             __syncthreads();
@@ -62,11 +74,9 @@ struct Whole {
     }
 
     // The least key that top_k and then top_p keep.
-    __device__ __forceinline__ u32 least_key(const Row& row, const Cut& cut, const u64* counts_of_row,
-                                             const u64* masses_of_row) const {
-        u64 counts[kOwnBins], masses[kOwnBins], need = cut.need;
-        load_bins(counts_of_row, counts);
-        load_bins(masses_of_row, masses);
+    __device__ __forceinline__ u32 least_key(const Row& row, const Cut& cut, const u64 (&counts)[kOwnBins],
+                                             const u64 (&masses)[kOwnBins]) const {
+        u64 need = cut.need;
         u32 least = 0;
         if (cut.by_count) {
             const u64 before = reach(row.top_k, counts).before;

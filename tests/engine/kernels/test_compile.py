@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import batch_attention, gemm, prefill, sampling
+from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampling
 from engine.kernels import rows as row_states
 from engine.kernels.attention import Embedding, Heads, LayerAttention, RowPages
 from engine.kernels.build import compile_with_nvrtc, source_text
@@ -145,6 +145,14 @@ def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str) -> Non
     for name, entry, defines, _ in recorder.asked:
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch)
         assert code.startswith(b"\x7fELF"), entry
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_sampling_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str) -> None:
+    state = batch_sampling.allocate(4, 1, 1003, torch.device("cpu"))
+    batch_sampling.sample(recorder, state, torch.zeros(4, 1003), torch.zeros(4), torch.zeros(4))
+    for name, _, defines, _ in recorder.asked:
+        assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 
 
 def chunk_stages(

@@ -10,6 +10,8 @@ import torch
 
 from engine.kernels import reference, tokens
 from engine.kernels.attention import RowPages
+from engine.kernels.batch_sampling import BatchSampling, sample
+from engine.kernels.batch_sampling import allocate as allocate_many
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher
 from engine.kernels.sampling import BARRED, COUNT, SampledRow, Sampling, allocate, sampling
@@ -67,9 +69,16 @@ class Bed:
 
 
 def run(library: KernelLibrary, launcher: Launcher, bed: Bed, logits: torch.Tensor) -> list[int | None]:
-    bed.state.logits.copy_(logits)
-    launcher.enqueue(sampling(library, bed.state, bed.choice, bed.places))
+    """By the four stages; and by the kernel of many rows, whose scores and marks must be the same to the last bit."""
+    state, position = bed.state, bed.places.position
+    state.logits.copy_(logits)
+    tables = torch.arange(len(position), dtype=torch.int32, device="cuda")
+    many, best = BatchSampling(state.rows, tables, state.bias, state.marks.clone()), bed.choice.best.clone()
+    launcher.enqueue([*sampling(library, state, bed.choice, bed.places)])
+    launcher.enqueue([sample(library, many, logits, position, best).alone()])
     torch.cuda.synchronize()
+    assert best.tolist() == bed.choice.best.tolist()
+    assert torch.equal(many.marks, state.marks)
     return bed.chosen()
 
 
@@ -279,3 +288,37 @@ def test_older_cards(older_library: KernelLibrary, library: KernelLibrary, launc
         torch.cuda.synchronize()
         keys.append(bed.choice.best.tolist())
     assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_with_few_tables(library: KernelLibrary, launcher: Launcher, dtype: torch.dtype) -> None:
+    """Rows of every kind side by side, most of which need no table; logits as the head leaves them."""
+    torch.manual_seed(6)
+    vocabulary, batch = 9001, 200
+    rows = [replace(FILTERS[at % 16], noise_key=seed_key(at)) for at in range(batch)]
+    rows[7] = replace(rows[7], marked=True, repetition=1.3)
+    rows[150] = replace(PLAIN, biased=True, temperature=0.0)
+    logits = make_logits("model", batch, vocabulary).to(dtype)
+    device = logits.device
+    state = allocate_many(batch, 2, vocabulary, device)
+    for at, row in enumerate(rows):
+        state.place(at, row, {7: 1, 150: 0}.get(at))
+    state.leave(9)
+    state.set_marks(1, [5, 6], [6, 8], [])
+    state.set_bias(0, [(777, 100.0)])
+    before = state.marks.clone()
+    position = torch.arange(20, 20 + batch, dtype=torch.int32, device=device)
+    best = torch.full((batch,), 42, dtype=torch.int64, device=device)
+    launcher.enqueue([sample(library, state, logits, position, best)])
+    torch.cuda.synchronize()
+    assert int(best[9]) == 42
+    assert ~int(best[150]) & 0xFFFFFFFF == 777
+    none = torch.zeros(vocabulary, device=device)
+    for at, row in enumerate(rows):
+        if at == 9:
+            continue
+        bias = state.bias[0] if row.biased else none
+        marks = before[1] if row.marked else none.int()
+        scores = reference.scores(logits[at].float(), row, int(position[at]) + 1, bias, marks)
+        assert scores is not None
+        assert float(scores.max() - scores[~int(best[at]) & 0xFFFFFFFF]) <= NEAR, (at, row)

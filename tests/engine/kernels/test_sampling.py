@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.driven import GREEDY
 from engine.api import SamplingParams, Stopping
 from engine.execution import device_sampling as sampled
-from engine.kernels import reference
+from engine.kernels import batch_sampling, reference
 from engine.kernels.attention import RowPages
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow, Sampling, allocate, blocks, sampling
 from engine.kernels.step import ChainPlan, StepWeights, prepare_step
@@ -234,3 +234,29 @@ def test_stages_are_needed_until_stop_tokens_are_free() -> None:
     request = make(replace(PLAIN, temperature=0.0), Stopping(max_tokens=9, min_tokens=3, stop_token_ids=(4,)), [1], [])
     assert [sampled.needed(request, made) for made in range(5)] == [True, True, True, False, False]
     assert not sampled.needed(make(PLAIN, Stopping(max_tokens=9, min_tokens=3), [1], []))
+
+
+def test_many_rows_take_memory_for_those_that_ask() -> None:
+    state = batch_sampling.allocate(512, 3, 1003, CPU)
+    size = sum(part.nbytes for part in (state.rows, state.tables, state.bias, state.marks))
+    assert size == 512 * 68 + 3 * 1003 * 8
+    with pytest.raises(ValueError, match="table"):
+        state.place(0, SampledRow(temperature=1.0, marked=True))
+    with pytest.raises(ValueError, match="without gaps"):
+        batch_sampling.sample(None, state, torch.zeros(1003, 512).t(), torch.zeros(512), torch.zeros(512))
+
+
+def test_what_many_rows_are_told_is_what_few_are() -> None:
+    few, many = allocate(2, 50, CPU), batch_sampling.allocate(9, 2, 50, CPU)
+    row = SampledRow(temperature=0.7, top_k=5, top_p=0.9, marked=True, biased=True, repetition=1.2, noise_key=77)
+    few.place(1, row)
+    many.place(8, row, 1)
+    for state in (few, many):
+        state.set_bias(1, [(3, 1.5), (4, -2.0)])
+        state.set_marks(1, [1, 2], [2, 2, 9], [30])
+    assert torch.equal(few.rows[1], many.rows[8])
+    assert int(many.tables[8]) == 1
+    assert torch.equal(few.bias[1], many.bias[1])
+    assert torch.equal(few.marks[1], many.marks[1])
+    many.leave(8)
+    assert not many.rows.any()

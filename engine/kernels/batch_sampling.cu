@@ -1,0 +1,198 @@
+// What `sampling` does, for many rows: a block a row, which reads the row's logits as often as it must and keeps all else
+// in shared memory. Only rows that bias, penalise or bar tokens have tables, the `tables[m]`-th; the others have none.
+//
+// Same order, ties and whole-number sums as there, so the same tokens.
+#include "sampling_listed.cuh"
+#include "sampling_whole.cuh"
+
+constexpr float kMostNoise = 17.4f, kLeastNoise = -2.9f;  // `gumbel` lies between
+constexpr int kTogether = 4;                              // logits that a thread asks for at once
+
+// Not in line: few rows or tokens come so far, and every pass would have it four times.
+__device__ __noinline__ float noise(u64 key, int place, int id) { return gumbel(key, place, id); }
+__device__ __noinline__ u64 weigh(float heat) { return weight(heat); }
+__device__ __noinline__ float adjusted(const Row& row, float v, float bias, u32 mark, bool barred) {
+    return adjusted_logit(row, v, bias, mark, barred);
+}
+
+union Room {  // bins until it is known how to draw; then what may be drawn
+    struct {
+        u32 count[kBins];
+        Sums<kBins> mass;
+    } bins;
+    u64 list[kListed];
+};
+
+// A row's logits after bias, penalties and barred tokens, by the whole block.
+struct Adjusted {
+    const Row& row;
+    const u8* at;       // the row
+    const float* bias;  // its table, or null
+    const u32* marks;
+    bool barred;
+
+    __device__ __forceinline__ float raw(int id) const {
+        if constexpr (OP_FLOAT32)
+            return __ldcg(reinterpret_cast<const float*>(at) + id);
+        else
+            return bf16_to_float(__ldcg(reinterpret_cast<const u16*>(at) + id));
+    }
+    __device__ __forceinline__ float adjust(float v, int id) const {
+        if (bias == nullptr && marks == nullptr) return v;
+        return adjusted(row, v, bias != nullptr ? bias[id] : 0.f, marks != nullptr ? marks[id] : 0u, barred);
+    }
+    // visit(raw, adjusted, id)
+    template <class Visit>
+    __device__ __forceinline__ void each_pair(Visit&& visit) const {
+        for (int first = threadIdx.x; first < kVocabulary; first += kThreads * kTogether) {
+            float v[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+                if (first + i * kThreads < kVocabulary) v[i] = raw(first + i * kThreads);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+                if (const int id = first + i * kThreads; id < kVocabulary) visit(v[i], adjust(v[i], id), id);
+        }
+    }
+    template <class Visit>
+    __device__ __forceinline__ void each(Visit&& visit) const {
+        each_pair([&](float, float v, int id) { visit(v, id); });
+    }
+};
+
+namespace {
+
+__device__ __forceinline__ Scale scale_of(const Row& row, const Adjusted& logits) {
+    __shared__ float highs[kThreads / 32], lows[kThreads / 32];
+    float high = minus_infinity(), low = -minus_infinity();
+    bool sound = true;
+    logits.each_pair([&](float raw, float v, int) {
+        sound = sound && is_finite(raw);
+        high = fmaxf(high, v);
+        if (is_finite(v)) low = fminf(low, v);
+    });
+    high = warp_max(high);
+    low = -warp_max(-low);
+    if ((threadIdx.x & 31) == 0) highs[threadIdx.x >> 5] = high, lows[threadIdx.x >> 5] = low;
+    sound = __syncthreads_and(sound) != 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) high = fmaxf(high, highs[w]), low = fminf(low, lows[w]);
+    return Scale(high, low, sound, row);
+}
+
+__device__ __forceinline__ void count_bins(const Adjusted& logits, const Scale& scale, u32* count, u64 (&own)[kOwnBins]) {
+    for (int i = threadIdx.x; i < kBins; i += kThreads) count[i] = 0;
+    __syncthreads();
+    logits.each([&](float v, int) {
+        const float heat = scale.heat(v);
+        if (is_finite(heat)) atomicAdd(&count[scale.bin(heat)], 1u);
+    });
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) own[i] = count[threadIdx.x * kOwnBins + i];
+}
+
+// Of the bins up to `last`.
+__device__ __forceinline__ void weigh_bins(const Adjusted& logits, const Scale& scale, int last, Sums<kBins>& mass,
+                                           u64 (&own)[kOwnBins]) {
+    mass.clear();
+    __syncthreads();
+    logits.each([&](float v, int) {
+        const float heat = scale.heat(v);
+        if (!is_finite(heat)) return;
+        const int bin = scale.bin(heat);
+        const u64 w = bin <= last ? weigh(heat) : 0;
+        if (w != 0) mass.add(bin, w);
+    });
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) own[i] = mass.at(threadIdx.x * kOwnBins + i);
+}
+
+// A thread's best draw. The hottest token is always kept, so what stays below it whatever its noise needs none.
+struct Draw {
+    const Row& row;
+    int place;
+    u64 best = 0;
+    float worth = kLeastNoise;  // a score that some token reaches
+
+    __device__ __forceinline__ void add(float heat, int id) {
+        if (heat + kMostNoise < worth) return;
+        const float score = heat + noise(row.noise_key, place, id);
+        best = larger(best, candidate(score, id));
+        worth = fmaxf(worth, score);
+    }
+};
+
+__device__ __forceinline__ u64 best_of(const Row& row, const Adjusted& logits, const Scale& scale, int place, Room& room) {
+    __shared__ int listed;
+    Cut cut{kAll, kBins, 0, 0, 0, 0};
+    u64 counts[kOwnBins];
+    if (row.filtered()) {
+        count_bins(logits, scale, room.bins.count, counts);
+        cut = cut_of(row, counts,
+                     [&](u64 (&masses)[kOwnBins]) { weigh_bins(logits, scale, kBins, room.bins.mass, masses); });
+    }
+    Draw draw{row, place};
+    if (cut.mode == kWhole) {
+        u64 masses[kOwnBins] = {};
+        if (row.top_p < 1.0) weigh_bins(logits, scale, cut.last, room.bins.mass, masses);
+        const Whole<Adjusted> whole{logits, scale};
+        const u32 least = whole.least_key(row, cut, counts, masses);
+        whole.each([&](float heat, int id) {
+            if (ordered(heat) >= least && heat >= row.floor) draw.add(heat, id);
+        });
+        return draw.best;
+    }
+    __syncthreads();  // the bins are read
+    if (threadIdx.x == 0) listed = 0;
+    __syncthreads();
+    logits.each([&](float v, int id) {
+        const float heat = row.greedy() ? v : scale.heat(v);
+        if (!is_finite(heat)) return;
+        if (cut.mode != kAll) {
+            const int bin = scale.bin(heat);
+            if (bin > cut.last) return;
+            if (cut.mode == kList || bin == cut.last) {
+                room.list[atomicAdd(&listed, 1)] = candidate(heat, id);
+                return;
+            }
+        }
+        if (row.greedy())
+            draw.best = larger(draw.best, candidate(heat, id));
+        else if (heat >= row.floor)
+            draw.add(heat, id);
+    });
+    __syncthreads();
+    if (cut.mode != kAll && listed > 0) draw.best = larger(draw.best, draw_listed(row, cut, room.list, listed, place));
+    return draw.best;
+}
+
+}  // namespace
+
+// Replaces best[m] of the rows that ask for it. logits [rows, kVocabulary], float32 or bf16.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    sample(const Row* rows, const int* tables, const int* position, const u8* logits, const float* biases, u32* marks,
+           u64* best, int trigger) {
+    __shared__ Room room;
+    const int m = blockIdx.x;
+    if (trigger == 0) let_next_start();
+    const Row row = rows[m];
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const int place = load_shared_state(position + m);
+    if (!(row.uses & kOn) || place < 0) return;
+    const u64 table = u64(row.uses & (kBiased | kMarked) ? tables[m] : 0) * kVocabulary;
+    u32* own_marks = row.uses & kMarked ? marks + table : nullptr;
+    const Adjusted own{row, logits + u64(m) * kVocabulary * (OP_FLOAT32 ? 4 : 2),
+                       row.uses & kBiased ? biases + table : nullptr, own_marks, place + 1 < row.free_from};
+    const Scale scale = scale_of(row, own);
+    u64 found = 0;
+    if (scale.sound) found = block_best(best_of(row, own, scale, place + 1, room));
+    if (threadIdx.x != 0) return;
+    best[m] = found;
+    if (found != 0 && own_marks != nullptr) {
+        u32* mark = own_marks + int(~u32(found));
+        *mark = (*mark | kSeen) + 1;
+    }
+}
