@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,7 @@ from engine.kernels import batch_attention as many
 from engine.kernels import prefill
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import KernelLibrary, open_library
-from engine.kernels.gemm import gpu_shape
+from engine.kernels.gemm import GpuShape, gpu_shape
 from engine.kernels.launch import Launch, Launcher
 
 LAYOUTS = {"qwen3-0.6b": Heads(16, 8, 128, False), "mistral-7b": Heads(32, 8, 128, False)}
@@ -83,8 +84,9 @@ def decode(library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: li
     return median_us(launcher, [attention.plan(), *chain * times], layers * times)
 
 
-def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, count: int, start: int) -> float:
-    """µs of one layer of a chunk of one sequence."""
+def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, place_of: tuple[int, int], gpu: GpuShape) -> float:
+    """µs of one layer of a chunk of one sequence: so many tokens after so many."""
+    count, start = place_of
     device, end = torch.device("cuda"), start + count
     held = -(-end // 16)
     pages = torch.randperm(held, device=device).to(torch.int32)
@@ -93,7 +95,7 @@ def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, count: int, 
     pool = torch.randn(2, held, heads.keys, 16, heads.dim, device=device).bfloat16()
     queries = torch.randn(count, heads.queries, heads.dim, device=device).bfloat16()
     out = torch.zeros_like(queries)
-    splits = prefill.splits_of(heads, (count,), device)
+    splits = prefill.splits_of(heads, (count,), device, gpu=gpu)
     own = prefill.ChunkAttention(
         library, heads, prefill.Chunk(place, pages, tokens), Embedding(torch.zeros(1, device=device), 1e-6), splits
     )
@@ -137,26 +139,32 @@ def measure_decode(library: KernelLibrary, launcher: Launcher, grids: list[many.
 def measure_chunks(library: KernelLibrary, launcher: Launcher) -> list[dict[str, object]]:
     """One record a case."""
     records: list[dict[str, object]] = []
+    gpu = gpu_shape(torch.device("cuda"))
     for name, heads in LAYOUTS.items():
         for count, start in ((128, 0), (512, 0), (512, 3584), (1024, 0), (2048, 0), (4096, 0), (8192, 0)):
             work = 4 * heads.queries * heads.dim * (count * start + count * (count + 1) / 2)
-            found = chunk(library, launcher, heads, count, start)
-            rate = work / found / 1e6
-            print(
-                f"{name:12} {count} after {start:5}: {found:8.1f} µs {rate:6.1f} TFLOP/s,"
-                f" roofline {work / TENSOR_RATE * 1e6:7.1f}",
-                flush=True,
-            )
-            records.append(
-                {
-                    "kind": "chunk",
-                    "model": name,
-                    "tokens": count,
-                    "after": start,
-                    "us": round(found, 2),
-                    "teraflops": round(rate, 1),
-                }
-            )
+            for groups in (True, False):
+                if groups and not gpu.warpgroups:
+                    continue
+                found = chunk(library, launcher, heads, (count, start), replace(gpu, warpgroups=groups))
+                rate = work / found / 1e6
+                by = "warpgroups" if groups else "warps"
+                print(
+                    f"{name:12} {count} after {start:5}, {by:10}: {found:8.1f} µs {rate:6.1f} TFLOP/s,"
+                    f" roofline {work / TENSOR_RATE * 1e6:7.1f}",
+                    flush=True,
+                )
+                records.append(
+                    {
+                        "kind": "chunk",
+                        "model": name,
+                        "tokens": count,
+                        "after": start,
+                        "by": by,
+                        "us": round(found, 2),
+                        "teraflops": round(rate, 1),
+                    }
+                )
     return records
 
 

@@ -20,6 +20,7 @@ import torch
 
 from bench.about import revision
 from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, random_weights, timers
+from engine.kernels import batch_sampling as many_rows
 from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary, open_library
 from engine.kernels.launch import Launch, Launcher
@@ -98,6 +99,28 @@ def measure(library: KernelLibrary, launcher: Launcher, batches: list[int], voca
     return records
 
 
+def measure_many(
+    library: KernelLibrary, launcher: Launcher, batches: list[int], vocabulary: int
+) -> list[dict[str, object]]:
+    """One record a case: all rows alike, by the kernel of many rows."""
+    records: list[dict[str, object]] = []
+    for batch in batches:
+        for kind in ("model", "flat"):
+            logits = make_logits(kind, batch, vocabulary)
+            device = logits.device
+            for name, row in ROWS.items():
+                state = many_rows.allocate(batch, 1, vocabulary, device)
+                state.set_marks(0, list(range(100)), list(range(50, 200)), [])
+                for at in range(batch):
+                    state.place(at, row, 0)
+                place = torch.full((batch,), 500, dtype=torch.int32, device=device)
+                best = torch.zeros(batch, dtype=torch.int64, device=device)
+                found = round(microseconds(launcher, [many_rows.sample(library, state, logits, place, best)]), 1)
+                print(f"{batch:3} {kind:6} {name:38} {found:8.1f} µs", flush=True)
+                records.append({"batch": batch, "logits": kind, "row": name, "us": found})
+    return records
+
+
 def in_steps(library: KernelLibrary, launcher: Launcher, model: str, context: int) -> dict[str, float]:
     """Microseconds of a step, by what its one row asks for."""
     longest = context + STEPS + 16
@@ -120,6 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--many", type=int, nargs="+", default=[16, 64, 256], help="rows of a launch of many")
     parser.add_argument("--model", choices=SPECS, default="qwen3-0.6b")
     parser.add_argument("--revision", default=None, help="the commit to write down")
     given = parser.parse_args()
@@ -132,6 +156,7 @@ def main() -> int:
         "torch": torch.__version__,
         "vocabulary": given.vocabulary,
         "rows": measure(library, launcher, given.batch, given.vocabulary),
+        "many_rows": measure_many(library, launcher, given.many, given.vocabulary),
         "steps": {"model": given.model, "context": 128, "us": in_steps(library, launcher, given.model, 128)},
     }
     print(json.dumps(record))

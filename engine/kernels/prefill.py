@@ -9,12 +9,14 @@ import torch
 
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels
+from engine.kernels.gemm import GpuShape, gpu_shape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 from engine.kernels.weights import Format
 
 _THREADS = 256
-_QUERIES = 64  # tokens of a block of attention
+_QUERIES, _WIDE_QUERIES = 64, 128  # tokens of a block of attention
+_WIDE_DIMS = (64, 128)  # of a head, that products of warpgroups are written for
 _MOST_SPLITS = 16
 LOG2_E = 1.4426950408889634
 
@@ -167,36 +169,106 @@ def head_defines(layout: Heads) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of several sequences in one pass, at fixed addresses."""
+
+    table: torch.Tensor  # int32 [chunks, 4]: first token in the pass, count, position of the first, row of `pages`
+    pages: torch.Tensor  # int32 [rows, most pages of a row]
+
+
+@dataclass(frozen=True, slots=True)
 class Splits:
     """What the blocks that share a long context leave for the one that comes last; shared by all layers and sizes."""
 
     out: torch.Tensor  # float32, for each split [tokens, heads, dim]
     sums: torch.Tensor  # float32, for each split [tokens, heads, 2]: maximum, and sum of exponents
     arrivals: torch.Tensor  # int32 [blocks of tokens, heads], zero between launches
-    multiprocessors: int
-
-    def count(self, layout: Heads, tokens: int) -> int:
-        """Into how many parts a context is divided at most: two blocks a multiprocessor."""
-        return split_count(layout, tokens, self.multiprocessors)
+    gpu: GpuShape
 
 
-def split_count(layout: Heads, tokens: int, multiprocessors: int) -> int:
-    """As `Splits.count`."""
-    blocks = -(-tokens // _QUERIES) * layout.queries
-    return max(1, min(_MOST_SPLITS, 2 * multiprocessors // blocks))
+@dataclass(frozen=True, slots=True)
+class AttentionGrid:
+    """How attention over chunks is spread over blocks."""
+
+    wide: bool  # by products of warpgroups
+    tiles: int  # of tokens, at most
+    splits: int  # parts of a context, at most
+    most_blocks: int  # that a pass should have
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a block."""
+        return _WIDE_QUERIES if self.wide else _QUERIES
 
 
-def splits_of(layout: Heads, sizes: Iterable[int], device: torch.device) -> Splits:
-    """For chunks of these sizes."""
-    multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = max(size * split_count(layout, size, multiprocessors) for size in sizes) * layout.queries
-    blocks = max(-(-size // _QUERIES) for size in sizes) * layout.queries
+def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -> AttentionGrid:
+    """For so many tokens in so many chunks: contexts are divided until every multiprocessor has what it holds."""
+    wide = gpu.warpgroups and layout.dim in _WIDE_DIMS
+    tiles = -(-tokens // (_WIDE_QUERIES if wide else _QUERIES)) + chunks - 1
+    most = gpu.multiprocessors * (1 if wide else 2)
+    least = tiles if chunks == 1 else 1  # several may be told and one be there
+    return AttentionGrid(wide, tiles, max(1, min(_MOST_SPLITS, most // (least * layout.queries))), most)
+
+
+def splits_of(
+    layout: Heads, sizes: Iterable[int], device: torch.device, chunks: int = 1, gpu: GpuShape | None = None
+) -> Splits:
+    """For passes of these sizes, of so many chunks at most."""
+    gpu = gpu or gpu_shape(device)
+    grids = {size: attention_grid(layout, size, gpu, chunks) for size in sizes}
+    rows = max(size * grid.splits for size, grid in grids.items()) * layout.queries
+    blocks = max(grid.tiles for grid in grids.values()) * layout.queries
     return Splits(
         out=torch.zeros(rows * layout.dim, dtype=torch.float32, device=device),
         sums=torch.zeros(rows * 2, dtype=torch.float32, device=device),
         arrivals=torch.zeros(blocks, dtype=torch.int32, device=device),
-        multiprocessors=multiprocessors,
+        gpu=gpu,
     )
+
+
+def attend_chunks(
+    library: Kernels,
+    layout: Heads,
+    where: Chunk | Chunks,
+    splits: Splits,
+    layer: LayerAttention,
+    queries: torch.Tensor,
+    out: torch.Tensor,
+    order: Format = Format.BF16,
+) -> Launch:
+    """queries bfloat16 [tokens, heads, dim] → out bfloat16 [tokens, heads · dim], columns in the order named, over
+    pages where the chunks' own keys and values already are. Tokens past the count of a `Chunk` become zeros; those that
+    are in none of `Chunks` are left alone."""
+    tokens, ragged = queries.shape[0], isinstance(where, Chunks)
+    chunks = where.table.shape[0] if isinstance(where, Chunks) else 1
+    grid = attention_grid(layout, tokens, splits.gpu, chunks)
+    values: dict[str, Argument] = {
+        "queries": queries,
+        "key_pool": layer.keys,
+        "value_pool": layer.values,
+        "where": where.table if isinstance(where, Chunks) else where.place,
+        "chunks": chunks,
+        "page_table": where.pages,
+        "table_stride": where.pages.stride(0) if ragged else 0,
+        "split_out": splits.out,
+        "split_sums": splits.sums,
+        "arrivals": splits.arrivals,
+        "out": out,
+        "tokens": tokens,
+        "scale": layout.dim**-0.5 * LOG2_E,
+        "window": layer.window or 0,
+        "most_blocks": grid.most_blocks,
+    }
+    if grid.wide:
+        shared, threads = 4 * 128 * layout.dim * 2, 384
+    else:
+        keys = 16 if layout.dim > 128 else 64
+        shared, threads = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2, 128
+    defines = head_defines(layout) | {"OP_ORDER": int(order), "OP_RAGGED": int(ragged)}
+    name = "prefill_attention_wide" if grid.wide else "prefill_attention"
+    kernel = library.kernel(name, "prefill_attention", defines, shared)
+    shape = Shape((layout.queries, grid.tiles, grid.splits), threads, shared)
+    return prepare(kernel, shape, {**values, **CHAIN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,26 +289,5 @@ class ChunkAttention:
     def attend(
         self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format = Format.BF16
     ) -> Launch:
-        """out bfloat16 [tokens, heads · dim], columns in the order named; zeros for tokens past the count."""
-        layout, tokens = self.layout, queries.shape[0]
-        values: dict[str, Argument] = {
-            "queries": queries,
-            "key_pool": layer.keys,
-            "value_pool": layer.values,
-            "place": self.chunk.place,
-            "pages": self.chunk.pages,
-            "split_out": self.splits.out,
-            "split_sums": self.splits.sums,
-            "arrivals": self.splits.arrivals,
-            "out": out,
-            "tokens": tokens,
-            "scale": layout.dim**-0.5 * LOG2_E,
-            "window": layer.window or 0,
-        }
-        keys = 16 if layout.dim > 128 else 64
-        shared = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2
-        parts = self.splits.count(layout, tokens)
-        shape = Shape((-(-tokens // _QUERIES), layout.queries, parts), 128, shared)
-        defines = head_defines(layout) | {"OP_ORDER": int(order)}
-        kernel = self.library.kernel("prefill_attention", "prefill_attention", defines, shared)
-        return prepare(kernel, shape, {**values, **CHAIN})
+        """As `attend_chunks`."""
+        return attend_chunks(self.library, self.layout, self.chunk, self.splits, layer, queries, out, order)

@@ -171,13 +171,15 @@ def chunk_stages(
     product = prefill.Parts(out, None if slices == 1 else torch.zeros(512))
     own = LayerAttention(pool[0], pool[1], gain, gain)
     queries = torch.zeros(tokens, 4, 64)
-    splits = prefill.Splits(torch.zeros(1), torch.zeros(1), torch.zeros(1), gpu.multiprocessors)
+    chunks = prefill.Chunks(torch.zeros(3, 4), torch.zeros(2, 4))
+    splits = prefill.Splits(torch.zeros(1), torch.zeros(1), torch.zeros(1), gpu)
     attention = prefill.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1), 1e-6), splits)
     return [
         prefill.embed(library, chunk, torch.zeros(9, 256), gain, stream),
         gemm.gemm(library, matrix, gemm.Batch(stream.x, out), how),
         attention.heads(own, product, queries),
         attention.attend(own, queries, torch.zeros(tokens, 256), order),
+        prefill.attend_chunks(library, layout, chunks, splits, own, queries, torch.zeros(tokens, 256), order),
         prefill.add_norm(library, product, gain, stream),
         prefill.gate(library, product, torch.zeros(tokens, 256), order),
     ]
@@ -203,6 +205,7 @@ def test_a_prompt_compiles(
     launches = chunk_stages(recorder, weight, tokens, slices, gpu)
     assert all(one.shape.shared <= 227 << 10 for one in launches)
     assert ("gemm_wide" in {name for name, *_ in recorder.asked}) == (gpu.warpgroups and tokens >= 64)
+    assert ("prefill_attention_wide" in {name for name, *_ in recorder.asked}) == gpu.warpgroups
     for name, entry, defines, _ in recorder.asked:
         if name.startswith("gemm") or tokens == 128:
             code = compiler(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), arch)

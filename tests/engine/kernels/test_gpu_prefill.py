@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from engine.kernels import prefill as ops
 from engine.kernels import reference
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import ordered
+from engine.kernels.gemm import gpu_shape, ordered
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Format
 
@@ -157,31 +159,106 @@ def test_heads(library: KernelLibrary, launcher: Launcher, layout: Heads, slices
     assert bool(queries[count:].isnan().all())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.queries}-{one.keys}-{one.dim}")
-@pytest.mark.parametrize("window", [None, 9, 100])
-@pytest.mark.parametrize(
-    ("count", "start", "size"),
-    [(2, 0, 16), (128, 0, 128), (77, 0, 128), (33, 500, 64), (200, 61, 256), (5, 3000, 16), (100, 2100, 128)],
-)
-def test_attention(
-    library: KernelLibrary, launcher: Launcher, layout: Heads, window: int | None, count: int, start: int, size: int
-) -> None:
-    end, total = start + count, 200
-    chunk = chunk_of(count, start, size, total)
+def filled(pages: torch.Tensor, layout: Heads, end: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool whose unwritten slots are NaN, and keys and values [2, end, kv_heads, dim] that it holds in `pages`."""
     pool = torch.full((2, total, layout.keys, 16, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
     held = torch.randn(2, end, layout.keys, layout.dim, device="cuda").bfloat16()
     at = torch.arange(end, device="cuda")
-    pool[:, chunk.pages[at // 16].long(), :, at % 16] = held.transpose(0, 1)
+    pool[:, pages[at // 16].long(), :, at % 16] = held.transpose(0, 1)
+    return pool, held
+
+
+def attended(found: torch.Tensor, query: torch.Tensor, held: torch.Tensor, window: int | None) -> bool:
+    """Whether a token's result [heads · dim] is what the oracle has; weights are in bf16."""
+    expected = reference.attend(query.double(), held[0].double(), held[1].double(), window)
+    return float((found.view(query.shape).double() - expected).norm() / expected.norm()) < 6e-3
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["warpgroups", "warps"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.queries}-{one.keys}-{one.dim}")
+@pytest.mark.parametrize("window", [None, 9, 100, 700])
+@pytest.mark.parametrize(
+    ("count", "start", "size"),
+    [
+        (2, 0, 16),
+        (128, 0, 128),
+        (77, 0, 128),
+        (33, 500, 64),
+        (200, 61, 256),
+        (5, 3000, 16),
+        (100, 2100, 128),
+        (600, 1000, 640),
+    ],
+)
+def test_attention(
+    library: KernelLibrary,
+    launcher: Launcher,
+    layout: Heads,
+    window: int | None,
+    count: int,
+    start: int,
+    size: int,
+    wide: bool,
+) -> None:
+    device = torch.device("cuda")
+    gpu = replace(gpu_shape(device), warpgroups=wide and torch.cuda.get_device_capability() == (9, 0))
+    chunk = chunk_of(count, start, size, 200)
+    pool, held = filled(chunk.pages, layout, start + count, 200)
     queries = (torch.randn(size, layout.queries, layout.dim, device="cuda") * 2).bfloat16()
     queries[count:] = NAN
     out = torch.full((size, layout.queries * layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
-    splits = ops.splits_of(layout, (size,), chunk.place.device)
+    splits = ops.splits_of(layout, (size,), device, gpu=gpu)
     attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6), splits)
     layer = LayerAttention(pool[0], pool[1], None, None, window)
-    run(launcher, attention.attend(layer, queries, out).alone())
-    for m in {0, 1, 15, 16, 31, 63, 64, count // 2, count - 1} & set(range(count)):
-        seen = held[:, : start + m + 1].double()
-        expected = reference.attend(queries[m].double(), seen[0], seen[1], window)
-        found = out[m].view(layout.queries, layout.dim).double()
-        assert float((found - expected).norm() / expected.norm()) < 6e-3  # weights in bf16
+    run(launcher, *[attention.attend(layer, queries, out).alone()] * 2)
+    for m in {0, 1, 15, 16, 31, 63, 64, 127, 128, count // 2, count - 1} & set(range(count)):
+        assert attended(out[m], queries[m], held[:, : start + m + 1], window), m
+    assert bool(out[:count].isfinite().all())
     assert not bool(out[count:].count_nonzero())
+    assert not splits.arrivals.any()
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["warpgroups", "warps"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.queries}-{one.keys}-{one.dim}")
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_of_many_chunks(
+    library: KernelLibrary, launcher: Launcher, layout: Heads, window: int | None, wide: bool
+) -> None:
+    """Chunks of several sequences, some continued, with tokens between them that are somebody else's."""
+    device = torch.device("cuda")
+    gpu = replace(gpu_shape(device), warpgroups=wide and torch.cuda.get_device_capability() == (9, 0))
+    told = [
+        (20, 130, 0, 2),
+        (0, 0, 0, 0),
+        (150, 1, 2000, 0),
+        (151, 64, 700, 3),
+        (300, 200, 33, 1),
+    ]  # 215 to 300: nobody's
+    told += [(500 + 3 * n, 3, 5 * n, 4 + n) for n in range(36)]  # more chunks than a warp has lanes
+    size, total = 640, 600
+    order = torch.randperm(total, device=device).to(torch.int32)
+    pages = torch.full((40, 160), 2**30, dtype=torch.int32, device=device)
+    pool = torch.full((2, total, layout.keys, 16, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
+    held, used = {}, 0
+    for _, count, start, row in told:
+        if count:
+            need = -(-(start + count) // 16)
+            pages[row, :need] = order[used : used + need]
+            used += need
+            own, held[row] = filled(pages[row], layout, start + count, total)
+            pool = torch.where(own.isnan(), pool, own)
+    table = torch.tensor(told, dtype=torch.int32, device=device)
+    queries = (torch.randn(size, layout.queries, layout.dim, device="cuda") * 2).bfloat16()
+    out = torch.full((size, layout.queries * layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
+    splits = ops.splits_of(layout, (size,), device, chunks=len(told), gpu=gpu)
+    layer = LayerAttention(pool[0], pool[1], None, None, window)
+    chunks = ops.Chunks(table, pages)
+    run(launcher, *[ops.attend_chunks(library, layout, chunks, splits, layer, queries, out).alone()] * 2)
+    somebody = torch.zeros(size, dtype=torch.bool, device=device)
+    for offset, count, start, row in told:
+        somebody[offset : offset + count] = True
+        for m in {0, 1, 63, 64, 127, 128, count - 1} & set(range(count)):
+            assert attended(out[offset + m], queries[offset + m], held[row][:, : start + m + 1], window), (row, m)
+    assert bool(out[somebody].isfinite().all())
+    assert bool(out[~somebody].isnan().all())
+    assert not splits.arrivals.any()
