@@ -115,7 +115,6 @@ class _Parts:
 
 
 async def _serve(settings: Settings) -> int:
-    texts = texts_digest(settings.model or "")  # before anything reads them
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(_Signals(asyncio.get_running_loop()))
         refusals = Counter[str]()
@@ -123,6 +122,7 @@ async def _serve(settings: Settings) -> int:
         stack.push_async_callback(processes.close)
         if not await stop.before(processes.start()):  # reads the tokenizer first, under limits
             return STOPPED
+        texts = texts_digest(settings.model or "")  # before they are read here
         parts = _build(settings, texts, processes, refusals)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parts.guard.reload)
         stack.push_async_callback(parts.caches.aclose)

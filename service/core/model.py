@@ -82,7 +82,7 @@ class ServedModel:
         except Refusal as error:
             raise InvalidRequest((Violation("token_ids", str(error)),)) from None
 
-    async def _ids(self, kind: str, payload: bytes, deadline: float | None) -> list[int]:
+    async def _ids(self, kind: str, payload: bytes, deadline: float | None) -> Sequence[int]:
         return unpack_ids(await self._processes.run(kind, payload, deadline))
 
     def detokenizer(self, request: Request) -> Detokenizer | None:

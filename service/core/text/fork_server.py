@@ -231,7 +231,9 @@ def _limit_memory(memory: int) -> None:
     """`memory` bytes more than now: heap and private mappings."""
     status = Path("/proc/self/status").read_text()
     data = int(status.partition("VmData:")[2].split()[0]) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (data + memory, data + memory))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = data + memory if hard == resource.RLIM_INFINITY else min(data + memory, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))  # a worker may have more than what loading may take
 
 
 if __name__ == "__main__":

@@ -70,10 +70,10 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     return array(_WORD, ids).tobytes()
 
 
-def unpack_ids(data: bytes) -> list[int]:
+def unpack_ids(data: bytes) -> array[int]:
     ids = array(_WORD)
     ids.frombytes(data)
-    return ids.tolist()
+    return ids
 
 
 def _bounded(ids: list[int], most: int | None) -> bytes:
