@@ -45,6 +45,7 @@ class EngineClient:
         self._progress = on_progress
         self._info: ModelInfo | None = None
         self._replaced = False  # the model's files, by others
+        self._closing = False
         self._load = EngineLoad()
         self._tickets = itertools.count(1)
         self._switching: dict[int, tuple[Switch, asyncio.Future[None]]] = {}
@@ -92,11 +93,10 @@ class EngineClient:
 
     def unavailable(self) -> EngineUnavailable:
         """What to raise while it is not ready: why, and when to come back."""
-        state = self._supervisor.state
-        why = f"the engine is {state}"
+        why = f"the engine is {self._supervisor.state}"
         if self._replaced:
             why = "the model's files were replaced; the server has to be started again"
-        elif state is EngineState.STOPPED:
+        elif self._closing:
             why = "the server is stopping"
         return EngineUnavailable(why, self._supervisor.retry_after)
 
@@ -118,7 +118,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends what still runs and the process with it."""
-        self._supervisor.state = EngineState.STOPPED  # which is what streams are told
+        self._closing = True
         self.on_lost()
         await self._supervisor.close()
 

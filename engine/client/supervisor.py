@@ -81,7 +81,8 @@ class Supervisor:
         """Seconds until it will probably be ready, by what the last load took, and a bit more by chance. If that time
         is over, a share of what it has taken."""
         now = time.monotonic()
-        begins = max(self._next_spawn, self._spawned_at)
+        under_way = self.state in (EngineState.LOADING, EngineState.RESTARTING)
+        begins = max(self._next_spawn, self._spawned_at) if under_way else now
         took = _UNKNOWN_LOAD_TIME if self._load_time is None else self._load_time
         expected = max(begins + took - now, _OVERDUE * max(took, now - begins))
         return min(_LONGEST_HINT, expected * random.uniform(1.0, _SPREAD))
