@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DecoderChoice = Literal["auto", "graph", "eager"]
 LoadFormat = Literal["auto", "dummy"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 Quantization = Literal["auto", "int8"]
 
 
@@ -100,5 +101,6 @@ class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelO
     """Everything the engine process needs to know."""
 
     model: str  # the folder; empty for a fake that speaks bytes
+    log_level: LogLevel = "info"
     shared_tier: BlockSettings | None = None  # None: keys and values stay on the device
     fake: FakeSettings = FakeSettings()

@@ -97,6 +97,7 @@ class Child(asyncio.Protocol):
             code = await self._exit_code(None)
         except asyncio.CancelledError:
             self.kill()
+            await self._exit_code(None)  # nobody else would take it off the kernel's hands
             raise
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 

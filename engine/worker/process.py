@@ -63,6 +63,7 @@ def main() -> int:
 
 def _serve(link: Link) -> int:
     settings = _settings(link)
+    logging.getLogger().setLevel(settings.log_level.upper())
     try:
         runner = _build(settings, _ProgressReports(link))
         pool, index, tier, tier_report = _prefixes(settings, runner)
@@ -76,6 +77,7 @@ def _serve(link: Link) -> int:
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
     link.send(Ready(replace(runner.info, texts_digest=texts)))
+    _log.debug("ready: %d sequences, %d pages", runner.info.max_sequences, runner.info.total_pages)
     Loop(link, runner, scheduler, tier, tier_report, _recorder(settings, runner)).run()
     if tier is not None:
         tier.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict
 from pydantic.dataclasses import dataclass as validated
@@ -20,6 +20,7 @@ from engine.settings import (
     EngineSettings,
     ExecutionSwitches,
     FakeSettings,
+    LogLevel,
     ModelOptions,
     PrefixSwitches,
     SchedulerOptions,
@@ -129,7 +130,7 @@ class Settings(ModelOptions, ServedOptions):
     admin_listen: Address = setting("127.0.0.1:50052", "admin port")
     health_listen: Address = setting("127.0.0.1:50053", "health alone, plaintext")
     metrics_listen: AddressOrNone = setting("127.0.0.1:9090", "Prometheus metrics over plain HTTP; empty: none")
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info")
+    log_level: LogLevel = setting("info", "of both processes")
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()
     stream: StreamOptions = StreamOptions()
@@ -155,6 +156,7 @@ class Settings(ModelOptions, ServedOptions):
         """The engine's share. `vocab_size` is the tokenizer's, for a fake engine that must speak its ids."""
         return EngineSettings(
             model=self.model or "",
+            log_level=self.log_level,
             shared_tier=self.cache.blocks(),
             fake=self.fake if vocab_size is None else replace(self.fake, vocab_size=vocab_size),
             **_fields(EngineOptions, self.engine),

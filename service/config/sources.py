@@ -21,8 +21,15 @@ from service.config.leaves import PLAIN_WORDS, Leaf, leaves, spelled
 from service.config.settings import BadSettings, Settings
 
 ENV_PREFIX = "WHIPPET_"
-# Kubernetes injects these for a Service that is called whippet; no setting begins like them.
-_KUBERNETES = re.compile(r"WHIPPET_(SERVICE_|PORT(_|$))")
+# What Kubernetes injects for a Service whose name is whippet or begins with `whippet-`, as NAME=VALUE.
+_KUBERNETES = re.compile(
+    r"WHIPPET(_[A-Z0-9_]+)?_("
+    r"SERVICE_HOST=[0-9a-fA-F.:]+"
+    r"|SERVICE_PORT(_[A-Z0-9_]+)?=\d+"
+    r"|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://\S+"
+    r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO=(tcp|udp|sctp)|PORT=\d+|ADDR=[0-9a-fA-F.:]+)"
+    r")"
+)
 _PLAIN_WORD = {leaf: group for group, leaf in PLAIN_WORDS.items()}
 
 
@@ -79,13 +86,13 @@ def _environment(env: Mapping[str, str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in sorted(env.items()):
-        if not name.startswith(ENV_PREFIX) or _KUBERNETES.match(name):
+        if not name.startswith(ENV_PREFIX):
             continue
         path = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
         path = PLAIN_WORDS.get(path, path)
         if path in known:
             _put(tree, path, value)
-        else:
+        elif not _KUBERNETES.fullmatch(f"{name}={value}"):
             unknown.append(name)
     if unknown:
         raise BadSettings(f"{', '.join(unknown)}: there is no such setting")

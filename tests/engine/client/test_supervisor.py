@@ -23,7 +23,7 @@ from engine.client.supervisor import Backoff
 from engine.errors import EngineFailed, EngineUnavailable, Unsupported
 from engine.fake import Fault, plain_request
 from engine.ipc.frames import Cancel, Configure, Ready, encode, report_reader
-from engine.settings import EngineSettings, FakeSettings
+from engine.settings import EngineSettings, FakeSettings, LogLevel
 
 PATIENCE = 20.0  # seconds after which a test that waits has failed
 ROOT = Path(__file__).resolve().parents[3]
@@ -178,6 +178,19 @@ async def test_a_hung_process_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert not alive(pid)
 
 
+async def test_a_process_that_is_killed_and_closed_at_once_leaves_no_zombie() -> None:
+    """Also where its end is being waited for when that is cut short."""
+    for pause in (0.0, 0.001, 0.005):
+        client = EngineClient(FAKE)
+        await client.start()
+        pid = pid_of(client)
+        client.kill()
+        await asyncio.sleep(pause)
+        await client.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)  # finds a zombie
+
+
 async def test_a_refusal_is_told_once_and_final() -> None:
     settings = EngineSettings(model="", kind="fake", fake=FakeSettings(vocab_size=5))
     client = EngineClient(settings, backoff=QUICK)
@@ -295,6 +308,16 @@ async def test_a_process_whose_front_is_gone_ends_quietly() -> None:
         await asyncio.to_thread(front.recv, 1 << 16)
         front.close()
         assert await verdict(process) == (0, "")
+
+
+@pytest.mark.parametrize(("level", "speaks"), [("info", False), ("debug", True)])
+async def test_it_logs_at_the_level_that_it_is_given(level: LogLevel, speaks: bool) -> None:
+    async with bare_process() as (process, front):
+        front.sendall(encode(Configure(replace(FAKE, log_level=level))))
+        await asyncio.to_thread(front.recv, 1 << 16)
+        front.close()
+        _, errors = await verdict(process)
+        assert ("DEBUG ready: " in errors) is speaks
 
 
 async def test_nonsense_from_the_process_ends_it() -> None:

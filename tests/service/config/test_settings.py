@@ -89,14 +89,35 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert all(name in str(caught.value) for name in ("listen", "scheduler.max-sequences", "limits.queued-requests"))
 
 
-def test_what_kubernetes_injects_is_none_of_ours() -> None:
+@pytest.mark.parametrize("service", ["WHIPPET", "WHIPPET_GRPC", "WHIPPET_TEAM_2"])
+@pytest.mark.parametrize("address", ["10.0.0.1", "fd00:10:96::5a1e"])
+def test_what_kubernetes_injects_is_none_of_ours(service: str, address: str) -> None:
     env = {
-        "WHIPPET_SERVICE_HOST": "10.0.0.1",
-        "WHIPPET_SERVICE_PORT_GRPC": "50051",
-        "WHIPPET_PORT": "tcp://10.0.0.1:50051",
-        "WHIPPET_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "SERVICE_HOST": address,
+        "SERVICE_PORT": "50051",
+        "SERVICE_PORT_GRPC": "50051",
+        "PORT": f"tcp://{address}:50051",
+        "PORT_50051_TCP": f"tcp://{address}:50051",
+        "PORT_50051_TCP_PROTO": "tcp",
+        "PORT_50051_TCP_PORT": "50051",
+        "PORT_50051_TCP_ADDR": address,
     }
-    assert load(FAKE, env) == load(FAKE, {})
+    assert load(FAKE, {f"{service}_{name}": value for name, value in env.items()}) == load(FAKE, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WHIPPET_PORT", "50051"),
+        ("WHIPPET_GRPC_SERVICE_HOST", "example.org"),
+        ("WHIPPET_SERVICE_PORTS", "50051"),
+        ("WHIPPET_GRPC_PORT_50051_TCP_ADDR", "tcp"),
+        ("WHIPPET_METRICS_PORT", "9090"),
+    ],
+)
+def test_what_only_looks_like_it_is_refused(name: str, value: str) -> None:
+    with pytest.raises(BadSettings, match=name):
+        load(FAKE, {name: value})
 
 
 def test_a_model_is_needed_unless_the_engine_is_fake() -> None:
@@ -125,7 +146,9 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
     flags = {
         "model": "--model=m",
         "kind": "--engine=model",
+        "hang_timeout": "--engine.hang-timeout=9",
         "record_steps": "--engine.record-steps=on",
+        "log_level": "--log-level=debug",
         "device": "--device=cpu",
         "dtype": "--dtype=float32",
         "decoder": "--decoder=eager",
