@@ -5,7 +5,8 @@
 // A warp takes a page of 16 tokens at a time: scores = K·qᵀ with the tokens as rows of the tensor-core product and up to
 // eight query heads as its columns, then out = Vᵀ·p with the dimensions as rows. Pages of earlier steps are requested
 // before the kernel waits for its predecessor; the new token never passes through memory on its way into the sums.
-// The split depends on the row's own length alone.
+// The split depends on the row's own length alone. A warp's pages come into registers, one ahead, or, where OP_SLOTS is
+// set, by bulk copies into that many places of its own in shared memory: more is under way where a warp has many pages.
 #include "attention.cuh"
 
 struct Shared {
@@ -14,6 +15,7 @@ struct Shared {
     float out[OP_WARPS][kHeads][OP_HEAD_DIM];
     float top[OP_WARPS + 1][kHeads], sum[OP_WARPS][kHeads];  // the last `top`: the new token's score
     int last;
+    u64 full[OP_WARPS][OP_SLOTS > 0 ? OP_SLOTS : 1];
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
@@ -21,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
               const int* position, const int* page_table, int table_stride, u16* key_pool, u16* value_pool,
               u64* split_out, u64* split_sums, int* arrivals, u32* launches, u16* out, float scale, float eps, int window,
               int trigger) {
+    extern __shared__ __align__(128) u8 places[];
     __shared__ Shared sh;
     if (trigger == 0) let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
@@ -62,9 +65,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         for (int b = 0; b < kBlocks; ++b) load_v(v[b], p + b * kBlock);
     };
     int page = first + warp;
-    if (page < end) load_keys(page), load_values(page);
+    PageRing ring(places, sh.full[warp], warp);
+    auto copy_page = [&](int which, int slot) {
+        const u64 at = (u64(load_shared_state(table + which)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM;
+        ring.copy(slot, key_pool + at, value_pool + at);
+    };
+    if constexpr (OP_SLOTS > 0) {
+        ring.prepare(lane);
+        if (const int mine = page + lane * OP_WARPS; lane < OP_SLOTS && mine < end) copy_page(mine, lane);
+    } else if (page < end) {
+        load_keys(page), load_values(page);
+    }
     // The warp's next pages on their way into L2, one a lane.
-    if (const int later = page + lane * OP_WARPS; lane > 0 && lane <= OP_PAGES_AHEAD && later < end) {
+    if (const int later = page + lane * OP_WARPS;
+        OP_SLOTS == 0 && lane > 0 && lane <= OP_PAGES_AHEAD && later < end) {
         const u64 at = (u64(load_shared_state(table + later)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM;
         prefetch_run(key_pool + at, kPage * OP_HEAD_DIM * 2);
         prefetch_run(value_pool + at, kPage * OP_HEAD_DIM * 2);
@@ -110,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     Partial part;
     for (; page < end; page += OP_WARPS) {
         float s[4] = {}, s1[4] = {};
+        if constexpr (OP_SLOTS > 0) ring.keys(k, g, t);
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
             const Quad q = read_query(&sh.query[g < kHeads ? g : 0][32 * j + 8 * t]);
@@ -119,7 +134,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
             mma(s1, a1, q.r[2], q.r[3]);
         }
         const bool more = page + OP_WARPS < end;
-        if (more) load_keys(page + OP_WARPS);
+        u32 read = 0;  // depends on all that this lane read of the page
+        if constexpr (OP_SLOTS > 0)
+            read = ring.values(v, g, t);
+        else if (more)
+            load_keys(page + OP_WARPS);
         const int token = page * kPage + g;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -136,7 +155,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
                         for (int p = 0; p < kPairs; ++p) v[b].w[i][p] = 0u;
         }
         part.add(s, v);
-        if (more) load_values(page + OP_WARPS);
+        if constexpr (OP_SLOTS > 0) {
+            const int slot = ring.leave(read), next = page + OP_SLOTS * OP_WARPS;
+            if (lane == 0 && next < end) copy_page(next, slot);
+        } else if (more) {
+            load_values(page + OP_WARPS);
+        }
     }
 
 #pragma unroll

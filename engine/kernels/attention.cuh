@@ -38,6 +38,78 @@ __device__ __forceinline__ void load_v(VTile& v, const u16* p) {
     }
 }
 
+// The places of one warp in shared memory, a page's keys and then its values each, filled by the copy engine in turn.
+struct PageRing {
+    static constexpr int kBytes = kPage * OP_HEAD_DIM * 2;  // of keys, and of values
+    static constexpr int kSlots = OP_SLOTS > 0 ? OP_SLOTS : 1;
+    u8* const here;
+    u64* const full;
+    int slot = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ PageRing(u8* places, u64* barriers, int warp)
+        : here(places + warp * kSlots * 2 * kBytes), full(barriers) {}
+
+    __device__ __forceinline__ void prepare(int lane) {
+        if (lane < kSlots) init_barrier(full[lane], 1);
+        if (lane < kSlots) publish_barriers();
+        __syncwarp();
+    }
+    // By one lane.
+    __device__ __forceinline__ void copy(int to, const u16* keys, const u16* values) {
+        expect_bytes(full[to], 2 * kBytes);
+        copy_run(full[to], here + to * 2 * kBytes, keys, kBytes);
+        copy_run(full[to], here + to * 2 * kBytes + kBytes, values, kBytes);
+    }
+    __device__ __forceinline__ Quad quad(int at) const {
+        Quad q;
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(q.r[0]), "=r"(q.r[1]), "=r"(q.r[2]), "=r"(q.r[3])
+                     : "r"(shared_address(here) + slot * 2 * kBytes + at * 2)
+                     : "memory");
+        return q;
+    }
+    // Of the page that is next, once it has come.
+    __device__ __forceinline__ void keys(Quad (&k)[kSpans][2], int g, int t) {
+        wait_barrier(full[slot], parity);
+#pragma unroll
+        for (int j = 0; j < kSpans; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) k[j][i] = quad((g + 8 * i) * OP_HEAD_DIM + 8 * t + 32 * j);
+    }
+    // Returns what depends on all of them.
+    __device__ __forceinline__ u32 values(VTile (&v)[kBlocks], int g, int t) const {
+        u32 all = 0;
+        constexpr int kToken[4] = {0, 1, 8, 9};
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = kPage * OP_HEAD_DIM + (2 * t + kToken[i]) * OP_HEAD_DIM + g * (kBlock / 8) + b * kBlock;
+                if constexpr (kPairs == 4) {
+                    const Quad q = quad(at);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) v[b].w[i][c] = q.r[c];
+                } else {
+                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+                                 : "=r"(v[b].w[i][0]), "=r"(v[b].w[i][1])
+                                 : "r"(shared_address(here) + slot * 2 * kBytes + at * 2)
+                                 : "memory");
+                }
+                all ^= v[b].w[i][0];
+            }
+        return all;
+    }
+    // The place just read, free once every lane's reads are done: the copy engine keeps no order with them.
+    __device__ __forceinline__ int leave(u32 read) {
+        const u32 all = __reduce_xor_sync(0xFFFFFFFFu, read);
+        int freed = slot;
+        asm volatile("{ .reg .u32 never; xor.b32 never, %1, %1; add.u32 %0, %0, never; }" : "+r"(freed) : "r"(all) : "memory");
+        if (++slot == kSlots) slot = 0, parity ^= 1;
+        return freed;
+    }
+};
+
 // Read anew for every page: kept in registers it would push others out.
 __device__ __forceinline__ Quad read_query(const u16* p) {
     Quad q;

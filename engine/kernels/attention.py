@@ -15,7 +15,9 @@ MAX_SHARED = 8  # query heads a block serves of one key-value head
 SPLITS = 16  # of a context, at most
 SINGLE_PAGES = 8  # a context of so many pages is not split
 MIN_PAGES = 8  # of a split, of the longer ones
-PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read
+PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read into registers
+SLOTS = 2  # pages of each warp that are copied into shared memory ahead
+MANY_TOKENS = SPLITS * MIN_PAGES * PAGE  # a warp has several pages of a context beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ class AttentionOp:
     scratch: SplitScratch
     multiprocessors: int
     longest: int | None = None  # no row will hold more tokens
+    bulk: bool = False  # whether the GPU has a copy engine, compute capability 9.0 and newer
+    slots: int = SLOTS
 
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
         """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; the new key and value go to their page."""
@@ -156,5 +160,9 @@ class AttentionOp:
         grid = (parts, heads.keys * heads.subgroups, batch)
         # A block may wait for the others of its row and head only where all blocks run at once.
         defines["OP_POLL"] = int(grid[0] * grid[1] * grid[2] <= self.multiprocessors)
-        kernel = self.library.kernel("attention", "attention", defines)
-        return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32), {**values, **CHAIN})
+        # Places in shared memory leave room for one block on a multiprocessor: else registers hold the pages.
+        many = self.longest is None or self.longest > MANY_TOKENS
+        defines["OP_SLOTS"] = self.slots if self.bulk and many and defines["OP_POLL"] else 0
+        shared = defines["OP_SLOTS"] * defines["OP_WARPS"] * 2 * PAGE * heads.dim * 2
+        kernel = self.library.kernel("attention", "attention", defines, shared)
+        return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32, shared), {**values, **CHAIN})

@@ -9,7 +9,16 @@ import torch
 
 from engine.kernels import linear as ops
 from engine.kernels import sampling, tiling, tokens
-from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, SplitScratch, scratch
+from engine.kernels.attention import (
+    SLOTS,
+    AttentionOp,
+    Embedding,
+    Heads,
+    LayerAttention,
+    RowPages,
+    SplitScratch,
+    scratch,
+)
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
@@ -123,6 +132,7 @@ class ChainPlan:
     trigger: Trigger = Trigger.AT_ENTRY
     dependent: bool = True
     longest: int | None = None  # tokens; a row that grows beyond traps. None: no limit but the pages
+    slots: int = SLOTS  # of a warp of attention, over long contexts
     two_pass: bool = False  # the head, where no row needs its logits; the weights must have a coarse copy of it
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
@@ -186,7 +196,15 @@ def _stages(
     stream = buffers.stream
     embedding = Embedding(weights.angles, weights.eps)
     attend = AttentionOp(
-        library, weights.heads, buffers.places, embedding, buffers.scratch, plan.multiprocessors, plan.longest
+        library,
+        weights.heads,
+        buffers.places,
+        embedding,
+        buffers.scratch,
+        plan.multiprocessors,
+        plan.longest,
+        bulk=plan.dependent,
+        slots=plan.slots,
     )
     gains = [layer.input_gain for layer in weights.layers[1:]] + [weights.final_gain]
     for layer, next_gain in zip(weights.layers, gains, strict=True):

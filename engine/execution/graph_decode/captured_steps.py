@@ -15,6 +15,7 @@ from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.pipeline import BUCKETS, MOST_STOPS, SIZES, RowState, bucket
 from engine.kernels import sampling
+from engine.kernels.attention import MANY_TOKENS
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.sampling import Sampling
@@ -23,7 +24,9 @@ from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
 RING = 64  # entries; more than can be under way
-REACHES = (512, 1024)  # tokens; attention is launched no wider than the longest row needs, which costs a little
+# Tokens; attention is launched no wider than the longest row needs, which costs a little, and beyond the last of these
+# another way.
+REACHES = (512, 1024, MANY_TOKENS)
 _NAP = 20e-6  # seconds between two looks at the ring
 _LOOKS = 64  # after so many the stream is asked
 _WORDS = 7 + MOST_STOPS  # of a row
@@ -104,6 +107,16 @@ class Steps:
     graphs: dict[int, torch.cuda.CUDAGraph]  # by their number of steps
 
 
+def distinct(steps: Rows[Steps]) -> tuple[Steps, ...]:
+    """Those that the next longer one does not launch in the same way."""
+    longer = [*steps[1:], None]
+    return tuple(one for one, other in zip(steps, longer, strict=True) if other is None or not _same(one, other))
+
+
+def _same(one: Steps, other: Steps) -> bool:
+    return all(a.kernel is b.kernel and a.shape == b.shape for a, b in zip(one.chain, other.chain, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class BatchBucket:
     """The steps of so many rows side by side, and their memory."""
@@ -155,7 +168,7 @@ class CapturedSteps:
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
             plans = [replace(plan, longest=longest, two_pass=two_pass) for longest in lengths]
             chains = [prepare_step(self._library, self._weights, buffers, each, how) for each in plans]
-            return tuple(Steps(longest, chain, {}) for longest, chain in zip(lengths, chains, strict=True))
+            return distinct([Steps(longest, chain, {}) for longest, chain in zip(lengths, chains, strict=True)])
 
         start = prepare_start(self._library, self._weights, buffers)
         ring = _words(buffers.progress.ring)

@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels import reference
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
-from engine.kernels.build import KernelLibrary
+from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
 from engine.kernels.launch import Launcher
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +64,7 @@ class Case:
         *,
         times: int = 1,
         blocks_at_once: int = 0,
+        slots: int = 0,
     ) -> torch.Tensor:
         heads, batch = self.heads, len(self.positions)
         held = scratch(heads, batch, torch.device("cuda"))
@@ -73,7 +74,9 @@ class Case:
         layer = LayerAttention(self.pool[0], self.pool[1], query_gain, key_gain, window)
         longest = max(self.positions)
         embedding = Embedding(self.angles, EPS)
-        op = AttentionOp(library, heads, self.places, embedding, held, blocks_at_once, longest)
+        op = AttentionOp(
+            library, heads, self.places, embedding, held, blocks_at_once, longest, bulk=slots > 0, slots=slots
+        )
         out = torch.full((batch, heads.queries * heads.dim), float("nan"), device="cuda", dtype=torch.bfloat16)
         launcher.enqueue([op.prepare(layer, self.qkv, out)] * times)
         assert not held.arrivals.any()
@@ -153,3 +156,21 @@ def test_both_merges_agree(library: KernelLibrary, launcher: Launcher, positions
     for _ in range(20):
         assert torch.equal(case.run(library, launcher, None, times=3), first)
         assert torch.equal(case.run(library, launcher, None, times=3, blocks_at_once=1 << 20), first)
+
+
+@pytest.mark.parametrize("window", [None, 1000, 3000])
+@pytest.mark.parametrize("positions", [[8193], [2303], [5000, 2100, -1, 3]], ids=str)
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[2], HEADS[3], HEADS[5], HEADS[-1]], ids=str)
+def test_pages_in_shared_memory_agree(
+    library: KernelLibrary, launcher: Launcher, heads: Heads, positions: list[int], window: int | None
+) -> None:
+    """Bulk copies or registers: the same bits, however few places there are."""
+    if torch.cuda.get_device_capability() < OVERLAP_CAPABILITY:
+        pytest.skip("needs the copy engine of compute capability 9.0")
+    case = Case(heads, positions)
+    first = case.run(library, launcher, window)
+    live = [row for row, position in enumerate(positions) if position >= 0]
+    for slots in (1, 2):
+        for _ in range(5):
+            found = case.run(library, launcher, window, times=3, blocks_at_once=1 << 20, slots=slots)
+            assert torch.equal(found[live], first[live])

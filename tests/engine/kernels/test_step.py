@@ -115,8 +115,9 @@ def test_the_batch_changes_nothing_but_itself(recorder: Any, model: Models) -> N
     for batch in (1, 4, 8):
         prepare_step(recorder, weights, buffers_of(weights, batch), ChainPlan(132))
     count = len(recorder.asked) // 3
+    changing = ("OP_BATCH", "OP_POLL", "OP_SLOTS")  # rows; how splits meet; where attention holds pages
     without = [
-        (name, {key: value for key, value in defines.items() if key not in ("OP_BATCH", "OP_POLL")}, shared)
+        (name, {key: value for key, value in defines.items() if key not in changing}, name != "attention" and shared)
         for name, _, defines, shared in recorder.asked
     ]
     assert without[:count] == without[count : 2 * count] == without[2 * count :]
@@ -131,6 +132,20 @@ def test_splits_wait_for_each_other_only_where_all_run_at_once(recorder: Any, mo
         polls = {defines["OP_POLL"] for name, _, defines, _ in recorder.asked if name == "attention"}
         assert polls == {expected}
         assert chain[1].shape.grid == (most_splits(longest), weights.heads.keys, batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "longest", "dependent", "slots"),
+    [(1, 8192, True, 2), (1, 2048, True, 0), (1, 8192, False, 0), (8, 8192, True, 0), (1, None, True, 2)],
+)
+def test_pages_lie_in_shared_memory_where_a_warp_has_several_and_a_block_the_room(
+    recorder: Any, model: Models, batch: int, longest: int | None, dependent: bool, slots: int
+) -> None:
+    weights = model("bf16")
+    plan = ChainPlan(132, longest=longest, dependent=dependent)
+    chain = prepare_step(recorder, weights, buffers_of(weights, batch), plan)
+    (asked,) = {(defines["OP_SLOTS"], shared) for name, _, defines, shared in recorder.asked if name == "attention"}
+    assert asked == (slots, chain[1].shape.shared) == (slots, slots * 8 * 2 * 16 * weights.heads.dim * 2)
 
 
 def kernel_splits(tokens: int, defines: dict[str, int]) -> int:
