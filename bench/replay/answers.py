@@ -29,6 +29,7 @@ from cache.semantic.embedder import Embedder
 
 TENANT = "replay"
 PATIENT = 5.0  # seconds a lookup may take: a replay measures, it does not serve
+CALLERS = 8  # that a trace is spread over
 LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # upper borders of buckets, in the embedder's tokens
 
 
@@ -87,7 +88,8 @@ async def replay_exact(requests: Iterable[TraceRequest], cache: ResponseCache) -
 
 
 async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, embedder: Embedder) -> HitReport:
-    """Each question once; its answer is its label, so that a hit on another label is a false one.
+    """Each question once, by several callers in turn; its answer is its label, so that a hit on another label is a
+    false one.
 
     In shadow mode what would have been served counts as a hit. Every miss is generated, observed and stored.
     """
@@ -95,8 +97,9 @@ async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, e
     wrong: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     taken: dict[str, list[float]] = {}
-    for question in questions:
-        turn = Turn(question=_question(tuple(question.text.encode())), context=b"", text=question.text, greedy=True)
+    for number, question in enumerate(questions):
+        asked = _question(tuple(question.text.encode()))
+        turn = Turn(question=asked, context=b"", text=question.text, greedy=True, caller=str(number % CALLERS))
         begun = time.perf_counter()
         found = await cache.lookup(turn, Allowance(PATIENT))
         _bucket(taken, embedder.tokens(question.text)).append(time.perf_counter() - begun)
@@ -107,7 +110,7 @@ async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, e
             wrong[verdict] += found.candidate.completion.text != question.intent
             if not found.audit and found.served is not None:
                 continue
-        await cache.observe(found, fresh)
+        await cache.observe(turn, found, fresh)
         await cache.put(turn, fresh)
     return HitReport(
         lookups=sum(outcomes.values()),

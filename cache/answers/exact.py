@@ -23,7 +23,7 @@ from cache.api import (
     StoreFault,
 )
 from cache.seal.context import CacheContext
-from cache.seal.partition import Partitions, encode, encode_ids
+from cache.seal.partition import Partitions, encode, encode_ids, epoch_of
 
 
 def keepable(question: Question, completion: CachedCompletion) -> bool:
@@ -125,7 +125,8 @@ class ExactCache:
         digests = entry_digests(self._partitions, question, (None, question.max_tokens))
         keys = [CacheKey(Kind.RESPONSE, partition, digest) for digest in digests]
         wanted = (self._partitions.epoch_key(question.tenant), *keys)
-        standing, *values = await self._store.get_many(wanted, within)
+        read, *values = await self._store.get_many(wanted, within)
+        standing = epoch_of(read)
         now = time.time()
         for key, sealed in zip(keys, values, strict=True):
             if sealed is None or (data := self._envelope.open(key, sealed)) is None:

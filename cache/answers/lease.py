@@ -9,12 +9,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from redis.asyncio import Redis
 
 from cache.api import CacheKey, Kind, SingleFlightSettings, StoreFault
-from cache.store.redis_link import Link
+from cache.store.redis_link import Link, ignored, reply_as
 
 TOKEN_BYTES = 16
 
@@ -54,12 +53,14 @@ class Leases:
         key = CacheKey(Kind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
-        standing = await self._urgent.write(
-            lambda client: client.set(key.name, token, px=lease, nx=True, get=True), within
+        standing: bytes | None = await self._urgent.write(
+            lambda client: client.set(key.name, token, px=lease, nx=True, get=True),
+            lambda reply: reply_as(reply, bytes | None),
+            within,
         )
         if standing is None:
             return Lease(key, token), True
-        held = cast("bytes", standing).decode("ascii", "replace")
+        held = standing.decode("ascii", "replace")
         try:
             lease_held = Lease(key, held)
             _ = lease_held.stream
@@ -69,38 +70,48 @@ class Leases:
 
     async def holds(self, lease: Lease) -> bool:
         """Whether the lease stands."""
-        value = await self._urgent.read(lambda client: client.get(lease.key.name))
-        return value == lease.token.encode()
+        token = lease.token.encode()
+        return await self._urgent.read(lambda client: client.get(lease.key.name), lambda reply: reply == token)
 
     async def extend(self, lease: Lease) -> bool:
         """False where it is lost."""
         arguments = (1, lease.key.name, lease.token, round(1000 * self._settings.lease))
-        return bool(await self._urgent.write(lambda client: client.eval(EXTEND, *arguments)))
+        return await self._urgent.write(lambda client: client.eval(EXTEND, *arguments), lambda reply: reply == 1)
 
     async def release(self, lease: Lease) -> None:
         """Lets somebody else begin at once."""
-        await self._urgent.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token))
+        await self._urgent.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
 
     async def append(self, lease: Lease, items: Sequence[bytes]) -> None:
         """Adds messages to the holder's stream."""
         retention = round(1000 * self._settings.retention)
 
-        async def command(client: Redis) -> None:
+        async def command(client: Redis) -> object:
             async with client.pipeline(transaction=False) as pipe:
                 for item in items:
                     pipe.xadd(lease.stream.name, {"c": item})
                 pipe.pexpire(lease.stream.name, retention)
-                await pipe.execute()
+                return await pipe.execute()
 
-        await self._urgent.write(command)
+        await self._urgent.write(command, ignored)
 
     async def read(self, lease: Lease, after: str, block: float) -> tuple[str, Sequence[bytes]]:
         """New messages and the place of the last, after waiting for the first one as long as `block`."""
         milliseconds = max(1, round(1000 * block))
-        answer: Any = await self._patient.read(
-            lambda client: client.xread({lease.stream.name: after}, count=256, block=milliseconds)
+        entries = await self._patient.read(
+            lambda client: client.xread({lease.stream.name: after}, count=256, block=milliseconds), _entries
         )
-        if not answer:
+        if not entries:
             return after, ()
-        entries = answer[0][1]
-        return entries[-1][0].decode(), [fields.get(b"c", b"") for _, fields in entries]
+        return entries[-1][0], [item for _, item in entries]
+
+
+def _entries(reply: object) -> list[tuple[str, bytes]]:
+    """Places and messages of the one stream that was asked for; an entry without a message has an empty one."""
+    streams = reply_as(reply, list[tuple[bytes, list[tuple[bytes, list[bytes]]]]] | None) or []
+    found: list[tuple[str, bytes]] = []
+    for _, entries in streams[:1]:
+        for place, fields in entries:
+            messages = dict(zip(fields[::2], fields[1::2], strict=False))
+            found.append((place.decode("ascii", "replace"), messages.get(b"c", b"")))
+    return found

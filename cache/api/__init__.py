@@ -39,7 +39,7 @@ from cache.api.settings import (
     SemanticSettings,
     SingleFlightSettings,
 )
-from cache.api.stores import BreakerState, CacheKey, DirectoryPage, InvalidKeyFile, Kind, Store, StoreFault
+from cache.api.stores import BreakerState, CacheKey, DirectoryPage, InvalidKeyFile, Kind, Store, StoreFault, is_name
 
 __all__ = [
     "BEGUN",
@@ -92,4 +92,5 @@ __all__ = [
     "Turn",
     "Unfinished",
     "Verdict",
+    "is_name",
 ]

@@ -136,6 +136,7 @@ class Turn:
     text: str  # the last user turn
     greedy: bool
     plain: bool = True  # no tools, no grammar, no log-probabilities: nothing but text comes back
+    caller: str = ""  # the finest identity that is known within the tenant; empty: nobody is told from anybody
     threshold: float | None = None  # tightens the configured one; a lower value changes nothing
 
 

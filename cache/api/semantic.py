@@ -36,6 +36,7 @@ class Candidate:
     """A stored question near enough to be considered, with its answer."""
 
     entry: CacheKey
+    text: str  # the stored question
     similarity: float
     strict: bool
     completion: CachedCompletion
@@ -62,5 +63,5 @@ class SemanticCache(Protocol):
 
     async def put(self, turn: Turn, completion: CachedCompletion) -> bool: ...
 
-    async def observe(self, lookup: SemanticLookup, generated: CachedCompletion) -> None:
-        """Records whether the candidate's answer equals a freshly generated one."""
+    async def observe(self, turn: Turn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
+        """Records whether the candidate's answer equals a freshly generated one of the turn."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,11 +33,16 @@ class Kind(enum.StrEnum):
     RESPONSE = "r"
     SEMANTIC = "s"
     DIRECTORY = "d"  # which semantic entries a partition has
-    EVIDENCE = "v"  # counts of right and wrong semantic candidates
+    EVIDENCE = "v"  # how often semantic candidates were right and wrong
     BLOCK = "k"
     EPOCH = "e"  # a tenant's random number; replacing it makes the tenant's entries unreachable
     LEASE = "l"  # of the replica that generates an answer
     SHARED_GENERATION = "f"  # the answer being generated, as a stream
+
+
+def is_name(text: str) -> bool:
+    """Whether it can be a partition or a digest."""
+    return _NAME.match(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class CacheKey:
     digest: str
 
     def __post_init__(self) -> None:
-        if not _NAME.match(self.partition) or not _NAME.match(self.digest):
+        if not is_name(self.partition) or not is_name(self.digest):
             raise ValueError("partition and digest are lower-case hexadecimal")
 
     @property
@@ -64,6 +69,8 @@ class DirectoryPage:
 
     members: tuple[tuple[str, float], ...]  # (digest, cursor)
     total: int  # members altogether
+    cursor: float  # of the last one that was read, also where it was left out as no digest
+    more: bool  # whether there may be
 
 
 class Store(Protocol):
@@ -95,15 +102,7 @@ class Store(Protocol):
     ) -> DirectoryPage:
         """Members that were added after a cursor, oldest first, at most `count`."""
 
-    async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
-        """Adds to named counters; commutes with everybody else's additions."""
-
-    async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
-        """The counters of each key, empty where there are none."""
-
-    async def read(
-        self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
-    ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
-        """`get_many` and `counts` in one round trip."""
+    async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
+        """Sets if the key still has the old value, or none; says whether it did."""
 
     async def aclose(self) -> None: ...

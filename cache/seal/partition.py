@@ -82,6 +82,11 @@ class Partitions:
         return mac(self._names, b"tenant", tenant.encode())
 
 
+def epoch_of(value: bytes | None) -> bytes | None:
+    """What was stored as one; None where it is none."""
+    return value if value is not None and len(value) == EPOCH_BYTES else None
+
+
 class Epochs:
     """The epoch of each tenant, as last read. A lookup reads it beside its entry, and corrects it with `learn`."""
 
@@ -114,7 +119,13 @@ class Epochs:
         """Reads the store, and begins an epoch where there is none. Raises StoreFault."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
         key = self._partitions.epoch_key(tenant, self._purpose)
-        epoch = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
+        standing = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
+        epoch = epoch_of(standing)
+        if epoch is None:  # damaged: whoever replaces it first has said which is next
+            await self._store.swap(key, standing, fresh, EPOCH_TTL)
+            epoch = epoch_of(await self._store.set_if_absent(key, fresh, EPOCH_TTL, within))
+        if epoch is None:
+            raise StoreFault("not an epoch")
         self.learn(tenant, epoch)
         return epoch
 

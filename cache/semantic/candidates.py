@@ -167,14 +167,14 @@ class CandidateStore:
             values = await self._context.store.get_many(keys, left)
             vectors = {key.digest: self._vector(key, sealed) for key, sealed in zip(keys, values, strict=True)}
             await self._on_worker(partial(_add_all, index.vectors, vectors))
-        if page.members:
-            index.cursor = page.members[-1][1]
+        if page.cursor > index.cursor:
+            index.cursor = page.cursor
         elif page.total > len(index.vectors) and time.monotonic() - index.resynced_at > RESYNC_EVERY:
             # An entry was missed or cannot be read, or the directory was lost and begun again.
             index.cursor, index.resynced_at = 0.0, time.monotonic()
             self._context.counter.count("semantic_follow", "resync")
             return True
-        return len(page.members) == size
+        return page.more
 
     def _vector(self, key: CacheKey, sealed: bytes | None) -> Vector | None:
         stored = None if sealed is None else self.open(key, sealed)

@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache.answers.exact import entry_digest, keepable, serves
@@ -25,14 +25,15 @@ from cache.api import (
     Verdict,
 )
 from cache.seal.context import CacheContext
-from cache.seal.partition import encode
+from cache.seal.partition import encode, epoch_of
 from cache.semantic.candidates import CandidateIndex, CandidateStore
 from cache.semantic.embedder import Embedder
 from cache.semantic.entry import Entry, Stored, pack_entry
-from cache.semantic.evidence import STRICT, bucket, label, proven, refuted, wrongs
+from cache.semantic.evidence import Evidence, proven, refuted
 from cache.semantic.guard import fleeting, strictly_equal, veto
+from cache.semantic.observations import DIRECTORY_DIGITS, Observations
 
-CONTEXT_DIGITS = 32
+FORM = 2  # of the rules: what was stored and observed under others is not found
 LONGEST = 4096  # characters of a question, several times what the embedder's tokens hold; bounds the work of all rules
 _PERSONAL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,64}\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
 
@@ -50,6 +51,7 @@ class _Found:
     similarity: float
     stored: Stored
     veto: str
+    wrong: bool  # as the answer to a question of equal words, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,7 @@ class _Read:
     """Candidates of the index as the store has them."""
 
     found: list[_Found]  # best first
-    nearest: CacheKey  # of the index; it may be gone from the store
-    observed: tuple[Mapping[str, int], ...]  # of the nearest: its own evidence, and its partition's
+    strict: Evidence  # of all pairs of equal words in the directory
 
 
 def _unfit(turn: Turn) -> str:
@@ -92,6 +93,7 @@ class SimilarCache:
         self._digest = embedder.digest
         self._same = same
         self._chance = chance or random.Random()
+        self._observations = Observations(context, settings.ttl)
         self._candidates = CandidateStore(context, embedder, settings.max_indexed)
 
     def begin(self, turn: Turn) -> Callable[[], object]:
@@ -139,19 +141,23 @@ class SimilarCache:
         await self._candidates.add(self._candidates.index(directory), digest, vector)
         return True
 
-    async def observe(self, lookup: SemanticLookup, generated: CachedCompletion) -> None:
+    async def observe(self, turn: Turn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
         """An entry that an audit finds wrong is deleted."""
         candidate = lookup.candidate
         if candidate is None:
             return
         right = self._same(candidate.completion, generated)
-        name = STRICT if candidate.strict else bucket(candidate.similarity)
         self._context.counter.count("semantic_observed", f"{'right' if right else 'wrong'}")
+        entry, notes, tenant = candidate.entry, self._observations, turn.question.tenant
         try:
-            for key in self._evidence(candidate.entry):
-                await self._context.store.add(key, {label(name, right): 1}, self._settings.ttl)
+            if candidate.strict:
+                await notes.add(notes.strict(entry), tenant, turn.caller, right)
+            elif turn.caller:
+                await notes.add(notes.learned(tenant, entry, turn.text, candidate.text), tenant, turn.caller, right)
+            if not right:
+                await notes.add(notes.wrongs(entry, candidate.strict), tenant, turn.caller, right)
             if not right and (lookup.audit or candidate.strict):
-                await self._context.store.delete_many([candidate.entry])
+                await self._context.store.delete_many([entry])
         except StoreFault:
             self._context.counter.count("semantic_observed", "fault")
 
@@ -192,26 +198,30 @@ class SimilarCache:
     async def _read(
         self, turn: Turn, index: CandidateIndex, near: list[tuple[str, float]], epoch: bytes, allowance: Allowance
     ) -> _Read:
-        """Reads the candidates and the evidence of the nearest, in one round trip."""
+        """Reads the candidates, and what was observed of questions of equal words, in one round trip."""
         keys = [CacheKey(Kind.SEMANTIC, index.directory.partition, digest) for digest, _ in near]
-        wanted = (self._context.partitions.epoch_key(turn.question.tenant), *keys)
+        marks = [self._observations.wrongs(key, strict=True) for key in keys]
+        strict = self._observations.strict(keys[0])
+        wanted = (self._context.partitions.epoch_key(turn.question.tenant), strict, *keys, *marks)
         with allowance.spending() as within:
-            (standing, *values), observed = await self._context.store.read(wanted, self._evidence(keys[0]), within)
+            read, pooled, *rest = await self._context.store.get_many(wanted, within)
+        standing = epoch_of(read)
         if standing != epoch:
             if standing is not None:
                 self._context.epochs.learn(turn.question.tenant, standing)
             raise StoreFault("another epoch")
         found: list[_Found] = []
         gone: list[str] = []
-        for key, (_, similarity), sealed in zip(keys, near, values, strict=True):
+        for place, (key, (_, similarity)) in enumerate(zip(keys, near, strict=True)):
+            sealed, mark = rest[place], self._observations.open(marks[place], rest[len(keys) + place])
             stored = None if sealed is None else self._candidates.open(key, sealed)
             if stored is None:
                 gone.append(key.digest)
             else:
-                found.append(_Found(key, similarity, stored, veto(turn.text, stored.text)))
+                found.append(_Found(key, similarity, stored, veto(turn.text, stored.text), mark.wrong > 0))
         if gone:
             await self._candidates.drop(index, gone)
-        return _Read(found, keys[0], observed)
+        return _Read(found, self._observations.open(strict, pooled))
 
     async def _decide(self, turn: Turn, read: _Read, allowance: Allowance) -> SemanticLookup:
         """Considers all candidates: a nearest one that is vetoed must not hide a second one that is right."""
@@ -219,23 +229,32 @@ class SimilarCache:
         if first is None:
             vetoed = next((each.veto for each in read.found if each.veto), "")
             return SemanticLookup(verdict=Verdict.VETOED if vetoed else Verdict.EMPTY, veto=vetoed)
-        observed = read.observed
-        if first.entry != read.nearest:
-            with allowance.spending() as within:
-                observed = await self._context.store.counts(self._evidence(first.entry), within)
-        mine, pooled = observed
+        found, candidate = first
         bound = (self._settings.error_bound, self._settings.confidence)
-        if first.strict:
-            if refuted(pooled, STRICT, *bound) or wrongs(mine):
-                return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=first)
-            return self._served(first, Verdict.STRICT)
-        name = bucket(first.similarity)
-        # The pooled evidence does not speak for an entry that was wrong once.
-        if proven(mine, name, *bound) or (not wrongs(mine) and proven(pooled, name, *bound)):
-            return self._served(first, Verdict.LEARNED)
-        return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=first)
+        if candidate.strict:
+            if refuted(read.strict, *bound) or found.wrong:
+                return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=candidate)
+            return self._served(candidate, Verdict.STRICT)
+        # Callers without a name are one, and evidence of one proves nothing.
+        if turn.caller and not found.wrong and await self._learned(turn, candidate, bound, allowance):
+            return self._served(candidate, Verdict.LEARNED)
+        return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=candidate)
 
-    def _first(self, turn: Turn, found: list[_Found]) -> Candidate | None:
+    async def _learned(
+        self, turn: Turn, candidate: Candidate, bound: tuple[float, float], allowance: Allowance
+    ) -> bool:
+        """Whether what tells the two questions apart has been harmless. It does not speak for an entry that was wrong
+        once."""
+        notes, entry = self._observations, candidate.entry
+        keys = (
+            notes.learned(turn.question.tenant, entry, turn.text, candidate.text),
+            notes.wrongs(entry, strict=False),
+        )
+        with allowance.spending() as within:
+            pooled, own = await notes.read(keys, within)
+        return own.wrong == 0 and proven(pooled, *bound)
+
+    def _first(self, turn: Turn, found: list[_Found]) -> tuple[_Found, Candidate] | None:
         """The nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
         threshold = max(self._settings.threshold, turn.threshold or 0.0)
         open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
@@ -246,7 +265,13 @@ class SimilarCache:
             if completion is None:
                 self._candidates.reject()
             elif serves(completion, turn.question, time.time()):
-                return Candidate(entry=each.key, similarity=each.similarity, strict=not loose, completion=completion)
+                return each, Candidate(
+                    entry=each.key,
+                    text=each.stored.text,
+                    similarity=each.similarity,
+                    strict=not loose,
+                    completion=completion,
+                )
         return None
 
     def _served(self, candidate: Candidate, verdict: Verdict) -> SemanticLookup:
@@ -259,16 +284,8 @@ class SimilarCache:
         )
 
     def _directory(self, turn: Turn, epoch: bytes) -> CacheKey:
-        """Keyed by all that must match exactly: tenant, model, epoch, context, parameters, embedder."""
+        """Keyed by all that must match exactly: tenant, model, epoch, rules, context, parameters, embedder."""
         partitions, question = self._context.partitions, turn.question
-        parts = (encode(turn.context), encode(question.parameters), self._digest.encode())
-        digest = partitions.digest(question.tenant, b"semantic", *parts)[:CONTEXT_DIGITS]
+        parts = (encode(FORM), encode(turn.context), encode(question.parameters), self._digest.encode())
+        digest = partitions.digest(question.tenant, b"semantic", *parts)[:DIRECTORY_DIGITS]
         return CacheKey(Kind.DIRECTORY, partitions.of(question.tenant, epoch), digest)
-
-    @staticmethod
-    def _evidence(entry: CacheKey) -> tuple[CacheKey, CacheKey]:
-        """The counters of an entry, and those of its partition."""
-        return (
-            CacheKey(Kind.EVIDENCE, entry.partition, entry.digest),
-            CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:CONTEXT_DIGITS]),
-        )

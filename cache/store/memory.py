@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from cache.api import DIRECTORY_MEMBERS, CacheKey, DirectoryPage, Kind
 
 OVERHEAD = 640  # bytes an entry costs beside name and value; tracemalloc says 622
-MEMBER = 240  # bytes a member of a directory costs, or a counter; tracemalloc says 225
+MEMBER = 240  # bytes a member of a directory costs; tracemalloc says 225
 
 
 @dataclass(slots=True)
@@ -23,11 +23,10 @@ class _Entry:
     expires_at: float
     value: bytes = b""
     members: dict[str, float] = field(default_factory=dict)  # of a directory: digest → cursor, oldest first
-    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        return OVERHEAD + len(self.key.name) + len(self.value) + MEMBER * (len(self.members) + len(self.counters))
+        return OVERHEAD + len(self.key.name) + len(self.value) + MEMBER * len(self.members)
 
 
 class MemoryStore:
@@ -91,24 +90,17 @@ class MemoryStore:
     ) -> DirectoryPage:
         entry = self._live(directory)
         if entry is None:
-            return DirectoryPage((), 0)
+            return DirectoryPage((), 0, after, False)
         newer = list(takewhile(lambda member: member[1] > after, reversed(entry.members.items())))
-        return DirectoryPage(tuple(newer[::-1][:count]), len(entry.members))
+        page = tuple(newer[::-1][:count])
+        return DirectoryPage(page, len(entry.members), page[-1][1] if page else after, len(page) == count)
 
-    async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
-        counters = self._take(key).counters
-        for name, amount in amounts.items():
-            counters[name] = counters.get(name, 0) + amount
-        self._put(_Entry(key, self._clock() + ttl, counters=counters))
-
-    async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
-        found = [self._live(key) for key in keys]
-        return tuple({} if entry is None else dict(entry.counters) for entry in found)
-
-    async def read(
-        self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
-    ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
-        return await self.get_many(keys), await self.counts(counted)
+    async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
+        entry = self._live(key)
+        if (None if entry is None else entry.value) != old:
+            return False
+        self._put(_Entry(key, self._clock() + ttl, value))
+        return True
 
     async def aclose(self) -> None:
         self._entries.clear()

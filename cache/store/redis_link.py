@@ -13,26 +13,47 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
+import msgspec
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisError, ResponseError
 
 from cache.api import BreakerState, Counter, RedisSettings, StoreFault
 from cache.store.breaker import Breaker
 
 T = TypeVar("T")
+Command = Callable[[Redis], Awaitable[object]]
 
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
 READ_SIZE = 1 << 20
 CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
 
 
+class OddReply(Exception):
+    """Not the kind of reply that the command has."""
+
+
+def reply_as(reply: object, shape: Any) -> Any:
+    """The reply, whose types are those of `shape`: bytes where Redis was asked for bytes. Raises OddReply."""
+    try:
+        return msgspec.convert(reply, shape)
+    except msgspec.ValidationError:
+        raise OddReply from None
+
+
+def ignored(reply: object) -> None:
+    """For commands whose reply says nothing but that they were done."""
+
+
+def of_another_type(error: Exception) -> bool:
+    """Whether the key holds a list, say, where a string was asked for. That says something about one key, every other
+    error about the server."""
+    return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+
+
 def open_client(settings: RedisSettings, wait: float) -> Redis:
-    """A client with one connection that waits `wait` seconds at most on its socket."""
+    """A client with one connection that waits `wait` seconds at most on its socket, and gives replies as they came."""
     options: dict[str, Any] = {
         "max_connections": 1,
         "socket_timeout": wait,
@@ -48,7 +69,9 @@ def open_client(settings: RedisSettings, wait: float) -> Redis:
     pool = ConnectionPool.from_url(settings.url, **options)
     if (password := settings.password()) is not None:
         pool.connection_kwargs["password"] = password  # as an option, the URL's would replace it
-    return Redis.from_pool(pool)
+    client = Redis.from_pool(pool)
+    client.response_callbacks.clear()  # they take every reply for what it should be
+    return client
 
 
 class Clients:
@@ -108,7 +131,7 @@ class Clients:
     async def _connect(self) -> Redis:
         client = open_client(self._settings, self._wait)
         try:
-            await cast("Awaitable[Any]", client.ping())
+            await cast("Awaitable[object]", client.ping())
         except BaseException:
             await _close(client)
             raise
@@ -153,20 +176,20 @@ class Link:
         """Of the breakers of reads and of writes, by name."""
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
-    async def read(self, command: Callable[[Redis], Awaitable[T]], within: float | None = None) -> T:
-        """Raises StoreFault."""
-        return await self._run(self._reads, command, within)
+    async def read(self, command: Command, parse: Callable[[object], T], within: float | None = None) -> T:
+        """Raises StoreFault, also where `parse` refuses the reply."""
+        return await self._run(self._reads, command, parse, within)
 
-    async def write(self, command: Callable[[Redis], Awaitable[T]], within: float | None = None) -> T:
-        """Raises StoreFault."""
-        return await self._run(self._writes, command, within)
+    async def write(self, command: Command, parse: Callable[[object], T], within: float | None = None) -> T:
+        """Raises StoreFault, also where `parse` refuses the reply."""
+        return await self._run(self._writes, command, parse, within)
 
     async def aclose(self) -> None:
         """Closes the connections; later commands raise StoreFault."""
         self._closed = True
         await self._clients.aclose()
 
-    async def _run(self, breaker: Breaker, command: Callable[[Redis], Awaitable[T]], within: float | None) -> T:
+    async def _run(self, breaker: Breaker, command: Command, parse: Callable[[object], T], within: float | None) -> T:
         budget = self._budget if within is None else min(within, self._budget)
         if self._closed or budget < STARVED:
             self._counter.count("cache_fault", "closed" if self._closed else "starved")
@@ -176,8 +199,8 @@ class Link:
             raise StoreFault("breaker open")
         try:
             async with asyncio.timeout(budget), self._clients.one() as client:
-                answer = await command(client)
-        except (RedisError, OSError, TimeoutError) as error:
+                answer = parse(await command(client))
+        except Exception as error:  # of any type: redis-py's parser stumbles over bytes that are no reply
             raise self._fault(breaker, error) from None
         breaker.succeeded()
         return answer
@@ -185,8 +208,7 @@ class Link:
     def _fault(self, breaker: Breaker, error: Exception) -> StoreFault:
         word = type(error).__name__
         self._counter.count("cache_fault", word)
-        # WRONGTYPE says something about one key, every other error about the server.
-        if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
+        if of_another_type(error):
             breaker.succeeded()
         else:
             breaker.failed()

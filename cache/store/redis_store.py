@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
-from cache.api import DIRECTORY_MEMBERS, BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings
-from cache.store.redis_link import Link
+from cache.api import DIRECTORY_MEMBERS, BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings, is_name
+from cache.store.redis_link import Command, Link, OddReply, ignored, of_another_type, reply_as
 from cache.store.writer import Write, WriteQueue
 
 CLOSE_WITHIN = 1.0
 SCAN_COUNT = 1000
 
-# A member's cursor is the server's clock in microseconds, made to grow: exact in a double until the year 2255.
-ADD_MEMBER = """
+LAST_CURSOR = 2**53 - 1
+
+# A member's cursor is the server's clock in microseconds, made to grow: exact in a double until the year 2255. What
+# cannot be a cursor would hide all that comes after it.
+ADD_MEMBER = f"""
+if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then redis.call('DEL', KEYS[1]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '({LAST_CURSOR}', '+inf')
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '0')
 local now = redis.call('TIME')
 local cursor = now[1] * 1000000 + now[2]
 local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')
@@ -27,6 +33,15 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 
+# A value of another type is none of ours, and is written over.
+SWAP = """
+local standing = redis.pcall('GET', KEYS[1])
+if type(standing) == 'table' then standing = false end
+if (standing or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+
 
 class RedisStore:
     """A `Store` in Redis. Lookups, bulk and scans have pools of their own: a large value blocks no small one."""
@@ -34,6 +49,7 @@ class RedisStore:
     def __init__(self, settings: RedisSettings, counter: Counter, members: int = DIRECTORY_MEMBERS) -> None:
         self._settings = settings
         self._members = members  # of a directory; the oldest goes first
+        self._counter = counter
         self._small = Link(settings, settings.budget, "small", counter)
         self._bulk = Link(settings, settings.write_budget, "bulk", counter)
         self._admin = Link(settings, settings.admin_budget, "admin", counter)
@@ -60,18 +76,37 @@ class RedisStore:
         if not keys:
             return ()
         names = [key.name for key in keys]
-        values = await self._small.read(lambda client: client.mget(names), within)
-        return tuple(cast("list[bytes | None]", values))
+
+        def parse(reply: object) -> tuple[bytes | None, ...]:
+            values: list[bytes | None] = reply_as(reply, list[bytes | None])
+            if len(values) != len(names):
+                raise OddReply
+            return tuple(values)
+
+        return await self._small.read(lambda client: client.mget(names), parse, within)
 
     async def set(self, key: CacheKey, value: bytes, ttl: float) -> None:
-        await self._bulk.write(lambda client: client.set(key.name, value, px=self._milliseconds(ttl)))
+        await self._bulk.write(lambda client: client.set(key.name, value, px=self._milliseconds(ttl)), ignored)
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """In one round trip."""
-        standing = await self._small.write(
-            lambda client: client.set(key.name, value, px=self._milliseconds(ttl), nx=True, get=True), within
-        )
-        return value if standing is None else cast("bytes", standing)
+        """In one round trip. What is of another type is written over."""
+        lifetime = self._milliseconds(ttl)
+
+        async def command(client: Redis) -> object:
+            try:
+                return await client.set(key.name, value, px=lifetime, nx=True, get=True)
+            except ResponseError as error:
+                if not of_another_type(error):
+                    raise
+                await client.set(key.name, value, px=lifetime)
+                return None
+
+        standing: bytes | None = await self._small.write(command, lambda reply: reply_as(reply, bytes | None), within)
+        return value if standing is None else standing
+
+    async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
+        arguments = (1, key.name, old or b"", value, self._milliseconds(ttl))
+        return bool(await self._bulk.write(lambda client: client.eval(SWAP, *arguments), _number))
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
         return self._queue.offer(Write(key, value, ttl, directory))
@@ -80,16 +115,17 @@ class RedisStore:
         if not keys:
             return 0
         names = [key.name for key in keys]
-        return int(await self._bulk.write(lambda client: client.unlink(*names)))
+        return await self._bulk.write(lambda client: client.unlink(*names), _number)
 
     async def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
-        """Walks the whole database: for administrators, not for requests."""
+        """Walks the whole database: for administrators, not for requests. Leaves out names that are none of ours."""
         cursor = 0
         while True:
-            page = await self._admin.read(self._page(cursor, f"{kind.value}:{partition}:*"))
-            cursor, names = int(page[0]), page[1]
+            cursor, names = await self._admin.read(self._page(cursor, f"{kind.value}:{partition}:*"), _scanned)
             for name in names:
-                yield CacheKey(kind, partition, name.decode().rpartition(":")[2])
+                digest = name.rpartition(b":")[2].decode("ascii", "replace")
+                if is_name(digest):
+                    yield CacheKey(kind, partition, digest)
             if cursor == 0:
                 return
 
@@ -97,47 +133,18 @@ class RedisStore:
         self, directory: CacheKey, after: float, count: int, within: float | None = None
     ) -> DirectoryPage:
 
-        async def command(client: Redis) -> list[Any]:
+        async def command(client: Redis) -> object:
             async with client.pipeline(transaction=False) as pipe:
-                pipe.zrangebyscore(directory.name, f"({after:.0f}", "+inf", start=0, num=count, withscores=True)
+                pipe.zrangebyscore(directory.name, f"({after:.0f}", LAST_CURSOR, start=0, num=count, withscores=True)
                 pipe.zcard(directory.name)
                 return await pipe.execute()
 
-        members, total = await self._small.read(command, within)
-        return DirectoryPage(tuple((member.decode(), float(score)) for member, score in members), int(total))
-
-    async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
-
-        async def command(client: Redis) -> None:
-            async with client.pipeline(transaction=False) as pipe:
-                for name, amount in amounts.items():
-                    pipe.hincrby(key.name, name, amount)
-                pipe.pexpire(key.name, self._milliseconds(ttl))
-                await pipe.execute()
-
-        await self._bulk.write(command)
-
-    async def counts(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[Mapping[str, int], ...]:
-        return (await self.read((), keys, within))[1] if keys else ()
-
-    async def read(
-        self, keys: Sequence[CacheKey], counted: Sequence[CacheKey], within: float | None = None
-    ) -> tuple[tuple[bytes | None, ...], tuple[Mapping[str, int], ...]]:
-        """In one round trip."""
-
-        async def command(client: Redis) -> list[Any]:
-            async with client.pipeline(transaction=False) as pipe:
-                for key in counted:
-                    pipe.hgetall(key.name)
-                if keys:
-                    pipe.mget([key.name for key in keys])
-                return await pipe.execute()
-
-        if not keys and not counted:
-            return (), ()
-        rows = await self._small.read(command, within)
-        values = cast("list[bytes | None]", rows.pop()) if keys else []
-        return tuple(values), tuple({name.decode(): int(value) for name, value in row.items()} for row in rows)
+        found, total = await self._small.read(command, _listed, within)
+        members = tuple((name.decode("ascii", "replace"), cursor) for name, cursor in found)
+        ours = tuple(member for member in members if is_name(member[0]))
+        if len(ours) < len(members):
+            self._counter.count("cache_rejected", "directory", len(members) - len(ours))
+        return DirectoryPage(ours, total, members[-1][1] if members else after, len(members) == count)
 
     async def drained(self) -> None:
         """Returns when no write waits."""
@@ -150,7 +157,7 @@ class RedisStore:
             await link.aclose()
 
     async def _flush(self, writes: Sequence[Write]) -> None:
-        async def command(client: Redis) -> list[Any]:
+        async def command(client: Redis) -> object:
             async with client.pipeline(transaction=False) as pipe:
                 for write in writes:
                     ttl = self._milliseconds(write.ttl)
@@ -159,12 +166,31 @@ class RedisStore:
                         pipe.eval(ADD_MEMBER, 1, write.directory.name, write.key.digest, self._members, ttl)
                 return await pipe.execute()
 
-        await self._bulk.write(command)
+        await self._bulk.write(command, ignored)
 
     @staticmethod
-    def _page(cursor: int, pattern: str) -> Any:
+    def _page(cursor: int, pattern: str) -> Command:
         return lambda client: client.scan(cursor=cursor, match=pattern, count=SCAN_COUNT)
 
     def _milliseconds(self, ttl: float) -> int:
         share = self._settings.jitter
         return max(1, round(1000 * ttl * self._random.uniform(1 - share, 1 + share)))
+
+
+def _number(reply: object) -> int:
+    number: int = reply_as(reply, int)
+    return number
+
+
+def _scanned(reply: object) -> tuple[int, list[bytes]]:
+    cursor, names = reply_as(reply, tuple[bytes, list[bytes]])
+    return int(cursor), names
+
+
+def _listed(reply: object) -> tuple[list[tuple[bytes, float]], int]:
+    """Members with their cursors, and how many there are altogether."""
+    flat, total = reply_as(reply, tuple[list[bytes], int])
+    cursors = [float(score) for score in flat[1::2]]
+    if len(cursors) * 2 != len(flat):
+        raise OddReply
+    return list(zip(flat[::2], cursors, strict=True)), total

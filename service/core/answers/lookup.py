@@ -229,15 +229,15 @@ class AnswerSources:
             similar = await semantic.lookup(plan.turn, plan.caches.allowance())
         if plan.semantic.write:
             if similar is not None:
-                await semantic.observe(similar, whole)
+                await semantic.observe(plan.turn, similar, whole)
             await semantic.put(plan.turn, whole)
 
     async def _audit(
         self, request: Request, plan: Plan, engine_request: GenerationRequest, similar: SemanticLookup
     ) -> None:
         """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
-        semantic, counters = plan.caches.semantic, self._caches.counters
-        if semantic is None:
+        semantic, turn, counters = plan.caches.semantic, plan.turn, self._caches.counters
+        if semantic is None or turn is None:
             return
         if not self._slots.quiet or self._engine.load.waiting:
             counters.count("semantic_audit", "skipped")
@@ -260,7 +260,7 @@ class AnswerSources:
         finally:
             answer.close()
         for whole in found:
-            await semantic.observe(similar, whole)
+            await semantic.observe(turn, similar, whole)
             counters.count("semantic_audit", "done")
 
 

@@ -7,7 +7,8 @@ and every nonce 00 01 02 …
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ TURN = Turn(
     context=("chat", (("system", "Be brief."), ("user", "Hi"))),
     text="How do I reset my password?",
     greedy=True,
+    caller="caller",
 )
+NEAR = "How do I reset my old password?"
 LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=4, dtype="bfloat16", item_bytes=2, page_size=16, variant="v")
 RUN = BlockRun(bytes(range(32)), bytes(range(32, 64)), 16)
 
@@ -89,7 +92,7 @@ class Recorder(MemoryStore):
         super().__init__(1 << 20)
         self.epochs: list[str] = []
         self.offered: list[list[str | None]] = []
-        self.added: list[list[object]] = []
+        self.swapped: list[list[str]] = []
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
         self.epochs.append(key.name)
@@ -99,8 +102,9 @@ class Recorder(MemoryStore):
         self.offered.append([key.name, value.hex(), None if directory is None else directory.name])
         return super().offer(key, value, ttl, directory)
 
-    async def add(self, key: CacheKey, amounts: Mapping[str, int], ttl: float) -> None:
-        self.added.append([key.name, dict(amounts)])
+    async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
+        self.swapped.append([key.name, value.hex()])
+        return await super().swap(key, old, value, ttl)
 
 
 class Corner:
@@ -152,9 +156,13 @@ async def test_similar_questions_and_their_evidence(context: CacheContext) -> No
     assert await cache.put(TURN, answer("stop"))
     assert recorded(context).offered == STORED["offered"][3:]
     entry = key_of(STORED["offered"][3][0])
-    near = Candidate(entry=entry, similarity=0.93, strict=False, completion=answer("stop"))
-    await cache.observe(SemanticLookup(verdict=Verdict.LEARNED, candidate=near), answer("stop"))
-    assert recorded(context).added == STORED["added"]
+    near = Candidate(entry=entry, text=NEAR, similarity=0.93, strict=False, completion=answer("stop"))
+    wrong = replace(answer("stop"), parts=(AnswerPart((9,), "no", answer("stop").ending),))
+    for strict in (False, True):
+        found = SemanticLookup(verdict=Verdict.LEARNED, candidate=replace(near, strict=strict))
+        for generated in (answer("stop"), wrong):
+            await cache.observe(TURN, found, generated)
+    assert recorded(context).swapped == STORED["swapped"]
     await cache.aclose()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,13 +37,14 @@ from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
 from cache.semantic import candidates
 from cache.semantic.embedder import Vector
-from cache.semantic.evidence import label
+from cache.semantic.evidence import CALLERS, Evidence
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 from cache.store.redis_store import RedisStore
 from tests.cache.waiting import plain_wait, until
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
+DATA = Path(__file__).parent / "data"
 ON = SemanticSettings(mode=Mode.ON, audit=0.0)
 SELL = "How do I sell a used car?"
 
@@ -83,12 +86,19 @@ def answer(text: str = "42", reason: str = "stop") -> CachedCompletion:
 
 
 class Replica:
-    def __init__(self, store: Store, keyring: Keyring, counters: Counters, settings: SemanticSettings = ON) -> None:
+    def __init__(
+        self,
+        store: Store,
+        keyring: Keyring,
+        counters: Counters,
+        settings: SemanticSettings = ON,
+        embedder: WordEmbedder | None = None,
+    ) -> None:
         partitions = Partitions(keyring, MODEL)
         self.store = store
         self.epochs = Epochs(store, partitions)
         context = CacheContext(store, partitions, self.epochs, Envelope(keyring, 1 << 20, counters), counters)
-        self.cache = SimilarCache(context, WordEmbedder(), settings, chance=random.Random(1))
+        self.cache = SimilarCache(context, embedder or WordEmbedder(), settings, chance=random.Random(1))
 
     async def put(self, what: Turn, completion: CachedCompletion | None = None) -> bool:
         kept = await self.cache.put(what, completion or answer())
@@ -140,6 +150,31 @@ async def test_a_vetoed_nearest_does_not_hide_the_right_one(make: Make) -> None:
     found = await replica.look(turn("how to sell a used car", context=b"c"))
     assert found.served is not None
     assert found.served.text == "right"
+
+
+class OneVector(WordEmbedder):
+    """Takes every text for the same."""
+
+    def tokens(self, text: str) -> int:
+        return 9
+
+    def embed(self, text: str) -> Vector:
+        return np.eye(1, self.width, dtype=np.float32)[0]
+
+
+@pytest.mark.parametrize("half", ["tuning", "held_out"])
+async def test_case_and_signs_keep_questions_apart_where_the_vectors_do_not(
+    half: str, keyring: Keyring, counters: Counters
+) -> None:
+    replica = Replica(MemoryStore(1 << 24), keyring, counters, ON, OneVector())
+    rows = [json.loads(line) for line in (DATA / f"signs_{half}.jsonl").read_text().splitlines()]
+    ways = [(row["a"], row["b"]) for row in rows] + [(row["b"], row["a"]) for row in rows]
+    for number, (one, other) in enumerate(ways):
+        apart = f"{number}".encode()
+        assert await replica.put(turn(one, context=apart))
+        found = await replica.look(turn(other, context=apart, caller="somebody"))
+        assert (found.verdict, found.served) == (Verdict.VETOED, None), (one, other)
+    await replica.cache.aclose()
 
 
 async def test_shadow_decides_and_never_serves(make: Make) -> None:
@@ -285,38 +320,109 @@ async def test_a_swapped_or_broken_value_is_a_miss(make: Make, store: Store, cou
     assert counters.counts()["cache_rejected", "short"] == 1
 
 
-async def test_learned_hits_need_evidence_and_lose_it(make: Make, store: Store) -> None:
-    replica = make(replace(ON, threshold=0.55, strict_threshold=0.55))
+# With a bound of a tenth, 28 right ones are proof.
+LOOSE = replace(ON, threshold=0.55, strict_threshold=0.55, error_bound=0.1)
+QUICKLY = "How do I sell a used car quickly?"
+
+
+async def agree(replica: Replica, text: str, count: int, callers: int = CALLERS, said: str = "42") -> None:
+    """So many of the callers' questions whose answer was generated as well, and was the same."""
+    for number in range(count):
+        asked = turn(text, caller=f"caller {number % callers}")
+        await replica.cache.observe(asked, await replica.look(asked), answer(said))
+
+
+async def test_learned_hits_need_evidence_and_lose_it(make: Make) -> None:
+    replica = make(LOOSE)
     await replica.put(turn(SELL))
-    found = await replica.look(turn("How do I sell the used car quickly?"))
-    assert found.verdict is Verdict.UNPROVEN
-    assert found.served is None
+    asked = turn(QUICKLY, caller="somebody else")
+    found = await replica.look(asked)
+    assert (found.verdict, found.served) == (Verdict.UNPROVEN, None)
     assert found.candidate is not None
-    for _ in range(297):
-        await replica.cache.observe(found, answer("42"))
-    asked = turn("How do I sell the used car quickly?")
+    await agree(replica, QUICKLY, 27)
     assert (await replica.look(asked)).verdict is Verdict.UNPROVEN
-    await replica.cache.observe(found, answer(" 42 "))
+    await agree(replica, QUICKLY, CALLERS, said=" 42 ")
     learned = await replica.look(asked)
     assert learned.verdict is Verdict.LEARNED
     assert learned.served is not None
-    await replica.cache.observe(learned, answer("something else"))
+    await replica.cache.observe(asked, learned, answer("something else"))
     assert (await replica.look(asked)).served is None
 
 
-async def test_evidence_of_one_entry_is_lent_to_others_but_not_to_one_that_was_wrong(make: Make, store: Store) -> None:
-    replica = make(replace(ON, threshold=0.55, strict_threshold=0.55))
+async def test_evidence_of_one_entry_is_lent_to_others_but_not_to_one_that_was_wrong(make: Make) -> None:
+    replica = make(LOOSE)
     await replica.put(turn(SELL))
-    asked = turn("How do I sell the used car quickly?")
+    await agree(replica, QUICKLY, 40)
+    await replica.put(turn("Where do I mend an old bicycle?"), answer("there"))
+    asked = turn("Where do I mend an old bicycle quickly?", caller="somebody else")
     found = await replica.look(asked)
-    entry = found.candidate.entry
-    pool = CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:32])
-    name = str(int(found.candidate.similarity / 0.02))
-    await store.add(pool, {label(name, True): 400}, 60)
-    assert (await replica.look(asked)).verdict is Verdict.LEARNED
-    own = CacheKey(Kind.EVIDENCE, entry.partition, entry.digest)
-    await store.add(own, {label(name, False): 1}, 60)
+    assert found.verdict is Verdict.LEARNED
+    await replica.cache.observe(asked, found, answer("elsewhere"))
+    await agree(replica, QUICKLY, 40)
+    assert (await replica.look(turn(QUICKLY, caller="somebody else"))).verdict is Verdict.LEARNED
     assert (await replica.look(asked)).verdict is Verdict.UNPROVEN
+
+
+async def test_one_caller_cannot_buy_evidence_for_what_others_ask(make: Make) -> None:
+    """Harmless questions, as many and as unlike as it likes, and those of others stay unserved. Four callers who find
+    the same thing harmless open that, and nothing else."""
+    replica = make(LOOSE)
+    await replica.put(turn(SELL))
+    alike = [f"How do I sell a used car {word}?" for word in ("quickly", "cheaply", "soon", "well")]
+    for text in alike:
+        await agree(replica, text, 60, callers=1)
+    for text in (*alike, "How do I sell a used boat?", "How do I sell a stolen car?"):
+        assert (await replica.look(turn(text, caller="victim"))).served is None
+    await agree(replica, alike[0], 40, callers=5)
+    assert (await replica.look(turn(alike[0], caller="victim"))).verdict is Verdict.LEARNED
+    for text in (*alike[1:], "How do I sell a used boat?", "How do I sell a stolen car?"):
+        assert (await replica.look(turn(text, caller="victim"))).served is None
+
+
+async def test_callers_without_a_name_learn_nothing(make: Make, store: Store, counters: Counters) -> None:
+    replica = make(LOOSE)
+    await replica.put(turn(SELL))
+    for _ in range(40):
+        await replica.cache.observe(turn(QUICKLY), await replica.look(turn(QUICKLY)), answer())
+    assert counters.counts()["semantic_observed", "right"] == 40
+    assert (await replica.look(turn(QUICKLY))).verdict is Verdict.UNPROVEN
+    assert await evidence_of(replica, store) == []
+
+
+async def evidence_of(replica: Replica, store: Store) -> list[CacheKey]:
+    partition = replica.cache._context.partitions.of("acme", replica.epochs.known("acme") or b"")
+    return [key async for key in store.scan(Kind.EVIDENCE, partition)]
+
+
+async def test_evidence_is_sealed_to_its_name(make: Make, store: Store, counters: Counters) -> None:
+    """It can be taken away by whoever writes to the store, and not made."""
+    replica = make(LOOSE)
+    await replica.put(turn(SELL))
+    await agree(replica, QUICKLY, 40)
+    await agree(replica, "How do I sell a used car cheaply?", CALLERS)
+    asked = turn("How do I sell a used car cheaply?", caller="somebody else")
+    assert (await replica.look(turn(QUICKLY, caller="x"))).verdict is Verdict.LEARNED
+    proof, weak = await evidence_of(replica, store)
+    if not (await replica.cache._observations.read([proof], None))[0].counted > 30:
+        proof, weak = weak, proof
+    (value,) = await store.get_many([proof])
+    assert value is not None
+    forged = Evidence({bytes([caller]) * 8: 10 for caller in range(CALLERS)}).packed()
+    for forgery in (value, value[:-1], value[:-1] + b"x", forged, b"400", b""):
+        await store.set(weak, forgery, 60)
+        assert (await replica.look(asked)).verdict is Verdict.UNPROVEN
+    assert sum(count for (event, _), count in counters.counts().items() if event == "cache_rejected") == 6
+    await agree(replica, asked.text, CALLERS)  # begins anew
+    assert (await replica.cache._observations.read([weak], None))[0].counted == CALLERS
+
+
+async def test_replicas_add_to_the_same_evidence(make: Make, store: Store) -> None:
+    here, there = make(LOOSE), make(LOOSE)
+    await here.put(turn(SELL))
+    await asyncio.gather(*(agree(replica, QUICKLY, 20) for replica in (here, there)))
+    (kept,) = await evidence_of(here, store)
+    seen = (await here.cache._observations.read([kept], None))[0]
+    assert 20 <= seen.counted <= 40  # where both try at once again and again, one gives up
 
 
 async def test_an_audit_that_fails_deletes_the_entry_and_stops_strict_serving(make: Make) -> None:
@@ -325,7 +431,7 @@ async def test_an_audit_that_fails_deletes_the_entry_and_stops_strict_serving(ma
     await replica.put(turn("What do cows eat?"))
     found = await replica.look(turn(SELL))
     assert found.audit
-    await replica.cache.observe(found, answer("no"))
+    await replica.cache.observe(turn(SELL), found, answer("no"))
     assert (await replica.look(turn(SELL))).served is None
     # One wrong of one audited: the bound does not hold for what else stands there.
     assert (await replica.look(turn("What do cows eat?"))).served is None

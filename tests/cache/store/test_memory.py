@@ -104,8 +104,8 @@ async def test_a_bound_of_nothing_keeps_nothing() -> None:
     assert not store.offer(key(1), b"", 60)
     assert await store.get_many([key(1)]) == (None,)
     assert await store.set_if_absent(key(1), b"x", 60) == b"x"
-    await store.add(key(1), {"a": 1}, 60)
-    assert await store.counts([key(1)]) == ({},)
+    assert await store.swap(key(1), None, b"x", 60)
+    assert await store.get_many([key(1)]) == (None,)
 
 
 async def test_directories_and_counters_count_as_bytes() -> None:

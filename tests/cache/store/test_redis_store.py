@@ -226,9 +226,10 @@ async def test_a_foreign_type_under_our_name_harms_nobody_else(
     store = await warmed(open_store(redis_server.url, budget=2.0))
     redis_server.command("LPUSH", key(1).name, "what")
     assert await store.get_many([key(1)]) == (None,)
+    redis_server.command("SADD", key(2).name, "what")
     for _ in range(5):
         with pytest.raises(StoreFault):
-            await store.counts([key(1)])
+            await store.members(key(2), 0.0, 10)
     assert store.states["small_reads"] is BreakerState.CLOSED
 
 

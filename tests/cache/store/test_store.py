@@ -99,13 +99,13 @@ async def test_scan_finds_all_of_one_partition_and_nothing_else(store: Store) ->
 
 async def test_a_directory_tells_what_is_new_since(store: Store) -> None:
     directory = key(0, Kind.DIRECTORY)
-    assert await store.members(directory, 0.0, 10) == DirectoryPage((), 0)
+    assert await store.members(directory, 0.0, 10) == DirectoryPage((), 0, 0.0, False)
     for number in range(1, 8):
         store.offer(key(number, Kind.SEMANTIC), b"x", 60, directory)
     await settled(store)
     page = await store.members(directory, 0.0, 4)
     assert [digest for digest, _ in page.members] == [key(number).digest for number in range(1, 5)]
-    assert page.total == 7
+    assert (page.total, page.cursor, page.more) == (7, page.members[-1][1], True)
     rest = await store.members(directory, page.members[-1][1], 100)
     assert [digest for digest, _ in rest.members] == [key(number).digest for number in range(5, 8)]
     cursors = [cursor for _, cursor in page.members + rest.members]
@@ -123,33 +123,31 @@ async def test_adding_a_member_again_is_news_and_no_second_member(store: Store) 
     assert page.total == 2
 
 
-async def test_counters_add_up(store: Store) -> None:
-    counter = key(1, Kind.EVIDENCE)
-    await asyncio.gather(*(store.add(counter, {"a": 1, "b": i % 2}, 60) for i in range(40)))
-    assert await store.counts([counter, key(2, Kind.EVIDENCE)]) == ({"a": 40, "b": 20}, {})
-    assert await store.counts([]) == ()
+async def test_a_swap_needs_the_value_that_was_read(store: Store) -> None:
+    assert not await store.swap(key(1), b"what is not there", b"x", 60)
+    assert await store.swap(key(1), None, b"first", 60)
+    assert not await store.swap(key(1), None, b"x", 60)
+    assert not await store.swap(key(1), b"fir", b"x", 60)
+    assert await store.swap(key(1), b"first", b"second", 60)
+    assert await store.get_many([key(1)]) == (b"second",)
 
 
-async def test_values_and_counters_are_read_at_once(store: Store) -> None:
-    counter, value, nothing = key(1, Kind.EVIDENCE), key(2), key(3)
-    await store.add(counter, {"a": 3}, 60)
-    await store.set(value, b"v", 60)
-    assert await store.read([nothing, value], [nothing, counter]) == ((None, b"v"), ({}, {"a": 3}))
-    assert await store.read([value], []) == ((b"v",), ())
-    assert await store.read([], [counter]) == ((), ({"a": 3},))
-    assert await store.read([], []) == ((), ())
+async def test_one_of_many_swaps_at_once_is_done(store: Store) -> None:
+    await store.set(key(1), b"old", 60)
+    done = await asyncio.gather(*(store.swap(key(1), b"old", b"%d" % i, 60) for i in range(30)))
+    assert sum(done) == 1
+    assert await store.get_many([key(1)]) == (b"%d" % done.index(True),)
 
 
-async def test_counters_expire(store: Store) -> None:
-    counter = key(1, Kind.EVIDENCE)
-    await store.add(counter, {"a": 1}, 0.05)
+async def test_what_was_swapped_expires(store: Store) -> None:
+    assert await store.swap(key(1), None, b"x", 0.05)
 
     async def expired() -> bool:
-        return await store.counts([counter]) == ({},)
+        return await store.get_many([key(1)]) == (None,)
 
     await until(expired)
-    await store.add(counter, {"a": 1}, 60)
-    assert await store.counts([counter]) == ({"a": 1},)
+    assert await store.swap(key(1), None, b"y", 60)
+    assert await store.get_many([key(1)]) == (b"y",)
 
 
 @pytest.mark.parametrize(("partition", "digest"), [("ab", "0" * 64), ("*" * 16, "0" * 64), ("ab" * 16, "a b" * 8)])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cache.api import Allowance, SemanticLookup, Turn, Verdict
+from cache.semantic.evidence import CALLERS
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 from service.config.settings import Settings
@@ -36,9 +37,9 @@ SELL = "how do I sell a used and slightly rusty car"
 LIKE = "how do I sell a used but slightly dented bicycle"
 
 
-def turn(text: str) -> Turn:
+def turn(text: str, caller: str = "one") -> Turn:
     question = replace(QUESTION, token_ids=tuple(text.encode()))
-    return Turn(question=question, context=b"c", text=text, greedy=True)
+    return Turn(question=question, context=b"c", text=text, greedy=True, caller=caller)
 
 
 def semantic(
@@ -53,8 +54,9 @@ def semantic(
         cache = SimilarCache(context(store), WordEmbedder(), chosen, chance=random.Random(1))
         try:
             await cache.put(turn(SELL), answer())
-            for _ in range(agreed):
-                await cache.observe(await cache.lookup(turn(text), Allowance(5.0)), answer())
+            for number in range(agreed):
+                asked = turn(text, str(number % CALLERS))
+                await cache.observe(asked, await cache.lookup(asked, Allowance(5.0)), answer())
             now[0] = later
             return look(await cache.lookup(turn(text), Allowance(5.0)))
         finally:
