@@ -54,7 +54,7 @@ class Generator:
             if self._admission.slots.many_misses or not self._sources.may_know(request):
                 self._admission.slots.check(request.priority, origin.deadline)
             ids = await self._model.encode(request.prompt, facts, origin.deadline)
-            found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin.tenant)
+            found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin)
             ticket.lookup_ended()
             sink = make_sink(found.gather)
             async with self._sources.open(found, origin, sink.batch, sink.room) as source:

@@ -119,6 +119,7 @@ class Origin:
     tenant: str
     arrived_at: float
     deadline: float | None
+    caller: str = ""  # which of the tenant's tokens; empty: all callers look alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Caller:
 
     tenant: str
     rights: frozenset[Right]
+    name: str = ""  # which of the tenant's tokens it is; empty: all callers look alike
 
 
 class NoTokens:

@@ -83,7 +83,7 @@ class Endpoints:
         remaining = context.time_remaining()
         caller = self._guard.authorize(context.invocation_metadata() or (), right)
         deadline = None if remaining is None else now + remaining
-        return Call(context, Origin(caller.tenant, now, deadline))
+        return Call(context, Origin(caller.tenant, now, deadline, caller.name))
 
 
 async def abort_with(error: Exception, context: Context, resources: ResourceTypes | None = None) -> NoReturn:

@@ -152,7 +152,9 @@ def _entry(entry: object, where: str) -> tuple[bytes, Caller]:
     known = [right.value for right in Right]
     if not isinstance(rights, list) or not rights or not all(right in known for right in rights):
         raise BadSettings(f"{where}: rights are not a list of {', '.join(known)}")
-    return bytes.fromhex(digest), Caller(tenant, frozenset(Right(right) for right in rights))
+    token = bytes.fromhex(digest)
+    name = hashlib.sha256(b"caller" + token).hexdigest()[:16]
+    return token, Caller(tenant, frozenset(Right(right) for right in rights), name)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

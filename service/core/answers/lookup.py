@@ -95,7 +95,7 @@ class AnswerSources:
         )
         return cacheable(request) and any(access.read for access in accesses)
 
-    async def look(self, request: Request, engine_request: GenerationRequest, tenant: str) -> Findings:
+    async def look(self, request: Request, engine_request: GenerationRequest, origin: Origin) -> Findings:
         """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
         begun = time.monotonic()
         caches = self._caches.now()
@@ -103,7 +103,7 @@ class AnswerSources:
             uncached = replace(engine_request, bypass_prefix=True)
             return Findings(request=request, engine_request=uncached, outcome=CacheOutcome(header="off"))
         allowance = caches.allowance()
-        partition = await caches.partition(tenant, allowance)
+        partition = await caches.partition(origin.tenant, allowance)
         # Without a partition nobody can say whose keys and values these are.
         engine_request = replace(
             engine_request,
@@ -115,8 +115,9 @@ class AnswerSources:
         if response == semantic == _NO or not cacheable(request):
             outcome = CacheOutcome(header="off" if response == semantic == _NO else "bypass")
             return Findings(request=request, engine_request=engine_request, outcome=outcome)
-        question = question_of(request, engine_request, tenant)
-        turn = None if semantic == _NO else turn_of(request, question, request.cache.semantic is not None)
+        question = question_of(request, engine_request, origin.tenant)
+        wished = request.cache.semantic is not None
+        turn = None if semantic == _NO else turn_of(request, question, origin.caller, wished)
         plan = Plan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
         return await self._ask_caches(request, engine_request, plan, begun)
 

@@ -47,7 +47,7 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
     )
 
 
-def turn_of(request: Request, question: Question, wished: bool) -> Turn | None:
+def turn_of(request: Request, question: Question, caller: str, wished: bool) -> Turn | None:
     """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
     wished for the semantic cache by name, since a text to be continued means what its last sign or space says: that end
     must be equal."""
@@ -68,5 +68,6 @@ def turn_of(request: Request, question: Question, wished: bool) -> Turn | None:
         context=context,
         text=text,
         greedy=request.sampling.temperature == 0,
+        caller=caller,
         threshold=request.cache.threshold,
     )

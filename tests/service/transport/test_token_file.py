@@ -56,6 +56,15 @@ def test_a_token_stands_for_its_tenant_and_rights(tmp_path: Path) -> None:
     assert tokens.authorize((("authorization", b"bearer secret"),), Right.GENERATE).tenant == "acme"
 
 
+def test_two_tokens_of_a_tenant_are_two_callers(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text(entry(token="one") + entry(token="two"))
+    names = [TokenFile(path).authorize(bearer(token), Right.GENERATE).name for token in ("one", "two", "one")]
+    assert names[0] == names[2] != names[1]
+    assert "" not in names
+    assert not any(name in digest(token) for name in names for token in ("one", "two"))
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -19,8 +19,9 @@ from cache.api import (
     Turn,
     Verdict,
 )
+from engine.api import GenerationRequest, SamplingParams, Stopping
 from service.core.answers.lookup import AnswerSources, Plan
-from service.core.request import Access, CacheUse
+from service.core.request import Access, CacheUse, ChatMessage, ChatPrompt, Origin
 
 QUESTION = Question(tenant="t", token_ids=(1,), parameters=(), max_tokens=9, deterministic=True)
 TURN = Turn(question=QUESTION, context=b"", text="How do I sell a used car?", greedy=True)
@@ -39,6 +40,7 @@ class Asked:
 
     def __init__(self, hit: CachedCompletion | None, remote: bool) -> None:
         self.calls: list[str] = []
+        self.turn = TURN
         self.hit, self.remote = hit, remote
         self.responses = self.semantic = self
 
@@ -50,8 +52,15 @@ class Asked:
         self.calls.append("begin")
         return lambda: self.calls.append("give up")
 
+    def allowance(self) -> Allowance:
+        return Allowance(1.0)
+
+    async def partition(self, tenant: str, allowance: Allowance) -> str:
+        return tenant
+
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
         self.calls.append("lookup")
+        self.turn = turn
         return SemanticLookup(verdict=Verdict.EMPTY)
 
 
@@ -80,3 +89,39 @@ async def test_the_embedder_works_while_a_store_elsewhere_is_asked(
     looked = await sources._ask_caches(request, engine_request, plan, time.monotonic())
     assert caches.calls == calls
     assert (looked.hit is not None) is hit
+
+
+async def test_the_semantic_cache_is_told_which_token_asks() -> None:
+    caches: Any = Asked(None, False)
+    sources = object.__new__(AnswerSources)
+    parts = {
+        "_caches": SimpleNamespace(semantic_mode=Mode.ON, now=lambda: caches),
+        "_switches": SimpleNamespace(on=lambda name: True),
+    }
+    vars(sources).update(parts)
+    sampling = SamplingParams(
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=None,
+    )
+    stops = SimpleNamespace(min_tokens=0, strings=(), token_ids=(), include=False)
+    prompt = ChatPrompt((ChatMessage("user", "How do I sell a used car?"),))
+    request: Any = SimpleNamespace(
+        prompt=prompt,
+        sampling=sampling,
+        seeded=False,
+        stops=stops,
+        output=SimpleNamespace(logprobs=None),
+        cache=CacheUse(),
+        time_budget=None,
+    )
+    asked = GenerationRequest(
+        request_id="r", token_ids=(1,), sampling=sampling, stopping=Stopping(max_tokens=9), arrived_at=0.0
+    )
+    await sources.look(request, asked, Origin("acme", 0.0, None, "token 7"))
+    assert (caches.turn.question.tenant, caches.turn.caller) == ("acme", "token 7")
