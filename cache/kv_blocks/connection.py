@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cache.api import RedisSettings
-from cache.kv_blocks.resp import RespConnection, RespError
+from cache.kv_blocks.resp import ForeignValueError, RespConnection, RespError
 from cache.store.breaker import Breaker
 
 
@@ -34,6 +34,10 @@ class BlockConnection:
                 self._link = RespConnection(self._settings, deadline)
             yield self._link
             whole = True
+        except ForeignValueError:
+            whole = True
+            self.close()  # what is left of the value would be read as the next answer
+            raise
         finally:
             if whole:
                 self._breaker.succeeded()

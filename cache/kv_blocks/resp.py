@@ -17,8 +17,17 @@ class RespError(Exception):
     """An error answer, or bytes that are not RESP."""
 
 
+class ForeignValueError(RespError):
+    """What the key holds is none of ours. It says something about the key, and nothing about the server."""
+
+
+class OtherTypeError(ForeignValueError):
+    """A list, say, where a string was asked for. The connection is as good as before."""
+
+
 class RespConnection:
-    """Connects when made. Every call has a deadline on `time.monotonic`; after any error the connection is useless."""
+    """Connects when made. Every call has a deadline on `time.monotonic`. After any error but OtherTypeError the
+    connection is useless."""
 
     def __init__(self, settings: RedisSettings, deadline: float) -> None:
         parts = urlsplit(settings.url)
@@ -73,15 +82,16 @@ class RespConnection:
 
     def bulk(self, into: memoryview, deadline: float, begin: float | None = None) -> int | None:
         """Reads a value into a buffer and returns its length, None where the key is absent. `begin` is an earlier
-        deadline for its first bytes. Raises RespError where the value does not fit."""
+        deadline for its first bytes. Raises ForeignValueError where the value does not fit, or is no string."""
         line = self._line(deadline if begin is None else begin)
         if line[:1] == b"-":
-            raise RespError(line[1:].split(b" ", 1)[0].decode("ascii", "replace"))
+            word = line[1:].split(b" ", 1)[0].decode("ascii", "replace")
+            raise OtherTypeError(word) if word == "WRONGTYPE" else RespError(word)
         length = self._length(line)
         if length is None:
             return None
         if length > len(into):
-            raise RespError("a value larger than its buffer")
+            raise ForeignValueError("a value larger than its buffer")
         self._fill(into[:length], deadline)
         end = bytearray(2)
         self._fill(memoryview(end), deadline)

@@ -7,13 +7,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from cache.api import BlockLayout, BlockRun, BlockSettings, BreakerState, CacheKey, Counter, Fetched
 from cache.kv_blocks.codec import OVERHEAD, RunCodec
 from cache.kv_blocks.connection import BlockConnection
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.policy import SecondUse
-from cache.kv_blocks.resp import RespConnection, RespError
+from cache.kv_blocks.resp import OtherTypeError, RespConnection, RespError
 from cache.seal.keyring import Keyring
 from cache.store.breaker import Breaker
 
@@ -133,7 +134,7 @@ class RedisBlocks:
                     begins = deadline if place else begin
                     if not self._take(link, keys[place], runs[place], into[place], (begins, deadline)):
                         if place + 1 < len(runs):
-                            link.bulk(memoryview(self._scratch), deadline)
+                            _read_past(link, memoryview(self._scratch), deadline)
                         break
                     arrived += 1
         except (OSError, RespError) as error:
@@ -161,7 +162,11 @@ class RedisBlocks:
         if len(self._scratch) < size:
             self._scratch = bytearray(size)
         begin, deadline = times
-        length = link.bulk(memoryview(self._scratch), deadline, begin)
+        try:
+            length = link.bulk(memoryview(self._scratch), deadline, begin)
+        except OtherTypeError:
+            self._counter.count("block_rejected", "type")
+            length = None
         if length is None or not self._codec.open(key, run, memoryview(self._scratch)[:length], into):
             self._policy.lost(key.name)
             return False
@@ -216,3 +221,9 @@ class RedisBlocks:
         except (OSError, RespError) as error:
             self._counter.count("block_fault", type(error).__name__)
         self._measured = time.monotonic()
+
+
+def _read_past(link: RespConnection, into: memoryview, deadline: float) -> None:
+    """A value that was asked for and is of no use any more."""
+    with suppress(OtherTypeError):
+        link.bulk(into, deadline)

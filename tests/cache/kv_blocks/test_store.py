@@ -379,3 +379,36 @@ def test_a_redis_that_does_not_begin_to_answer_is_a_miss_after_its_budget(make_r
     finally:
         server.resume()
         blocks.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("RPUSH", "x"),
+        ("HSET", "a", "b"),
+        ("ZADD", "1", "x"),
+        ("SET", ""),
+        ("SET", "x" * 50),
+        ("SET", "x" * 200_000),  # longer than any buffer
+    ],
+    ids=["list", "hash", "sorted set", "empty", "short", "long"],
+)
+def test_what_is_no_run_under_its_name_harms_no_other(
+    damage: tuple[str, ...], make_blocks: Make, redis_server: Any, keyring: Keyring, counters: Counters
+) -> None:
+    """Were each of them taken for a sick server, the breaker would keep everybody's runs away."""
+    runs, others = chain(4), chain(4, b"others")
+    blocks = make_blocks()
+    fill(blocks, runs + others)
+    verb, *words = damage
+    for run in runs[1:]:
+        name = RunCodec(keyring, LAYOUT, counters).key(PARTITION, run).name
+        redis_server.command("DEL", name)
+        redis_server.command(verb, name, *words)
+    for _ in range(5):
+        assert fetched(blocks, runs) == [payload(runs[0])]
+        assert fetched(blocks, runs[2:]) == []
+        assert blocks.states["block_reads"] is BreakerState.CLOSED
+    assert fetched(blocks, others) == [payload(run) for run in others]
+    told = counters.counts()
+    assert sum(count for (event, _), count in told.items() if event in ("block_rejected", "block_fault")) == 10

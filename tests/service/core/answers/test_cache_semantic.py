@@ -202,3 +202,33 @@ def test_without_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_without_it_refuses_who_asks_for_it(server: Server) -> None:
     request = ask("x", 1, cache=pb.CacheOptions(semantic=pb.CACHE_MODE_READ_WRITE))
     assert refused(server.generation.Generate, request).code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_what_is_damaged_in_redis_costs_a_hit_and_no_answer(
+    serve: Serve, redis_server: RedisServer, key_file: Path
+) -> None:
+    """A directory member that is no digest, evidence with a field that is no number, and every other key as a list."""
+    flags = (f"--cache.redis-url={redis_server.url}", f"--cache.key-file={key_file}", "--cache.redis-budget=1")
+
+    with serve(*ON, *flags, "--cache.semantic.threshold=0.5") as one:
+        loaded(one)
+        learnt(one, chat(QUESTION))
+        until(lambda: said(one, probe(ALIKE)) == "hit-semantic")
+        (directory,) = redis_server.keys("d:*")
+        redis_server.command("ZADD", directory, "1", b"\xff\xfe", "2", "what", "inf", "0" * 96)
+        assert said(one, probe(ALIKE)) == "hit-semantic"
+        generate(one, chat("How do I reset my old password?"))
+        for name in redis_server.keys("v:*"):
+            redis_server.command("DEL", name)
+            redis_server.command("HSET", name, "47:right", "many")
+        for name in redis_server.keys("*"):
+            assert generate(one, chat(QUESTION))[0].text
+            assert generate(one, probe(ALIKE))[0].text
+            redis_server.command("DEL", name)
+            redis_server.command("RPUSH", name, "what")
+        for _ in range(5):
+            assert generate(one, chat(QUESTION))[0].text
+            assert generate(one, probe(ALIKE))[0].text
+        until(lambda: said(one, probe(ALIKE)) == "hit-semantic")
+        assert one.stop() == 0
+        assert "INTERNAL" not in one.log.read_text()
