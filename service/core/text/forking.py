@@ -31,7 +31,7 @@ from service.core.text.control import (
 
 RETRY = 1.0  # seconds
 _LOAD_SECONDS = 30.0
-_BACKOFF = 1.0  # seconds between two fork servers
+_BACKOFF = (1.0, 60.0)  # seconds between two fork servers: after one that had loaded; at most
 _BACK_SECONDS = 10.0  # that a job waits for the next one
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONHASHSEED")
 _log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class ForkServer:
         self._loaded = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.digest = ""
+        self.served = 0  # fork servers that have loaded
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -138,7 +139,9 @@ class ForkServer:
                 socket.send_fds(self._socket, [encode(command)], descriptors)
 
     async def _supervise(self, first: asyncio.Future[None]) -> None:
+        delay, most = _BACKOFF
         while True:
+            served = self.served
             try:
                 how = await self._live(first)
             except InvalidModel as error:
@@ -149,8 +152,9 @@ class ForkServer:
             if not first.done():
                 first.set_exception(InvalidModel(self._unloadable(how)))
                 return
-            _log.error("the fork server of text processes %s; another is started", how)
-            await asyncio.sleep(_BACKOFF)
+            delay = _BACKOFF[0] if self.served > served else min(2 * delay, most)
+            _log.error("the fork server of text processes %s; another is started in %g s", how, delay)
+            await asyncio.sleep(delay)
 
     def _unloadable(self, how: str) -> str:
         problem = f"{self._configure.model}: the process that loads its tokenizer and chat template {how}"
@@ -195,6 +199,7 @@ class ForkServer:
                         f"{self._configure.model}: the tokenizer is another one now; start the server again"
                     )
                 self.digest = digest
+                self.served += 1
                 self._loaded.set()
             case Unloadable(message=message):
                 raise InvalidModel(message)

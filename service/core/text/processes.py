@@ -6,14 +6,15 @@ torch; add a line `name: "module:function"` to a table like `jobs.KINDS`, and th
 `service.main` passes; call `await processes.run("name", payload, deadline)`. The function raises `jobs.Refusal` with a
 sentence for the caller where the input is at fault.
 
-There are two processes, so that small jobs never wait behind a large one. Each runs one job at a time. A process is
-killed and replaced where a job takes too long or too much memory, or where its caller has gone and it does not end by
-itself within a moment.
+Small jobs have processes of their own, so that they never wait behind a large one. Each process runs one job at a time.
+It is killed and replaced where a job takes too long or too much memory, or where its caller has gone and it does not
+end by itself within a moment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections import Counter
@@ -37,16 +38,20 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one process and what waits for it."""
+    """Of like processes and what waits for them."""
 
+    processes: int
     seconds: float  # a job
-    memory: int  # bytes, beyond the tokenizer
+    memory: int  # bytes a process, beyond the tokenizer
     jobs: int  # that wait
     waiting: int  # bytes of their payloads
 
 
-SMALL_LIMITS = Limits(seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20)
-LARGE_LIMITS = Limits(seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
+_CORES = len(os.sched_getaffinity(0))
+SMALL_LIMITS = Limits(
+    processes=max(1, min(4, _CORES // 4)), seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20
+)
+LARGE_LIMITS = Limits(processes=1, seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
 
 
 class TextProcesses:
@@ -64,8 +69,8 @@ class TextProcesses:
         counted = Counter[str]() if refusals is None else refusals
         self._numbers = {kind: number for number, kind in enumerate(kinds)}
         self._server = ForkServer(Configure(model, tuple(kinds.values()), _LOAD_MEMORY))
-        self._small = _Process(self._server, small, counted)
-        self._large = _Process(self._server, large, counted)
+        self._small = _Pool(self._server, small, counted)
+        self._large = _Pool(self._server, large, counted)
 
     @property
     def digest(self) -> str:
@@ -88,29 +93,29 @@ class TextProcesses:
         Raises Refusal where the input is at fault, too much time or memory included; Overloaded, DeadlineExceeded,
         EngineUnavailable, or JobFailed. Once cancelled, the job is abandoned.
         """
-        process = self._small if len(payload) <= SMALL else self._large
-        return await process.run(self._numbers[kind], payload, deadline)
+        pool = self._small if len(payload) <= SMALL else self._large
+        return await pool.run(self._numbers[kind], payload, deadline)
 
     async def close(self) -> None:
         """Kills them."""
         await self._server.close()
 
 
-class _Process:
-    """One process at a time, and the queue for it."""
+class _Pool:
+    """Some processes, and the one queue for them."""
 
     def __init__(self, server: ForkServer, limits: Limits, refusals: Counter[str]) -> None:
         self._server = server
         self._limits = limits
         self._refusals = refusals
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Semaphore(limits.processes)
         self._waiting = 0  # jobs
         self._bytes = 0  # theirs
-        self._worker: Worker | None = None
+        self._idle: list[Worker] = []
 
     async def warm(self) -> None:
         """Forks before the first job."""
-        self._worker = await self._server.fork(self._limits.memory)
+        self._idle.append(await self._server.fork(self._limits.memory))
 
     async def run(self, kind: int, payload: bytes, deadline: float | None) -> bytes:
         await self._wait(len(payload), deadline)
@@ -144,10 +149,8 @@ class _Process:
             job.exception()  # seen, though the caller may have gone
 
     async def _job(self, kind: int, payload: bytes, deadline: float | None) -> bytes:
-        worker = self._worker
-        if worker is None or worker.ended.done():
-            worker = await self._server.fork(self._limits.memory)
-        self._worker = None  # until it has answered
+        self._idle = [worker for worker in self._idle if not worker.ended.done()]
+        worker = self._idle.pop() if self._idle else await self._server.fork(self._limits.memory)
         try:
             seconds, left = self._limits.seconds, _left(deadline)
             async with asyncio.timeout(seconds if left is None else min(seconds, left)):
@@ -162,7 +165,7 @@ class _Process:
         except BaseException:
             worker.kill()
             raise
-        self._worker = worker
+        self._idle.append(worker)
         if outcome == DONE:
             return result
         if outcome == REFUSED:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def environment(tokenizer, payload): return repr(dict(os.environ)).encode()
 def process(tokenizer, payload): return str(os.getpid()).encode()
 """
 NAMES = ("sleeps", "grows", "aborts", "dies", "raises", "refuses", "echoes", "environment", "process")
-LIMITS = Limits(seconds=20.0, memory=256 * 2**20, jobs=4, waiting=SMALL * 8)
+LIMITS = Limits(processes=1, seconds=20.0, memory=256 * 2**20, jobs=4, waiting=SMALL * 8)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ async def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     (tmp_path / "odd_jobs.py").write_text(ODD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WHIPPET_SECRET", "hunter2")
-    quick = Limits(seconds=1.0, memory=256 * 2**20, jobs=4, waiting=2**30)
+    quick = Limits(processes=1, seconds=1.0, memory=256 * 2**20, jobs=4, waiting=2**30)
     kinds = {**KINDS, **{name: f"odd_jobs:{name}" for name in NAMES}}
     made = TextProcesses(str(DEMO), kinds, small=LIMITS, large=quick)
     await made.start()
@@ -109,6 +110,18 @@ async def test_small_jobs_do_not_wait_behind_a_large_one(processes: TextProcesse
     assert not large.done()
     with pytest.raises(Refusal):
         await large
+
+
+async def test_as_many_jobs_at_once_as_there_are_processes(processes: TextProcesses) -> None:
+    two = TextProcesses(None, {"sleeps": "odd_jobs:sleeps"}, small=replace(LIMITS, processes=2))
+    await two.start()
+    slow = [asyncio.create_task(two.run("sleeps", b"0.2")) for _ in range(2)]
+    third = asyncio.create_task(two.run("sleeps", b"0.0"))
+    await asyncio.wait((*slow, third), return_when=asyncio.FIRST_COMPLETED)
+    assert not third.done()  # one of the slow ones is
+    assert await third == b"0.0"
+    await asyncio.gather(*slow)
+    await two.close()
 
 
 async def test_a_cancelled_job_is_killed(processes: TextProcesses) -> None:
