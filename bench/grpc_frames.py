@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import hpack
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-_END_STREAM, _ACK, _END_HEADERS, _PADDED = 0x1, 0x1, 0x4, 0x8
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM, ACK, END_HEADERS, PADDED = 0x1, 0x1, 0x4, 0x8
 _WIDE = (1 << 31) - 1
 _CHUNK = 1 << 20
 _MOST = 1 << 14  # bytes in a frame that a server takes unasked
@@ -59,7 +59,7 @@ class FrameClient:
         self._next_id = 1
         settings = struct.pack(">HIHI", 0x4, stream_window, 0x5, (1 << 24) - 1)
         wide = struct.pack(">I", _WIDE - 65_535)
-        self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, wide))
+        self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, wide))
 
     def start(self, path: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> int:
         """Sends one request. Returns its stream id."""
@@ -81,15 +81,15 @@ class FrameClient:
                 f"a request of {len(body)} bytes: more than {_FIRST_WINDOW} would have to wait for a window"
             )
         cuts = range(0, len(body), _MOST)
-        frames = [_frame(_HEADERS, _END_HEADERS, stream_id, self._encoder.encode(headers))]
+        frames = [frame(HEADERS, END_HEADERS, stream_id, self._encoder.encode(headers))]
         for at in cuts:
-            frames.append(_frame(_DATA, _END_STREAM if at == cuts[-1] else 0, stream_id, body[at : at + _MOST]))
+            frames.append(frame(DATA, END_STREAM if at == cuts[-1] else 0, stream_id, body[at : at + _MOST]))
         self.socket.sendall(b"".join(frames))
         return stream_id
 
     def reset(self, stream_id: int) -> None:
         """Cancels one RPC."""
-        self.socket.sendall(_frame(_RST_STREAM, 0, stream_id, struct.pack(">I", 8)))
+        self.socket.sendall(frame(RST_STREAM, 0, stream_id, struct.pack(">I", 8)))
 
     def read(self) -> bool:
         """Takes what has come; waits for something. False where the server has hung up."""
@@ -120,23 +120,23 @@ class FrameClient:
         self.close()
 
     def _take(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
-        if kind == _DATA:
+        if kind == DATA:
             stream = self.streams[stream_id]
             whole = int.from_bytes(data[start + 1 : start + 5], "big") == end - start - 5
             if whole and self._on_message is None and not stream._rest:
                 self._count(stream)  # the common case: the frame holds exactly one message
             else:
                 self._messages(stream, data[start:end])
-        elif kind == _HEADERS:
-            if flags & _PADDED or not flags & _END_HEADERS:
+        elif kind == HEADERS:
+            if flags & PADDED or not flags & END_HEADERS:
                 raise ValueError("padded or continued headers are not understood")
-            self._headers(self.streams[stream_id], self._decoder.decode(data[start:end]), bool(flags & _END_STREAM))
-        elif kind == _RST_STREAM:
+            self._headers(self.streams[stream_id], self._decoder.decode(data[start:end]), bool(flags & END_STREAM))
+        elif kind == RST_STREAM:
             self._end(self.streams[stream_id], 1)
-        elif kind == _SETTINGS and not flags & _ACK:
-            self.socket.sendall(_frame(_SETTINGS, _ACK, 0, b""))
-        elif kind == _PING and not flags & _ACK:
-            self.socket.sendall(_frame(_PING, _ACK, 0, data[start:end]))
+        elif kind == SETTINGS and not flags & ACK:
+            self.socket.sendall(frame(SETTINGS, ACK, 0, b""))
+        elif kind == PING and not flags & ACK:
+            self.socket.sendall(frame(PING, ACK, 0, data[start:end]))
 
     def _messages(self, stream: Stream, payload: bytes) -> None:
         """A DATA frame that holds several messages, or parts of some."""
@@ -169,5 +169,5 @@ class FrameClient:
             self.ended += 1
 
 
-def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream_id) + payload

@@ -37,11 +37,14 @@ from service.observability.scrape import PATH as METRICS_PATH
 from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.whippet_v1.services import GENERATION, WhippetV1
+from service.transport import reflection
 from service.transport.auth import NoTokens
 from service.transport.closing import Gate
+from service.transport.descriptors import connections
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
-from service.transport.ports import Port, PortTaken, credentials_of, open_port
+from service.transport.inbox import SMALL, Inbox, InboxBounds
+from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, credentials_of, open_port
 from service.transport.rpc import Guard
 from service.transport.token_file import TokenFile
 from service.transport.writer import StallWatch
@@ -163,13 +166,19 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     gate = Gate()
     watch = StallWatch(settings.stream.stall_timeout)
     metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name)
-    data = [protocol.data_services(cases, guard, watch) for protocol in PROTOCOLS]
-    operators = [protocol.admin_services(cases, guard) for protocol in PROTOCOLS]
+    limits = settings.limits
+    wide = PortBounds(connections(limits.connections), limits.connection_calls, limits.message_bytes)
+    prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
+    orders = Inbox(SMALL, refusals)
+    data = [protocol.data_services(cases, guard, prompts, watch) for protocol in PROTOCOLS]
+    operators = [protocol.admin_services(cases, guard, orders) for protocol in PROTOCOLS]
 
-    def port(address: str, services: list[Services]) -> Port:
-        handlers = [handler for one in services for handler in one.handlers]
+    def port(setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
+        """With health and reflection beside the services."""
         names = [name for one in services for name in one.names]
-        return open_port(address, [*handlers, health.handlers()], [*names, HEALTH], credentials, gate)
+        handlers = [handler for one in services for handler in one.handlers]
+        handlers += [health.handlers(inbox), reflection.handlers([*names, HEALTH], inbox)]
+        return open_port(setting, address, handlers, credentials if services else None, bounds, gate)
 
     return _Parts(
         guard=guard,
@@ -178,9 +187,9 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
         caches=cases.caches,
         health=health,
         watch=watch,
-        data=port(settings.listen, data),
-        admin=port(settings.admin_listen, operators),
-        probes=open_port(settings.health_listen, [health.handlers()], (HEALTH,), None, gate),
+        data=port("listen", settings.listen, data, prompts, wide),
+        admin=port("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
+        probes=port("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
         gate=gate,
         metrics=MetricsPort(settings.metrics_listen, metrics.families) if settings.metrics_listen else None,
     )

@@ -47,14 +47,21 @@ AddressOrNone = Annotated[str, AfterValidator(lambda address: address and _addre
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """How much work may wait."""
+    """How much work may wait, and how much callers may send."""
 
     queued_requests: int = setting(256, "generations beyond those that run at once", ge=0)
     queued_prompt_tokens: int = setting(1_048_576, "prompt tokens of requests without a first token", ge=1)
     tenant_requests: int | None = setting(None, "live requests of one tenant; unset: no limit", ge=1)
     live_requests: int = setting(4096, "requests in all, those that a cache answers or that read along included", ge=1)
 
+    connections: int = setting(512, "connections of the data port; fewer where descriptors are short", ge=1)
+    connection_calls: int = setting(256, "calls of one connection at once", ge=1, le=65_536)
+    message_bytes: int = setting(4_194_304, "the largest message of a caller", ge=65_536, le=1 << 30)
+    live_message_bytes: int = setting(536_870_912, "messages that are read (half of it) or answered (half)", ge=1 << 20)
+
     def __post_init__(self) -> None:
+        if self.live_message_bytes < 4 * self.message_bytes:
+            raise ValueError("live-message-bytes must be at least four times message-bytes")
         if self.live_requests <= self.queued_requests:
             raise ValueError("live-requests must be more than queued-requests")
 

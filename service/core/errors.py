@@ -12,6 +12,7 @@ ServiceError
 ├── Unauthenticated     no token, or one that nobody has
 ├── PermissionDenied    the token lacks the right
 ├── StreamStalled       the reader took no message for too long
+├── MessageStalled      the caller's own message did not come
 └── AnswerTooLarge      the whole answer does not fit into one message
 """
 
@@ -107,6 +108,10 @@ class PermissionDenied(ServiceError):
 
 class StreamStalled(ServiceError):
     """The reader took no message for too long."""
+
+
+class MessageStalled(ServiceError):
+    """The caller's own message did not come."""
 
 
 class AnswerTooLarge(ServiceError):

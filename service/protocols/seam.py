@@ -19,6 +19,7 @@ from service.core.model import ServedModel
 from service.core.switches import Switches
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
+from service.transport.inbox import Inbox
 from service.transport.rpc import Guard
 from service.transport.writer import StallWatch
 
@@ -49,8 +50,8 @@ class Services:
 class WireProtocol(Protocol):
     """One way to call this server."""
 
-    def data_services(self, cases: UseCases, guard: Guard, watch: StallWatch) -> Services:
+    def data_services(self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch) -> Services:
         """For the port that is open to callers."""
 
-    def admin_services(self, cases: UseCases, guard: Guard) -> Services:
+    def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox) -> Services:
         """For the operators' port."""

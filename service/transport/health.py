@@ -12,7 +12,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from service.core.errors import InvalidRequest, Violation
+from service.core.errors import InvalidRequest, ServiceError, Violation
+from service.transport.inbox import Inbox
 from service.transport.rpc import abort_with, service
 from service.transport.writer import Context
 
@@ -34,13 +35,20 @@ class Health:
         self._changed: set[asyncio.Event] = set()  # one a watcher
         self._closed = False
 
-    def handlers(self) -> grpc.GenericRpcHandler[bytes, bytes]:
-        """The service; several servers may have it."""
+    def handlers(self, inbox: Inbox) -> grpc.GenericRpcHandler[bytes, bytes]:
+        """The service, for a port with this inbox; several servers may have it."""
+
+        async def check(_: object, context: Context) -> bytes:
+            return await self._check(await self._name(inbox, context), context)
+
+        async def watch(_: object, context: Context) -> None:
+            await self._watch(await self._name(inbox, context), context)
+
         return service(
             SERVICE,
             {
-                "Check": grpc.unary_unary_rpc_method_handler(self._check),
-                "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
+                "Check": grpc.stream_unary_rpc_method_handler(check),
+                "Watch": grpc.stream_stream_rpc_method_handler(watch),
             },
         )
 
@@ -67,15 +75,13 @@ class Health:
         for event in self._changed:
             event.set()
 
-    async def _check(self, data: bytes, context: Context) -> bytes:
-        name = await self._name(data, context)
+    async def _check(self, name: str, context: Context) -> bytes:
         status = self._status.get(name)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return _response(status)
 
-    async def _watch(self, data: bytes, context: Context) -> None:
-        name = await self._name(data, context)
+    async def _watch(self, name: str, context: Context) -> None:
         sent = None
         event = asyncio.Event()
         self._changed.add(event)
@@ -92,11 +98,15 @@ class Health:
         finally:
             self._changed.discard(event)
 
-    async def _name(self, data: bytes, context: Context) -> str:
+    async def _name(self, inbox: Inbox, context: Context) -> str:
         try:
+            with inbox.open(context, "") as incoming:
+                data = await incoming.read()
             return str(health_pb2.HealthCheckRequest.FromString(data).service)
         except DecodeError:
             await abort_with(InvalidRequest((Violation("", f"the bytes are no {_REQUEST}"),)), context)
+        except ServiceError as error:
+            await abort_with(error, context)
 
 
 def _response(status: int) -> bytes:

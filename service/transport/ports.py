@@ -1,17 +1,21 @@
-"""A port: bound, with its credentials, and how HTTP/2 is set up."""
+"""A port: bound, with its credentials, and how HTTP/2 is set up and bounded."""
 
 from __future__ import annotations
 
+import errno
+import socket
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
 from service.config.settings import BadSettings, TlsOptions
 from service.transport.closing import Gate
-from service.transport.rpc import MAX_MESSAGE_BYTES
+from service.transport.descriptors import SIDE_PORT
+from service.transport.inbox import SMALL
+from service.transport.rpc import MAX_ANSWER_BYTES
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     # Clients may ping while they wait for a token.
@@ -21,14 +25,32 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # Detects a client whose machine went away without closing the connection.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.so_reuseport", 0),  # a port that is taken is an error
+    # A connection that does not speak, TLS or HTTP/2, is closed.
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.http2.settings_timeout", 5_000),
+    # The first window of a call stays as it is: nobody may send more than 64 KiB that was not asked for.
+    ("grpc.http2.bdp_probe", 0),
+    # 64 KiB of gzip are 64 MiB of zeros, and gRPC looks at the size of a message only once it is unpacked.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 
 
 class PortTaken(Exception):
     """An address cannot be listened on. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortBounds:
+    """What the callers of one port may have at once."""
+
+    connections: int
+    connection_calls: int  # on one connection; those that were reset count until nothing is left of them
+    message_bytes: int
+
+
+SIDE_BOUNDS = PortBounds(SIDE_PORT, 64, SMALL.message_bytes)  # of a port that is not for callers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +62,22 @@ class Port:
 
 
 def open_port(
+    setting: str,
     address: str,
     handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]],
-    names: Sequence[str],
     credentials: grpc.ServerCredentials | None,
+    bounds: PortBounds,
     gate: Gate,
 ) -> Port:
-    """A server that is bound and not yet started. `names` are what reflection lists. Raises PortTaken."""
-    server = grpc.aio.server(options=_OPTIONS, interceptors=(gate,))
+    """A server that is bound and not yet started. Raises PortTaken, or BadSettings, which names `setting`."""
+    options = (
+        *_OPTIONS,
+        ("grpc.max_allowed_incoming_connections", bounds.connections),
+        ("grpc.max_concurrent_streams", bounds.connection_calls),
+        ("grpc.max_receive_message_length", bounds.message_bytes),
+    )
+    server = grpc.aio.server(options=options, interceptors=(gate,))
     server.add_generic_rpc_handlers(tuple(handlers))
-    if names:
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
@@ -59,8 +86,25 @@ def open_port(
     except RuntimeError:
         port = 0
     if port == 0:
-        raise PortTaken(f"{address}: cannot listen there; is another server running?")
+        raise cannot_listen(setting, address)
     return Port(server, f"{address.rpartition(':')[0]}:{port}")
+
+
+def cannot_listen(setting: str, address: str) -> PortTaken | BadSettings:
+    """Why: gRPC does not say, so it is tried again by hand."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        return BadSettings(f"{setting}: the host of {address} cannot be resolved: {error.strerror}")
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return BadSettings(f"{setting}: {address} cannot be listened on: {error.strerror}")
+    return PortTaken(f"{address}: cannot listen there; is another server running?")
 
 
 def credentials_of(tls: TlsOptions) -> grpc.ServerCredentials | None:
@@ -69,7 +113,30 @@ def credentials_of(tls: TlsOptions) -> grpc.ServerCredentials | None:
         return None
     pair = (_pem(tls.key, "tls.key"), _pem(tls.cert, "tls.cert"))
     ca = None if tls.client_ca is None else _pem(tls.client_ca, "tls.client-ca")
+    _check(tls, ca)
     return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+
+
+def _check(tls: TlsOptions, ca: bytes | None) -> None:
+    """gRPC takes whatever it is given, and then listens in vain."""
+    assert tls.cert is not None
+    assert tls.key is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(tls.cert)
+    except (ssl.SSLError, ValueError):
+        raise BadSettings(f"tls.cert: {tls.cert} holds no certificate that can be read") from None
+    try:
+        context.load_cert_chain(tls.cert, tls.key, password="")  # an encrypted key would ask at the terminal
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise BadSettings(f"tls.key: {tls.key} is not the key of tls.cert") from None
+        raise BadSettings(f"tls.key: {tls.key} holds no key that can be read without a password") from None
+    try:
+        if ca is not None:
+            context.load_verify_locations(cadata=ca.decode("ascii", errors="replace"))
+    except (ssl.SSLError, ValueError):
+        raise BadSettings(f"tls.client-ca: {tls.client_ca} holds no certificate that can be read") from None
 
 
 def _pem(path: Path, name: str) -> bytes:

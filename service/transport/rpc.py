@@ -1,4 +1,8 @@
-"""Around every RPC: who calls, the size of the answer, and exception to status. Bodies take and give bytes."""
+"""Around every RPC: who calls, its message, the size of the answer, and exception to status.
+
+gRPC's own handlers of one message read it before any code of ours runs. Ours are all registered as if they took a
+stream of messages, which looks the same on the wire: the caller is known first, and reading waits for its turn.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ import grpc
 from service.core.errors import AnswerTooLarge
 from service.core.request import Origin
 from service.transport.auth import Caller, Metadata, Right
+from service.transport.inbox import Inbox
 from service.transport.status import ResourceTypes, failure_of
 from service.transport.writer import Context
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
 
@@ -36,54 +41,60 @@ class Guard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a body may know of its RPC, besides the message."""
+    """What a body may know of its RPC."""
 
     context: Context
     origin: Origin
+    message: Callable[[], Awaitable[bytes]]  # reads it; once
 
 
-UnaryBody = Callable[[bytes, Call], Awaitable[bytes]]
-StreamBody = Callable[[bytes, Call], Awaitable[None]]
+UnaryBody = Callable[[Call], Awaitable[bytes]]
+StreamBody = Callable[[Call], Awaitable[None]]
 
 
 class Endpoints:
     """Makes handlers out of bodies."""
 
-    def __init__(self, guard: Guard, resources: ResourceTypes) -> None:
+    def __init__(self, guard: Guard, inbox: Inbox, resources: ResourceTypes) -> None:
         self._guard = guard
+        self._inbox = inbox
         self._resources = resources
 
     def unary(self, right: Right, body: UnaryBody) -> grpc.RpcMethodHandler[bytes, bytes]:
         """A body that returns its one response."""
 
-        async def handle(data: bytes, context: Context) -> bytes:
+        async def handle(_: object, context: Context) -> bytes:
             try:
-                response = await body(data, self._call(right, context))
-                if len(response) > MAX_MESSAGE_BYTES:
-                    raise AnswerTooLarge(f"the response is larger than {MAX_MESSAGE_BYTES} bytes")
+                origin = self._origin(right, context)
+                with self._inbox.open(context, origin.tenant) as incoming:
+                    response = await body(Call(context, origin, incoming.read))
+                if len(response) > MAX_ANSWER_BYTES:
+                    raise AnswerTooLarge(f"the response is larger than {MAX_ANSWER_BYTES} bytes")
                 return response
             except Exception as error:
                 await abort_with(error, context, self._resources)
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+        return grpc.stream_unary_rpc_method_handler(handle)
 
     def stream(self, right: Right, body: StreamBody) -> grpc.RpcMethodHandler[bytes, bytes]:
         """A body that writes its responses to the context."""
 
-        async def handle(data: bytes, context: Context) -> None:
+        async def handle(_: object, context: Context) -> None:
             try:
-                await body(data, self._call(right, context))
+                origin = self._origin(right, context)
+                with self._inbox.open(context, origin.tenant) as incoming:
+                    await body(Call(context, origin, incoming.read))
             except Exception as error:
                 await abort_with(error, context, self._resources)
 
-        return grpc.unary_stream_rpc_method_handler(handle)
+        return grpc.stream_stream_rpc_method_handler(handle)
 
-    def _call(self, right: Right, context: Context) -> Call:
+    def _origin(self, right: Right, context: Context) -> Origin:
         now = time.monotonic()
         remaining = context.time_remaining()
         caller = self._guard.authorize(context.invocation_metadata() or (), right)
         deadline = None if remaining is None else now + remaining
-        return Call(context, Origin(caller.tenant, now, deadline, caller.name))
+        return Origin(caller.tenant, now, deadline, caller.name)
 
 
 async def abort_with(error: Exception, context: Context, resources: ResourceTypes | None = None) -> NoReturn:

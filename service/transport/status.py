@@ -147,6 +147,7 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.Unauthenticated: (_C.UNAUTHENTICATED, _nothing),
     errors.PermissionDenied: (_C.PERMISSION_DENIED, _nothing),
     errors.StreamStalled: (_C.ABORTED, _only("STREAM_STALLED")),
+    errors.MessageStalled: (_C.ABORTED, _only("MESSAGE_STALLED")),
     errors.AnswerTooLarge: (_C.RESOURCE_EXHAUSTED, _only("ANSWER_TOO_LARGE")),
     engine_errors.Unsupported: (_C.UNIMPLEMENTED, _only("UNIMPLEMENTED_OPTION")),
     engine_errors.EngineUnavailable: (_C.UNAVAILABLE, _engine_unavailable),

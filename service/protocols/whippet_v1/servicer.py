@@ -7,12 +7,18 @@ from collections.abc import Awaitable
 from service.core.delivery import AnswerMessage
 from service.core.generation import Generator
 from service.core.model import ServedModel
-from service.core.request import Output, PromptFacts
+from service.core.request import ChatPrompt, Output, PromptFacts, Request, TextPrompt
 from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1 import render
-from service.protocols.whippet_v1.parse import check_model, read_detokenize, read_generation, read_tokenize
+from service.protocols.whippet_v1.parse import (
+    GenerationMessage,
+    check_model,
+    read_detokenize,
+    read_generation,
+    read_tokenize,
+)
 from service.protocols.whippet_v1.parse_admin import read_drain, read_flush, read_switch
 from service.transport.auth import DEFAULT_TENANT
 from service.transport.rpc import Call
@@ -61,25 +67,31 @@ class GenerationServicer:
         self._model = model
         self._watch = watch
 
-    async def generate(self, message: generation_pb2.GenerateRequest, call: Call) -> generation_pb2.GenerateResponse:
-        request = read_generation(message, self._model.facts(), self._generator.semantic)
+    def read(self, message: GenerationMessage) -> Request:
+        """What is asked."""
+        return read_generation(message, self._model.facts(), self._generator.semantic)
+
+    def read_tokenize(self, message: generation_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt:
+        """What to tokenize."""
+        return read_tokenize(message, self._model.facts())
+
+    def read_detokenize(self, message: generation_pb2.DetokenizeRequest) -> list[int]:
+        """The ids to turn into text."""
+        return read_detokenize(message, self._model.facts())
+
+    async def generate(self, request: Request, call: Call) -> generation_pb2.GenerateResponse:
         outlet = UnaryOutlet(call.context, request.output)
         await self._generator.answer(request, call.origin, outlet)
         return outlet.response
 
-    async def generate_stream(self, message: generation_pb2.GenerateStreamRequest, call: Call) -> None:
+    async def generate_stream(self, request: Request, call: Call) -> None:
         with Writer(call.context, self._watch) as writer:
-            request = read_generation(message, self._model.facts(), self._generator.semantic)
             await self._generator.stream(request, call.origin, StreamOutlet(writer, request.output))
 
-    async def tokenize(self, request: generation_pb2.TokenizeRequest, call: Call) -> generation_pb2.TokenizeResponse:
-        prompt = read_tokenize(request, self._model.facts())
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, call: Call) -> generation_pb2.TokenizeResponse:
         return generation_pb2.TokenizeResponse(token_ids=await self._tokenization.tokenize(prompt, call.origin))
 
-    async def detokenize(
-        self, request: generation_pb2.DetokenizeRequest, call: Call
-    ) -> generation_pb2.DetokenizeResponse:
-        ids = read_detokenize(request, self._model.facts())
+    async def detokenize(self, ids: list[int], call: Call) -> generation_pb2.DetokenizeResponse:
         return generation_pb2.DetokenizeResponse(text=await self._tokenization.detokenize(ids, call.origin))
 
 

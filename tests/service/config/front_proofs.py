@@ -19,13 +19,13 @@ import grpc
 from engine.api import Priority
 from engine.client import EngineClient
 from engine.fake import plain_request
-from service.config.settings import Settings
+from service.config.settings import BadSettings, Settings
 from service.core.admission import Admission
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
 from service.transport.closing import Gate
-from service.transport.ports import PortTaken, credentials_of, open_port
+from service.transport.ports import SIDE_BOUNDS, credentials_of, open_port
 from service.transport.writer import StallWatch
 from tests.service.asked import chat
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
@@ -192,8 +192,8 @@ async def waits_for_the_live(settings: Settings, tools: Tools) -> bool:
 async def certificate(settings: Settings, tools: Tools) -> str:
     """Which certificate a caller without one of its own is shown, or that it is refused."""
     try:
-        port = open_port("127.0.0.1:0", [], [], credentials_of(settings.tls), Gate())
-    except PortTaken:
+        port = open_port("listen", "127.0.0.1:0", [], credentials_of(settings.tls), SIDE_BOUNDS, Gate())
+    except BadSettings:
         return "refused"
     await port.server.start()
     try:

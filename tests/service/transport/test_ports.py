@@ -163,8 +163,8 @@ def test_load_tells_what_runs_and_waits(serve: Serve) -> None:
         assert one.idle().steps > 0
 
 
-def test_a_message_above_16_mib_is_refused_and_one_below_is_read(server: Server) -> None:
-    above, below = ask("x" * (16 * 2**20), 1), ask("x" * 15_000_000, 1)
+def test_a_message_above_4_mib_is_refused_and_one_below_is_read(server: Server) -> None:
+    above, below = ask("x" * (4 * 2**20), 1), ask("x" * 4_000_000, 1)
     assert refused(server.generation.Generate, above).code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refused(server.generation.Generate, below).fields == {"text"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import Any, cast
 
 import grpc
@@ -12,9 +13,10 @@ import pytest
 
 from service.core.errors import UnknownModel
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.services import RESOURCES, unary
+from service.protocols.whippet_v1.services import RESOURCES, as_it_is, unary
 from service.transport.auth import NoTokens, Right
-from service.transport.rpc import MAX_MESSAGE_BYTES, Call, Endpoints
+from service.transport.inbox import SMALL, Inbox
+from service.transport.rpc import MAX_ANSWER_BYTES, Call, Endpoints
 from service.transport.writer import Context
 
 
@@ -27,6 +29,7 @@ class Recorder:
 
     def __init__(self, remaining: float | None = None) -> None:
         self.ended: tuple[grpc.StatusCode, str] | None = None
+        self.message = b""
         self._remaining = remaining
 
     def time_remaining(self) -> float | None:
@@ -35,6 +38,12 @@ class Recorder:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def read(self) -> bytes:
+        return self.message
+
     async def abort(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
         self.ended = code, details
         raise Ended
@@ -42,16 +51,18 @@ class Recorder:
 
 async def call(body: Any, data: bytes = b"", context: Recorder | None = None) -> tuple[bytes | None, Recorder]:
     context = context or Recorder()
-    handler = Endpoints(NoTokens(), RESOURCES).unary(Right.GENERATE, unary(pb.TokenizeRequest, body))
+    context.message = data
+    endpoints = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES)
+    handler = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
     try:
-        return await handler.unary_unary(data, cast(Context, context)), context  # type: ignore[misc]
+        return await handler.stream_unary(None, cast(Context, context)), context  # type: ignore[misc]
     except Ended:
         return None, context
 
 
 async def test_a_response_too_large_to_send_is_a_status() -> None:
     async def body(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
-        return pb.DetokenizeResponse(text="x" * MAX_MESSAGE_BYTES)
+        return pb.DetokenizeResponse(text="x" * MAX_ANSWER_BYTES)
 
     data, context = await call(body)
     assert data is None

@@ -31,6 +31,7 @@ EXPECTED = {
     errors.Unauthenticated("m"): (C.UNAUTHENTICATED, set()),
     errors.PermissionDenied("m"): (C.PERMISSION_DENIED, set()),
     errors.StreamStalled("m"): (C.ABORTED, {"ErrorInfo"}),
+    errors.MessageStalled("m"): (C.ABORTED, {"ErrorInfo"}),
     errors.AnswerTooLarge("m"): (C.RESOURCE_EXHAUSTED, {"ErrorInfo"}),
     engine_errors.Unsupported("m"): (C.UNIMPLEMENTED, {"ErrorInfo"}),
     engine_errors.EngineUnavailable("m", 2.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),

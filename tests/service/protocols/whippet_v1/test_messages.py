@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +88,8 @@ async def stream(
     model = model_of(ScriptedEngine([]))
     tokenization = Tokenization(model, Admission(LimitOptions(), lambda: 8))
     servicer = GenerationServicer(generator, tokenization, model, watch)
-    await servicer.generate_stream(request, Call(cast(Context, recorder), Origin("t", 0.0, None)))
+    call = Call(cast(Context, recorder), Origin("t", 0.0, None), AsyncMock())
+    await servicer.generate_stream(servicer.read(request), call)
 
 
 async def answer(script: Script, slow: float = 0.0, **fields: Any) -> tuple[Recorder, ScriptedEngine]:

@@ -1,0 +1,60 @@
+"""Looks at a server while something is done to it: how long its health takes to answer, and how much memory it has."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_EVERY = 0.02  # seconds
+_PATIENCE = 30.0  # seconds until a probe has failed
+
+
+def rss(pid: int) -> int:
+    """Bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Prober:
+    """Asks again and again, from a thread of its own, within a `with` block."""
+
+    def __init__(self, health: str, pid: int) -> None:
+        self._health = health
+        self._pid = pid
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.waits: list[float] = []  # seconds, of each probe
+        self.peak = 0  # bytes
+
+    def __enter__(self) -> Prober:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(_PATIENCE)
+
+    @property
+    def worst(self) -> float:
+        """Seconds."""
+        return max(self.waits, default=_PATIENCE)
+
+    def _run(self) -> None:
+        with grpc.insecure_channel(self._health) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            while not self._stop.wait(_EVERY):
+                began = time.monotonic()
+                try:
+                    check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE, wait_for_ready=True)
+                except grpc.RpcError:
+                    self.waits.append(_PATIENCE)
+                else:
+                    self.waits.append(time.monotonic() - began)
+                self.peak = max(self.peak, rss(self._pid))

@@ -1,0 +1,251 @@
+"""Messages on their way in: nothing of one is read before it is known who calls, and what is read is bounded in bytes.
+
+gRPC takes 64 KiB of a call unasked, the first flow-control window. What is beyond it comes only while a read is posted,
+and how much that will be is not known before it is there. So a read reserves the largest message, and there are as many
+readers at a time as half of `live_bytes` has room for; the other half is for messages that were read and are being
+answered. Those who wait are served in turns of one for each sender, so that a sender with a thousand calls delays
+another one's by one. A read that has lasted `_PATIENCE` loses its turn where somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from types import TracebackType
+
+from service.core.errors import InvalidRequest, MessageStalled, Overloaded, Violation
+from service.transport.writer import Context
+
+_PATIENCE = 1.0  # seconds that a read may take while others wait
+_LONGEST_READ = 30.0  # seconds, where nobody waits
+_LONGEST_WAIT = 10.0  # seconds for a turn
+_MOST_WAITING = 1024  # calls; each may hold a first window
+_LARGE = 65_536  # bytes of a message that takes milliseconds to parse
+_RETRY = 1.0  # seconds
+
+Sender = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class InboxBounds:
+    """How much may be held of what callers send."""
+
+    message_bytes: int  # the largest message
+    live_bytes: int  # all that are being read or answered
+
+    @property
+    def readers(self) -> int:
+        """Calls that read at a time."""
+        return max(2, self.live_bytes // 2 // self.message_bytes)
+
+
+SMALL = InboxBounds(message_bytes=64 * 1024, live_bytes=8 * 1024 * 1024)  # for a port without prompts
+
+
+class Incoming:
+    """The one message of a call. Leaving the `with` block gives back what it held."""
+
+    __slots__ = ("_context", "_inbox", "held", "interrupted", "limit", "sender", "since", "turn")
+
+    def __init__(self, inbox: Inbox, context: Context, sender: Sender) -> None:
+        self._inbox = inbox
+        self._context = context
+        self.sender = sender
+        self.held = 0  # bytes of the message, once it is read
+        self.interrupted = False  # by the inbox
+        self.since = 0.0  # when it began to read; seconds, the loop's clock
+        self.turn: asyncio.Future[bool] | None = None  # whether it may read, once that is known
+        self.limit: asyncio.Timeout | None = None  # while it reads
+
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inbox.forget(self)
+
+    async def read(self) -> bytes:
+        """The message. Raises Overloaded, MessageStalled, or InvalidRequest where the caller ended without one."""
+        data = await self.next()
+        if data is None:
+            raise InvalidRequest((Violation("", "no message came"),))
+        return data
+
+    async def next(self) -> bytes | None:
+        """The message; None where the caller has sent all it had to send. Raises Overloaded or MessageStalled."""
+        await self._inbox.admit(self)
+        try:
+            async with asyncio.timeout(_LONGEST_READ) as self.limit:
+                if self.interrupted:
+                    raise TimeoutError
+                data = await self._context.read()
+        except TimeoutError:
+            raise self._inbox.too_slow(self) from None
+        finally:
+            self.limit = None
+            self._inbox.read_ended(self)
+        if not isinstance(data, bytes):  # grpc.aio.EOF
+            return None
+        self._inbox.hold(self, len(data))
+        if len(data) > _LARGE:
+            await self._inbox.breathe()
+        return data
+
+    def answer(self, granted: bool) -> None:
+        """It need not wait any longer."""
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_result(granted)
+
+    def interrupt(self) -> None:
+        """Ends its read, which raises Overloaded."""
+        self.interrupted = True
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(0.0)
+
+
+class Inbox:
+    """The calls of one port that wait to read, read, or hold what they have read."""
+
+    def __init__(self, bounds: InboxBounds, refusals: Counter[str]) -> None:
+        self._bounds = bounds
+        self._readers = bounds.readers
+        self._share = max(1, self._readers // 2)  # of them, for one sender
+        self._refusals = refusals  # counted by reason
+        self._reading: dict[Incoming, None] = {}  # longest first
+        self._reading_of: dict[Sender, dict[Incoming, None]] = {}
+        self._waiting: dict[Sender, dict[Incoming, None]] = {}  # whose turn it is first
+        self._waiting_count = 0
+        self._held = 0  # bytes
+        self._large = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self, context: Context, tenant: str) -> Incoming:
+        """For a call of a caller that is known: its connection and tenant are one sender."""
+        return Incoming(self, context, (context.peer(), tenant))
+
+    async def admit(self, one: Incoming) -> None:
+        """Returns when it may read. Raises Overloaded."""
+        loop = asyncio.get_running_loop()
+        if one.sender not in self._waiting and self._has_room(one.sender):
+            self._begin(one, loop.time())
+            return
+        one.turn = loop.create_future()
+        self._enqueue(one)
+        self._watch(loop)
+        try:
+            async with asyncio.timeout(_LONGEST_WAIT):
+                granted = await one.turn
+        except BaseException as error:
+            self._dequeue(one)
+            self.read_ended(one)  # where its turn came at the same moment
+            if not isinstance(error, TimeoutError):
+                raise
+            granted = False
+        if not granted:
+            raise self.overloaded("too many messages wait to be read", "MESSAGES")
+
+    def read_ended(self, one: Incoming) -> None:
+        """The next one may read."""
+        if one in self._reading:
+            self._end(one)
+            self._give_turns(asyncio.get_running_loop())
+
+    def too_slow(self, one: Incoming) -> Exception:
+        """Why its read was ended."""
+        if one.interrupted:
+            return self.overloaded("the message came too slowly while others waited", "MESSAGES")
+        return MessageStalled("the message did not come")
+
+    def hold(self, one: Incoming, size: int) -> None:
+        """So many bytes are held for the call, until it is forgotten. Raises Overloaded."""
+        if self._held + size > self._bounds.live_bytes // 2:
+            raise self.overloaded("the messages of live requests are too large together", "MESSAGES")
+        self._held += size
+        one.held = size
+
+    async def breathe(self) -> None:
+        """Returns to one call at a time, and once the loop has looked at everybody else: what follows takes a while."""
+        async with self._large:
+            await asyncio.sleep(0)
+
+    def forget(self, one: Incoming) -> None:
+        """The call has ended."""
+        self._held -= one.held
+        one.held = 0
+
+    def overloaded(self, message: str, reason: str) -> Overloaded:
+        """The refusal, counted."""
+        self._refusals[reason] += 1
+        return Overloaded(message, reason, _RETRY * random.uniform(1.0, 1.5))
+
+    def _has_room(self, sender: Sender) -> bool:
+        return len(self._reading) < self._readers and len(self._reading_of.get(sender, ())) < self._share
+
+    def _begin(self, one: Incoming, now: float) -> None:
+        one.since = now
+        self._reading[one] = None
+        self._reading_of.setdefault(one.sender, {})[one] = None
+
+    def _end(self, one: Incoming) -> None:
+        del self._reading[one]
+        mine = self._reading_of[one.sender]
+        del mine[one]
+        if not mine:
+            del self._reading_of[one.sender]
+
+    def _enqueue(self, one: Incoming) -> None:
+        """Where too many wait, the sender with the most of them loses its newest."""
+        self._waiting.setdefault(one.sender, {})[one] = None
+        self._waiting_count += 1
+        if self._waiting_count > _MOST_WAITING:
+            crowd = max(self._waiting, key=lambda sender: len(self._waiting[sender]))
+            newest = next(reversed(self._waiting[crowd]))
+            self._dequeue(newest)
+            newest.answer(False)
+
+    def _dequeue(self, one: Incoming) -> None:
+        mine = self._waiting.get(one.sender, {})
+        if one in mine:
+            del mine[one]
+            self._waiting_count -= 1
+            if not mine:
+                del self._waiting[one.sender]
+
+    def _give_turns(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One to each sender that waits, again and again while there is room."""
+        given = True
+        while given and len(self._reading) < self._readers:
+            given = False
+            for sender in tuple(self._waiting):
+                if self._has_room(sender):
+                    mine = self._waiting.pop(sender)
+                    self._waiting[sender] = mine  # behind the others
+                    one = next(iter(mine))
+                    self._dequeue(one)
+                    self._begin(one, loop.time())
+                    one.answer(True)
+                    given = True
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Looks at slow readers for as long as anybody waits."""
+        if self._timer is None and self._waiting_count:
+            self._timer = loop.call_later(_PATIENCE / 4, self._interrupt_slow, loop)
+
+    def _interrupt_slow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Those that have read for too long lose their turn, where somebody waits for it: no more of them than wait."""
+        self._timer = None
+        before = loop.time() - _PATIENCE
+        for sender, mine in tuple(self._waiting.items()):
+            full = len(self._reading) >= self._readers
+            candidates = self._reading if full else self._reading_of.get(sender, {})
+            for slow, _ in zip(tuple(candidates), tuple(mine), strict=False):
+                if slow.since > before:
+                    break
+                self._end(slow)
+                slow.interrupt()
+        self._give_turns(loop)
+        self._watch(loop)
