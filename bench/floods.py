@@ -11,7 +11,17 @@ from collections.abc import Iterator
 
 import hpack
 
-from bench.grpc_frames import DATA, END_HEADERS, HEADERS, PREFACE, RST_STREAM, SETTINGS, WINDOW_UPDATE, frame
+from bench.grpc_frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
 
 GENERATE = "/whippet.v1.GenerationService/Generate"
 _FRAME = 1 << 14  # bytes in a DATA frame
@@ -19,17 +29,20 @@ _AT_ONCE = 50  # calls between two looks at the clock
 _SLOW = 1.0  # seconds that a server may leave a socket full
 
 
+Metadata = tuple[tuple[str | bytes, str | bytes], ...]
+
+
 class Rogue:
     """One connection. What the server says is thrown away."""
 
-    def __init__(self, address: str, path: str = GENERATE, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(self, address: str, path: str | bytes = GENERATE, metadata: Metadata = ()) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), _SLOW)
         self.socket.sendall(
             PREFACE + frame(SETTINGS, 0, 0, b"") + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30))
         )
         self.calls = 0
-        headers = [
+        headers: list[tuple[str | bytes, str | bytes]] = [
             (":method", "POST"),
             (":scheme", "http"),
             (":path", path),
@@ -40,13 +53,16 @@ class Rogue:
         ]
         encoder = hpack.Encoder()
         self._first, self._again = encoder.encode(headers), encoder.encode(headers)
-        threading.Thread(target=self._drain, daemon=True).start()
+        self._drainer = threading.Thread(target=self._drain, daemon=True)
+        self._drainer.start()
 
-    def call(self, body: bytes = b"", *, reset: bool = False) -> bytes:
-        """The frames of one more call: its headers, some bytes that do not end it, and a reset."""
+    def call(self, body: bytes = b"", *, reset: bool = False, ended: bool = False) -> bytes:
+        """The frames of one more call: its headers, some bytes that do not end it unless `ended`, and a reset."""
         stream = 2 * self.calls + 1
         frames = [frame(HEADERS, END_HEADERS, stream, self._again if self.calls else self._first)]
         frames += [frame(DATA, 0, stream, body[at : at + _FRAME]) for at in range(0, len(body), _FRAME)]
+        if ended:
+            frames.append(frame(DATA, END_STREAM, stream, b""))
         if reset:
             frames.append(frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
         self.calls += 1
@@ -57,6 +73,13 @@ class Rogue:
             self.socket.settimeout(None)
             while self.socket.recv(1 << 16):
                 pass
+
+    def finish(self) -> None:
+        """Sends no more, and waits until the server has nothing more to say."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+        self._drainer.join(20)
+        self.socket.close()
 
     def close(self) -> None:
         """Hangs up."""
@@ -74,7 +97,7 @@ def flood(
     reset: bool = False,
     most: int = 1_000_000,
     path: str = GENERATE,
-    metadata: tuple[tuple[str, str], ...] = (),
+    metadata: Metadata = (),
 ) -> int:
     """Begins calls on every connection in turn, for so long, and `most` of them at most. A connection that the server
     closes is opened again. Returns how many were begun; those that were not reset stay open until the end."""

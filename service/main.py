@@ -31,6 +31,7 @@ from service.core.text import Tokenizer
 from service.core.text.jobs import KINDS
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
+from service.observability import logs
 from service.observability.metrics import Metrics
 from service.observability.progress import Progress
 from service.observability.scrape import PATH as METRICS_PATH
@@ -46,6 +47,7 @@ from service.transport.health import Health
 from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, credentials_of, open_port
 from service.transport.rpc import Guard
+from service.transport.silence import silence
 from service.transport.token_file import TokenFile
 from service.transport.writer import StallWatch
 
@@ -69,12 +71,8 @@ def serve(argv: Sequence[str]) -> int:
     """Serves until a signal comes. Returns the exit code; an error at the start is one line on stderr."""
     try:
         settings = load(argv)
-        logging.basicConfig(
-            level=settings.log_level.upper(),
-            stream=sys.stderr,
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
-        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
+        logs.set_up(settings.log_level)
+        silence()
         return uvloop.run(_serve(settings))
     except BadSettings as error:
         return _refuse(error, BAD_SETTINGS)
@@ -84,11 +82,6 @@ def serve(argv: Sequence[str]) -> int:
         return _refuse(error, BAD_MODEL)
     except EngineError as error:
         return _refuse(error, CUT_OFF)
-
-
-def _is_no_departure(record: logging.LogRecord) -> bool:
-    """gRPC logs a traceback where a caller goes away at the very moment that its answer is sent."""
-    return "ExecuteBatchError raised in core" not in record.getMessage()
 
 
 def _refuse(error: Exception, code: int) -> int:
@@ -191,7 +184,9 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
         admin=port("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
         probes=port("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
         gate=gate,
-        metrics=MetricsPort(settings.metrics_listen, metrics.families) if settings.metrics_listen else None,
+        metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
+        if settings.metrics_listen
+        else None,
     )
 
 

@@ -17,13 +17,14 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from service.transport.ports import PortTaken
+from service.transport.descriptors import SIDE_PORT
+from service.transport.ports import cannot_listen
 
 PATH = "/metrics"
-_MAX_CONNECTIONS = 16
+_MAX_CONNECTIONS = SIDE_PORT
 _MAX_HEAD = 8192  # bytes of a request
+_TIMEOUT_HEAD = 2.0  # seconds until it has come
 _TIMEOUT = 5.0  # seconds for one connection
-_TIMEOUT_CROWDED = 0.5  # seconds for each one beyond the maximum
 _TEXT = "text/plain; charset=utf-8"
 _REASONS = {
     200: "OK",
@@ -31,20 +32,20 @@ _REASONS = {
     405: "Method Not Allowed",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
-    503: "Service Unavailable",
 }
 _log = logging.getLogger(__name__)
 
 
 class MetricsPort:
-    """Bound when it is made, listening from `start` on. Raises PortTaken."""
+    """Bound when it is made, listening from `start` on. Raises PortTaken or BadSettings."""
 
-    def __init__(self, address: str, families: Callable[[], Iterable[Metric]]) -> None:
+    def __init__(self, setting: str, address: str, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families
         self._process = ProcessCollector(registry=None)
-        self._socket = _bound(address)
+        self._socket = _bound(setting, address)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silent: dict[asyncio.Task[None], None] = {}  # those that have asked for nothing yet, longest first
         self._encoder = ThreadPoolExecutor(1, "metrics")
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
@@ -66,28 +67,44 @@ class MetricsPort:
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        crowded = len(self._tasks) >= _MAX_CONNECTIONS
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer, crowded), name="metrics")
+        """Where there are too many, the one that has been silent longest goes: a scrape says at once what it wants."""
+        if len(self._tasks) >= _MAX_CONNECTIONS:
+            if not self._silent:
+                writer.transport.abort()
+                return
+            oldest = next(iter(self._silent))
+            oldest.cancel()
+            self._ended(oldest)
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer), name="metrics")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._silent[task] = None
+        task.add_done_callback(self._ended)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, crowded: bool) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._silent.pop(task, None)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_TIMEOUT_CROWDED if crowded else _TIMEOUT):
-                writer.write(await self._answer(reader, crowded))
+            async with asyncio.timeout(_TIMEOUT):
+                writer.write(await self._answer(reader))
                 await writer.drain()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has gone, or is too slow
+        except asyncio.CancelledError:
+            writer.transport.abort()
         finally:
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, crowded: bool) -> bytes:
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
+            async with asyncio.timeout(_TIMEOUT_HEAD):
+                head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             return _response(431, _TEXT, b"too long\n")
-        if crowded:
-            return _response(503, _TEXT, b"too many connections\n")
+        task = asyncio.current_task()
+        assert task is not None
+        self._silent.pop(task, None)
         method, path, accept = _read(head)
         if path != PATH:
             return _response(404, _TEXT, b"there is /metrics\n")
@@ -95,13 +112,16 @@ class MetricsPort:
             return _response(405, _TEXT, b"GET it\n")
         try:
             kind, body = await self._page(accept)
-        except Exception:
-            _log.exception("the metrics could not be read")
+        except Exception as error:
+            _log.error("the metrics could not be read: %s", type(error).__name__)
             return _response(500, _TEXT, b"see the log\n")
         return _response(200, kind, body, bodiless=method == "HEAD")
 
     async def _page(self, accept: str) -> tuple[str, bytes]:
-        encode, kind = choose_encoder(accept)
+        try:
+            encode, kind = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is none
+            encode, kind = choose_encoder("")
         snapshot = _Snapshot([*self._families(), *self._process.collect()])
         return kind, await asyncio.get_running_loop().run_in_executor(self._encoder, encode, snapshot)
 
@@ -116,7 +136,7 @@ class _Snapshot(Collector):
         return self._all
 
 
-def _bound(address: str) -> socket.socket:
+def _bound(setting: str, address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
@@ -124,7 +144,7 @@ def _bound(address: str) -> socket.socket:
         both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(where[:2], family=family, dualstack_ipv6=both)
     except OSError:
-        raise PortTaken(f"{address}: cannot listen there; is another server running?") from None
+        raise cannot_listen(setting, address) from None
 
 
 def _read(head: bytes) -> tuple[str, str, str]:
@@ -132,7 +152,8 @@ def _read(head: bytes) -> tuple[str, str, str]:
     first, *rest = head.decode("latin-1").split("\r\n")
     method, target, *_ = [*first.split(" "), "", ""]
     headers = dict(line.lower().split(":", 1) for line in rest if ":" in line)
-    return method, target.partition("?")[0], headers.get("accept", "").strip()
+    accept = headers.get("accept", "").strip()
+    return method, target.partition("?")[0], accept if accept.isascii() and accept.isprintable() else ""
 
 
 def _response(code: int, kind: str, body: bytes, bodiless: bool = False) -> bytes:

@@ -70,6 +70,13 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
 
+    @property
+    def metrics(self) -> str:
+        """The address of the metrics port."""
+        match = re.search(r"^metrics: http://(\S+)/metrics$", self.log.read_text(), re.MULTILINE)
+        assert match is not None
+        return match[1]
+
     def engine_pid(self) -> int:
         """Of its engine process."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

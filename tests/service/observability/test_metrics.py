@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.redis_server import RedisServer
 from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import EngineLoad, EngineState, TierReport
-from service.config.settings import LimitOptions, OptimizationOptions
+from service.config.settings import BadSettings, LimitOptions, OptimizationOptions
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
@@ -129,7 +129,7 @@ async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine
 
 
 async def told_by(metrics: Metrics) -> Page:
-    port = MetricsPort("127.0.0.1:0", metrics.families)
+    port = MetricsPort("metrics-listen", "127.0.0.1:0", metrics.families)
     await port.start()
     try:
         return parsed(await asyncio.to_thread(fetch, f"http://{port.address}/metrics"))
@@ -195,7 +195,7 @@ async def test_before_anything_is_loaded(metrics: tuple[Metrics, AnswerCaches, S
 
 @pytest.fixture
 async def port() -> AsyncIterator[MetricsPort]:
-    one = MetricsPort("127.0.0.1:0", lambda: [])
+    one = MetricsPort("metrics-listen", "127.0.0.1:0", lambda: [])
     await one.start()
     yield one
     await one.stop()
@@ -245,23 +245,57 @@ async def test_openmetrics_where_it_is_asked_for(port: MetricsPort) -> None:
     assert list(openmetrics.text_string_to_metric_families(text))
 
 
-async def test_who_is_silent_holds_nobody_up(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "_TIMEOUT", 0.3)
+async def test_who_is_silent_holds_nobody_up(port: MetricsPort) -> None:
+    """Three times as many as there is room for: those that came first go, and a scrape is answered as ever."""
     host, _, number = port.address.rpartition(":")
-    silent = [await asyncio.open_connection(host, int(number)) for _ in range(scrape._MAX_CONNECTIONS)]
-    await asyncio.sleep(0.05)
-    assert b" 503 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
-    for reader, writer in silent:
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+    silent = [await asyncio.open_connection(host, int(number)) for _ in range(3 * scrape._MAX_CONNECTIONS)]
+    for _ in range(5):
+        assert b" 200 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    gone = [reader for reader, _ in silent[: 2 * scrape._MAX_CONNECTIONS]]
+    assert await asyncio.wait_for(asyncio.gather(*(end_of(reader) for reader in gone)), 20) == [b""] * len(gone)
+    for _, writer in silent:
         writer.close()
-    assert b" 200 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes:
+    with contextlib.suppress(ConnectionError):
+        return await reader.read()
+    return b""
+
+
+async def test_who_stays_silent_is_hung_up_on(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape, "_TIMEOUT_HEAD", 0.05)
+    host, _, number = port.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(number))
+    assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text; version=one",
+        "application/openmetrics-text;version=1.0.0;escaping=nothing",
+        "application/openmetrics-text; version=9999999999.1",
+        "text/plain; version=; escaping=",
+        "text/plain; version=-1",
+        "application/openmetrics-text; version=1.0.0\n X: injected",
+        "\xff\xfe",
+        ";;;,,,===",
+    ],
+)
+async def test_an_odd_accept_header_gets_a_page(port: MetricsPort, accept: str) -> None:
+    head = f"GET /metrics HTTP/1.1\r\nAccept: {accept}\r\n\r\n".encode("latin-1")
+    answer = await exchange(port, head)
+    assert b" 200 " in answer.splitlines()[0]
+    assert b"injected" not in answer
 
 
 async def test_what_breaks_while_reading_is_500(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> list[object]:
         raise RuntimeError("no")
 
-    port = MetricsPort("127.0.0.1:0", broken)  # type: ignore[arg-type]
+    port = MetricsPort("metrics-listen", "127.0.0.1:0", broken)  # type: ignore[arg-type]
     await port.start()
     assert b" 500 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
     assert "could not be read" in caplog.text
@@ -283,9 +317,9 @@ def test_ports_that_cannot_be_had() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PortTaken, match=address):
-            MetricsPort(address, lambda: [])
-    with pytest.raises(PortTaken):
-        MetricsPort("no-such-host.invalid:0", lambda: [])
+            MetricsPort("metrics-listen", address, lambda: [])
+    with pytest.raises(BadSettings, match="metrics-listen"):
+        MetricsPort("metrics-listen", "no-such-host.invalid:0", lambda: [])
 
 
 # A server

@@ -207,6 +207,41 @@ def test_a_port_that_is_taken_is_an_error(template: Template, tmp_path: Path) ->
             assert address in lines[0]
 
 
+@pytest.mark.parametrize("setting", ["listen", "admin-listen", "health-listen", "metrics-listen"])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])  # nobody's name, nobody's address
+def test_a_host_that_is_none_of_ours_is_a_wrong_setting(
+    template: Template, tmp_path: Path, setting: str, host: str
+) -> None:
+    done = template.run(all_flags(f"--{setting}={host}:0"), tmp_path)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("whippet:")]
+    assert setting in line
+    assert host in line
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flags"),
+    [
+        ("tls.key", {"key": "client.key"}),
+        ("tls.key", {"key": "server.pem"}),
+        ("tls.key", {"key": "locked.key"}),
+        ("tls.cert", {"cert": "server.key"}),
+        ("tls.cert", {"cert": "garbled.pem"}),
+        ("tls.client-ca", {"client-ca": "garbled.pem"}),
+        ("tls.client-ca", {"client-ca": "ca.key"}),
+        ("tls.cert", {"cert": "gone.pem"}),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_named(
+    template: Template, tmp_path: Path, certificates: Path, wrong: str, flags: dict[str, str]
+) -> None:
+    files = {"cert": "server.pem", "key": "server.key", **flags}
+    done = template.run(all_flags(*(f"--tls.{name}={certificates}/{file}" for name, file in files.items())), tmp_path)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("whippet:")]
+    assert line.startswith(f"whippet: {wrong}: ")
+
+
 def test_two_servers_cannot_share_a_port(template: Template, server: Server, tmp_path: Path) -> None:
     assert template.run(all_flags(f"--listen={server.data}"), tmp_path).returncode == 4
 
@@ -230,6 +265,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         run("x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial",
             "-days", "2", "-extfile", "san", "-out", f"{name}.pem")  # fmt: skip
+    run("ec", "-in", "server.key", "-aes256", "-passout", "pass:secret", "-out", "locked.key")
+    (folder / "garbled.pem").write_text("-----BEGIN CERTIFICATE-----\nnothing\n-----END CERTIFICATE-----\n")
     return folder
 
 
@@ -249,6 +286,24 @@ def test_tls(serve: Serve, certificates: Path) -> None:
         with grpc.insecure_channel(one.health) as channel:  # kubelets come without TLS
             health = health_pb2_grpc.HealthStub(channel)
             assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == SERVING
+
+
+def test_rubbish_at_a_tls_port_is_not_logged(serve: Serve, certificates: Path) -> None:
+    """Nor is it at the others."""
+    with serve(f"--tls.cert={certificates}/server.pem", f"--tls.key={certificates}/server.key") as one:
+        before = len(one.log.read_text())
+        for address in (one.data, one.admin_address, one.health, one.metrics):
+            host, _, port = address.rpartition(":")
+            for _ in range(50):
+                with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port)), 20) as link:
+                    link.sendall(b"CANARY" * 50)
+                    link.shutdown(socket.SHUT_WR)
+                    while link.recv(4096):
+                        pass
+        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=10).text
+        log = one.log.read_text()
+        assert "CANARY" not in log
+        assert len(log) - before < 1000
 
 
 def test_mtls(serve: Serve, certificates: Path) -> None:

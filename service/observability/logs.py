@@ -1,0 +1,70 @@
+"""The log on stderr. Nothing that a caller sent reaches it.
+
+Our own lines are written with that in mind. gRPC's are not: it logs metadata that is no UTF-8 as it came, the token
+included, with a traceback, as often as it comes; its core, in C++, writes a line for each connection that sends rubbish
+to a TLS port. So of libraries that see what callers send only the kind of event is logged, once in a while, with how
+many there were. The core is silenced in `service.transport`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+_EVERY = 10.0  # seconds between two lines of one library
+_LIBRARIES = ("grpc", "asyncio", "python")
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def set_up(level: str) -> None:
+    """Of the whole process."""
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=_FORMAT)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(Reticence())
+    sys.unraisablehook = _unraisable
+
+
+class Reticence:
+    """Makes one short line out of many that may hold what a caller sent."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: dict[str, float] = {}  # when a library's line was let through
+        self._kept_back: dict[str, int] = {}  # since then
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record, changed if it is a library's, is written."""
+        library = record.name.partition(".")[0]
+        if library not in _LIBRARIES or (library == "asyncio" and record.levelno < logging.WARNING):
+            return True
+        kind, where = _kind(record)
+        if kind == "ExecuteBatchError":  # a caller went away at the very moment that its answer was sent
+            return False
+        now = self._clock()
+        if now - self._last.get(library, -_EVERY) < _EVERY:
+            self._kept_back[library] = self._kept_back.get(library, 0) + 1
+            return False
+        self._last[library] = now
+        record.msg = "%s; %d more since the last such line%s"
+        record.args = (kind, self._kept_back.pop(library, 0), where if library != "grpc" else "")
+        record.exc_info = record.exc_text = record.stack_info = None
+        return True
+
+
+def _kind(record: logging.LogRecord) -> tuple[str, str]:
+    """What happened, and where, without what it says."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
+        known = "ExecuteBatchError" in str(record.msg)
+        return "ExecuteBatchError" if known else f"a line of {record.module}, {record.funcName}", ""
+    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    return type(error).__name__, f"\n{frames}"
+
+
+def _unraisable(what: sys.UnraisableHookArgs) -> None:
+    """An error where none can be raised, as in a destructor."""
+    info = None if what.exc_value is None else (what.exc_type, what.exc_value, what.exc_traceback)
+    logging.getLogger("python").error("unraisable", exc_info=info)
