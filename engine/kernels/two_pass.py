@@ -26,7 +26,7 @@ from engine.kernels.weights import Format, Matrix
 
 LEAST_BYTES = 32 << 20  # a smaller head gains less than the second pass costs: 1 µs at this size, on an H100
 _SPAN = 64  # columns of a unit of the copy
-_ROWS = 4096  # at a time, which bounds what is held in float32
+_VALUES = 1 << 20  # at a time, which bounds what is held in float32
 _SURE = 1 + 2**-8  # covers the roundings of norms in float32, here and in the kernel's use of them
 _LEAST = 1e-20  # what squares too small for float32 may hide of a norm
 
@@ -76,8 +76,9 @@ def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
     data = torch.zeros(-(-rows // 8), columns // _SPAN, 32, 16, dtype=torch.int8, device=device)
     margins = torch.empty(rows, dtype=torch.int32, device=device)
     extra = gamma(columns, warps)
-    for first in range(0, rows, _ROWS):
-        weight = head.data[first : first + _ROWS].float()
+    together = max(_VALUES // columns // 8, 1) * 8
+    for first in range(0, rows, together):
+        weight = head.data[first : first + together].float()
         sound = weight.isfinite().all(1)
         weight = weight.masked_fill(~sound.unsqueeze(1), 0.0)
         scale = _rounded_up(weight.abs().amax(1) / 127)
@@ -85,7 +86,7 @@ def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
         near = q * scale.float().unsqueeze(1)  # eight bits times eight: exact, as is the difference
         bound = _norm(weight - near) + extra * (_norm(weight) + _norm(near))
         bound = _rounded_up((bound * _SURE + _LEAST).masked_fill(~sound, torch.inf))
-        margins[first : first + _ROWS] = _words(scale, bound)
+        margins[first : first + together] = _words(scale, bound)
         whole = torch.zeros(-(-q.shape[0] // 8) * 8, columns, dtype=torch.int8, device=device)
         whole[: q.shape[0]] = q.to(torch.int8)
         tiles = whole.view(-1, 8, columns // _SPAN, 4, 16).permute(0, 2, 1, 3, 4)
