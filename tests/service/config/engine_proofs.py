@@ -194,7 +194,7 @@ PROOFS = {
     "model": Proof(f"{MODELS}/demo", model("weights_bytes"), base=MODEL),
     "engine.kind": Proof("fake", kind, becomes("Qwen3ForCausalLM", "fake"), MODEL),
     "engine.hang-timeout": Proof(
-        "0.5", seconds_unnoticed, lambda before, after: before > after, (*FAKE, "--engine.hang-timeout=2")
+        "0.5", seconds_unnoticed, lambda before, after: before > after, (*FAKE, "--engine.hang-timeout=1.5")
     ),
     "engine.record-steps": Proof("on", recorded, becomes(0, 1), ("--engine=fake", "--fake.faults=on")),
     "device": Proof("cuda", model("device"), lambda _, after: "cuda" in after, MODEL),
