@@ -17,7 +17,7 @@ BUFCLI := .tools/node_modules/.bin/buf
 PYTEST := $(BIN)/python -m pytest
 # Hides vector units: from us, from torch and from oneDNN.
 HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16
-ISA     := tests/engine/linear tests/engine/loading tests/engine/worker tests/e2e
+ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 .PHONY: serve test lint format proto bench smoke clean

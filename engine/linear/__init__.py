@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from engine.linear.products import CpuProducts
 from quant.checkpoint.source import TensorSource
 
 
@@ -27,10 +28,17 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights end up."""
+    """Where weights end up, and on a CPU what multiplies those of fewer than 32 bits; None: torch, slowly."""
 
     dtype: torch.dtype
     device: torch.device
+    products: CpuProducts | None = None
+
+    @property
+    def activations(self) -> Placement:
+        """Of what linears take and give, and of keys and values. Float32 on a CPU whatever the weights are, so that
+        the order in which a sum was done never grows into a difference that can be seen."""
+        return Placement(torch.float32, self.device) if self.device.type == "cpu" else self
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
         """An empty weight [rows, columns].
@@ -57,14 +65,22 @@ LinearLoader = Callable[[TensorSource, Projection, Placement], Linear]
 
 
 class DenseLinear:
-    """Weights as plain numbers [out, in]."""
+    """Weights as plain numbers [out, in]. `products`: how a CPU multiplies them if they have 16 bits."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, products: CpuProducts | None = None
+    ) -> None:
         self.weight = weight
         self.bias = bias
+        self._products = products if weight.dtype.itemsize == 2 and weight.device.type == "cpu" else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        if x.dtype == self.weight.dtype:
+            return functional.linear(x, self.weight, self.bias)
+        if self._products is None:
+            return functional.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        y = self._products.plain(x.float().contiguous(), self.weight)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -83,4 +99,4 @@ def load_dense(source: TensorSource, projection: Projection, placement: Placemen
         if bias is not None:
             bias[first : first + count].copy_(source.tensor(f"{prefix}.bias"))
         first += count
-    return DenseLinear(weight, bias)
+    return DenseLinear(weight, bias, placement.products)

@@ -1,51 +1,85 @@
-"""Four- and eight-bit weights on a CPU: torch's packed kernels for few rows, tiles of plain weights for many.
+"""Four- and eight-bit weights on a CPU, in the layouts of `products.c`.
 
-The packed kernels take and give bfloat16. Both ways round activations and results to it, so that how many rows a step
-has does not show in them.
+Activations stay float32: rounded to fewer bits, a difference in the last place between two ways of adding up would
+become one of the activation's own last place, and an answer would depend on what runs beside it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from engine.linear.cpu_layouts import CpuInt4, CpuInt8, DensePlan
+from engine.linear.products import BLOCK, CpuProducts
+from quant.checkpoint.forms import Int4Groups, Int8Rows
+from quant.checkpoint.nibbles import unpack_nibbles
+
+_BLOCKS_AT_ONCE = 4  # so that a byte a value stays in the processor's cache
 
 
-class CpuLinear:
-    """A packed weight. `dense_rows`: from how many rows on tiles are quicker."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Cpu:
+    """q uint8 [blocks, inputs, 16]: outputs 0…15 of a block in the low halves, 16…31 in the high ones."""
 
-    def __init__(
-        self, packed: CpuInt4 | CpuInt8, bias: torch.Tensor | None, dense_rows: int, dense_dtype: torch.dtype
-    ) -> None:
-        self.packed = packed
-        self.bias = bias  # float32 [rows]
-        self._dense_rows = dense_rows
-        self._dense_dtype = dense_dtype
+    products: CpuProducts
+    q: torch.Tensor
+    scale: torch.Tensor  # [groups, blocks · 32], as the checkpoint has it
+    zero: torch.Tensor  # uint8 [groups, blocks · 32]
+    shape: tuple[int, int, int]  # outputs, inputs, inputs a group
+    bias: torch.Tensor | None  # float32 [outputs]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rounded = x.to(torch.bfloat16)
-        if x.shape[0] < self._dense_rows:
-            y = self.packed.matmul(rounded)
-        else:
-            y = self.packed.matmul_dense(rounded.to(self._dense_dtype)).to(torch.bfloat16)
-        y = y.to(x.dtype)
-        return y if self.bias is None else y.add_(self.bias)
+        y = self.products.int4(x.float().contiguous(), self.q, self.scale, self.zero, self.shape)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes a call reads."""
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        held = self.q.nbytes + self.scale.nbytes + self.zero.nbytes
+        return held + (0 if self.bias is None else self.bias.nbytes)
 
 
-class Int4Cpu(CpuLinear):
-    """Four bits."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Cpu:
+    """q int8 [blocks, inputs, 32]."""
 
-    def __init__(self, packed: CpuInt4, bias: torch.Tensor | None, plan: DensePlan) -> None:
-        super().__init__(packed, bias, plan.int4_rows, plan.dtype)
+    products: CpuProducts
+    q: torch.Tensor
+    scale: torch.Tensor  # float32 [blocks · 32]
+    outputs: int
+    bias: torch.Tensor | None  # float32 [outputs]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.products.int8(x.float().contiguous(), self.q, self.scale, self.outputs)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a call reads."""
+        return self.q.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class Int8Cpu(CpuLinear):
-    """Eight bits."""
+def pack_int4(weight: Int4Groups, bias: torch.Tensor | None, products: CpuProducts) -> Int4Cpu:
+    outputs, inputs = weight.shape
+    q = torch.zeros(-(-outputs // BLOCK), inputs, BLOCK // 2, dtype=torch.uint8)
+    for block in range(0, len(q), _BLOCKS_AT_ONCE):
+        values = _padded(unpack_nibbles(weight.packed[block * BLOCK : (block + _BLOCKS_AT_ONCE) * BLOCK]))
+        low, high = values.view(-1, 2, BLOCK // 2, inputs).unbind(1)
+        q[block : block + _BLOCKS_AT_ONCE] = (low | (high << 4)).transpose(1, 2)
+    scale, zero = (_padded(part).T.contiguous() for part in (weight.scale, weight.zero))
+    return Int4Cpu(products, q, scale, zero, (outputs, inputs, weight.group), bias)
 
-    def __init__(self, packed: CpuInt8, bias: torch.Tensor | None, plan: DensePlan) -> None:
-        super().__init__(packed, bias, plan.int8_rows, plan.dtype)
+
+def pack_int8(weight: Int8Rows, bias: torch.Tensor | None, products: CpuProducts) -> Int8Cpu:
+    outputs, inputs = weight.shape
+    q = torch.zeros(-(-outputs // BLOCK), inputs, BLOCK, dtype=torch.int8)
+    for block in range(0, len(q), _BLOCKS_AT_ONCE):
+        values = _padded(weight.q[block * BLOCK : (block + _BLOCKS_AT_ONCE) * BLOCK])
+        q[block : block + _BLOCKS_AT_ONCE] = values.view(-1, BLOCK, inputs).transpose(1, 2)
+    return Int8Cpu(products, q, _padded(weight.scale.float().unsqueeze(1)).flatten(), outputs, bias)
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """[rows, n], zeros below up to a whole block."""
+    missing = -len(values) % BLOCK
+    return torch.cat((values, values.new_zeros(missing, values.shape[1]))) if missing else values

@@ -13,10 +13,10 @@ from engine.kernels.weights import to_matrix
 from engine.kernels.weights import why_not as why_not_cuda
 from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, load_dense
 from engine.linear.canonical import CanonicalLinear
-from engine.linear.cpu import Int4Cpu, Int8Cpu
-from engine.linear.cpu_layouts import DensePlan, pack_int4, pack_int8, why_not_int4, why_not_int8
+from engine.linear.cpu import pack_int4, pack_int8
 from engine.linear.cuda import CudaKernels, CudaLinear
 from engine.linear.joined import JoinedLinear
+from engine.linear.products import CpuProducts
 from quant.checkpoint import forms as canonical
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight, stack_rows
 from quant.checkpoint.linear import read_linear
@@ -27,9 +27,8 @@ Quantize = Literal["int8"]
 Reader = Callable[[TensorSource, str, int, int], canonical.Linear]  # source, prefix, inputs, outputs
 
 
-def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, plan: DensePlan | None) -> LinearLoader:
-    """Reads weights in the format `spec`; `quantize` rounds plain ones to eight bits, except the head's. No `plan`:
-    activations are never rounded below the placement's own type, however slow that is."""
+def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None) -> LinearLoader:
+    """Reads weights in the format `spec`; `quantize` rounds plain ones to eight bits, except the head's."""
     if spec is not None and quantize is not None:
         raise ValueError("weights that are quantized already are not quantized again")
     how = Int8Spec() if quantize == "int8" else spec
@@ -39,10 +38,10 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None, plan: De
     def read(source: TensorSource, prefix: str, inputs: int, outputs: int) -> canonical.Linear:
         return read_linear(source, prefix, how, inputs, outputs)
 
-    return loader_of(read, plan)
+    return loader_of(read)
 
 
-def loader_of(read: Reader, plan: DensePlan | None) -> LinearLoader:
+def loader_of(read: Reader) -> LinearLoader:
     """Stacks what `read` returns and lays it out for its device."""
 
     kernels = CudaKernels()
@@ -51,44 +50,45 @@ def loader_of(read: Reader, plan: DensePlan | None) -> LinearLoader:
         moved = source if placement.device.type == "cpu" else _Moved(source, placement.device)
         shapes = zip(projection.prefixes, projection.out_features, strict=True)
         parts = [read(moved, prefix, projection.in_features, rows) for prefix, rows in shapes]
-        return _join(parts, placement, plan, kernels)
+        return _join(parts, placement, kernels)
 
     return load
 
 
-def _join(parts: list[canonical.Linear], placement: Placement, plan: DensePlan | None, kernels: CudaKernels) -> Linear:
+def _join(parts: list[canonical.Linear], placement: Placement, kernels: CudaKernels) -> Linear:
     biases = [part.bias for part in parts]
     bias = torch.cat([one.float() for one in biases if one is not None]) if None not in biases else None
     one = parts[0].weight if len(parts) == 1 else stack_rows([part.weight for part in parts])
     if one is not None:
         parts.clear()  # what was stacked is not needed beside the stack
-        return place_weight(one, bias, placement, plan, kernels)
-    return JoinedLinear(tuple(place_weight(part.weight, part.bias, placement, plan, kernels) for part in parts))
+        return place_weight(one, bias, placement, kernels)
+    return JoinedLinear(tuple(place_weight(part.weight, part.bias, placement, kernels) for part in parts))
 
 
 def place_weight(
     weight: Weight,
     bias: torch.Tensor | None,
     placement: Placement,
-    plan: DensePlan | None = None,
     kernels: CudaKernels | None = None,
 ) -> Linear:
-    """A linear with this weight in the layout of its device. `plan`: how a CPU multiplies, `kernels`: how a GPU does;
-    None: by plain tiles alone, without rounding activations below the placement's own type."""
+    """A linear with this weight in the layout of its device. `kernels`: how a GPU multiplies; None, as for a CPU
+    without products: by plain tiles."""
     bias = None if bias is None else bias.to(placement.device, torch.float32)
     if isinstance(weight, Dense):
         matrix = placement.matrix(*weight.shape).copy_(weight.weight)
-        return DenseLinear(matrix, None if bias is None else bias.to(placement.dtype))
+        return DenseLinear(matrix, None if bias is None else bias.to(placement.dtype), placement.products)
     if placement.device.type == "cpu":
-        return CanonicalLinear(weight, bias) if plan is None else _on_cpu(weight, bias, plan)
+        return _on_cpu(weight, bias, placement.products)
     weight = _to_device(weight, placement.device)
     return CanonicalLinear(weight, bias) if why_not_cuda(weight) else CudaLinear(to_matrix(weight), bias, kernels)
 
 
-def _on_cpu(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, plan: DensePlan) -> Linear:
+def _on_cpu(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, products: CpuProducts | None) -> Linear:
+    if products is None:
+        return CanonicalLinear(weight, bias)
     if isinstance(weight, Int4Groups):
-        return CanonicalLinear(weight, bias) if why_not_int4(weight) else Int4Cpu(pack_int4(weight), bias, plan)
-    return CanonicalLinear(weight, bias) if why_not_int8(weight) else Int8Cpu(pack_int8(weight), bias, plan)
+        return pack_int4(weight, bias, products)
+    return pack_int8(weight, bias, products)
 
 
 def _to_device(weight: Int4Groups | Int8Rows, device: torch.device) -> Int4Groups | Int8Rows:

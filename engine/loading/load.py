@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.linear import Placement, load_dense
-from engine.linear.cpu_layouts import DensePlan
 from engine.linear.quantized import loader_of, quantized_loader
 from engine.loading.border import checkpoint_errors
 from engine.loading.dummy import DummyLinears, DummyWeights
@@ -34,17 +33,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What is loaded, and to where. plan: how a CPU multiplies quantized weights; None: exactly, in the placement's own
-    type, however slow (dtype float32)."""
+    """What is loaded, and to where."""
 
     config: ModelConfig
     form: Format
     placement: Placement
-    plan: DensePlan | None
-
-    @property
-    def exact(self) -> bool:
-        return self.plan is None
 
 
 def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> Loaded:
@@ -74,7 +67,7 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, form: Format) -> None:
 def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
     config, placement, spec = what.config, what.placement, what.form.in_memory
     source = DummyWeights(dense_tensors(config), seed, placement)
-    load_linear = load_dense if spec is None else loader_of(DummyLinears(spec, seed, placement.device), what.plan)
+    load_linear = load_dense if spec is None else loader_of(DummyLinears(spec, seed, placement.device))
     with checkpoint_errors(folder):
         weights = load_weights(config, source, load_linear, placement)
     seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(placement.dtype))
@@ -89,7 +82,7 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
     try:
         with checkpoint_errors(folder, checkpoint):
             _check(checkpoint, config, form)
-            load_linear = quantized_loader(form.spec, "int8" if form.int8 else None, what.plan)
+            load_linear = quantized_loader(form.spec, "int8" if form.int8 else None)
             weights = load_weights(config, checkpoint, load_linear, what.placement)
             checkpoint.close()
             return Loaded(weights, _identity(fingerprint.result(), what), form.name)
@@ -100,5 +93,4 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
 def _identity(files: str, what: Loading) -> str:
     """The digest of the files, and of what else decides what the weights compute."""
     made = [what.form.name] if what.form.int8 else []
-    exact = ["exact"] if what.exact and what.form.in_memory is not None else []
-    return digest.of_text(files, *made, *exact) if made or exact else files
+    return digest.of_text(files, *made) if made else files

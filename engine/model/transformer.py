@@ -50,7 +50,7 @@ class Transformer:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, vocab], float32."""
         weights = self.weights
-        return weights.head(weights.norm(hidden).to(self.placement.dtype)).float()
+        return weights.head(weights.norm(hidden).to(self.placement.activations.dtype)).float()
 
     def _attend(
         self,
@@ -62,7 +62,7 @@ class Transformer:
         cache: KvCache,
     ) -> torch.Tensor:
         config = self.config
-        qkv = layer.qkv(layer.input_norm(x).to(self.placement.dtype)).view(x.shape[0], -1, config.head_dim)
+        qkv = layer.qkv(layer.input_norm(x).to(self.placement.activations.dtype)).view(x.shape[0], -1, config.head_dim)
         turned = qkv[:, : config.heads + config.kv_heads]
         _rotate(turned, layer, angles)
         cache.write(index, step.slots, qkv[:, config.heads :])
@@ -70,7 +70,7 @@ class Transformer:
         return layer.output(found.reshape(x.shape[0], -1))
 
     def _feed(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(layer.mlp_norm(x).to(self.placement.dtype)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(layer.mlp_norm(x).to(self.placement.activations.dtype)).chunk(2, dim=-1)
         return layer.down(functional.silu(gate).mul_(up))
 
 

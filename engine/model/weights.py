@@ -86,7 +86,8 @@ def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearL
     embedding = placement.matrix(config.vocab_size, config.hidden_size).copy_(source.tensor(EMBEDDING))
     layers = tuple(_load_layer(config, index, source, load_linear, placement) for index in range(config.layers))
     norm = RmsNorm(_copy32(source, FINAL_NORM, placement), config.norm_eps)
-    head = DenseLinear(embedding) if config.tied_head else load_linear(source, head_projection(config), placement)
+    tied = DenseLinear(embedding, products=placement.products)
+    head = tied if config.tied_head else load_linear(source, head_projection(config), placement)
     return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 

@@ -19,7 +19,7 @@ from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
 from engine.linear import Placement
-from engine.linear.cpu_layouts import dense_plan
+from engine.linear.products import CpuProducts, NoProducts, open_products
 from engine.loading.formats import read_folder
 from engine.loading.load import Loaded, Loading, load
 from engine.loading.progress import Progress
@@ -27,7 +27,7 @@ from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.settings import PAGE_SIZE, EngineSettings
-from engine.worker.hardware import cpu_features, free_bytes, pick_device, pick_dtype, pick_threads
+from engine.worker.hardware import CpuFeatures, cpu_features, free_bytes, pick_device, pick_dtype, pick_threads
 from quant.checkpoint.config import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,11 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
     cpu = cpu_features()
-    placement = Placement(pick_dtype(settings.dtype, config.dtype, device, cpu, form.in_memory is not None), device)
-    what = Loading(config, form, placement, None if settings.dtype == "float32" else dense_plan(cpu.bf16))
+    quantized = form.in_memory is not None
+    dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
+    narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
+    placement = Placement(dtype, device, _products(cpu, progress) if narrow else None)
+    what = Loading(config, form, placement)
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:
@@ -73,11 +76,20 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
         raise Unsupported(_no_room(folder, device, error)) from error
 
 
+def _products(cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
+    progress("compiling", 0, 1)
+    try:
+        return open_products(cpu.flags)
+    except NoProducts as failure:
+        _log.warning("weights of fewer than 32 bits are slow here: %s; install gcc or clang", failure)
+        return None
+
+
 def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, placement: Placement) -> Prepared:
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    room = make_room(settings, config.max_context, shape, placement, free_bytes(placement.device))
+    room = make_room(settings, config.max_context, shape, placement.activations, free_bytes(placement.device))
     model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, placement.device), placement)
-    pool = KvCache(shape, room.pages, placement, heads_outside=placement.device.type == "cpu")
+    pool = KvCache(shape, room.pages, placement.activations, heads_outside=placement.device.type == "cpu")
     sampler = Sampler(config.vocab_size, settings.max_sequences, placement.device)
     return Prepared(
         Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest, loaded.weight_format

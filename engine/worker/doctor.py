@@ -220,11 +220,11 @@ def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
     """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
     nowhere = Placement(placement.dtype, torch.device("meta"))
     spec = form.in_memory
-    read = load_dense if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device), None)
+    read = load_dense if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device))
     weights = load_weights(config, _Shapes(dense_tensors(config), placement.dtype), read, nowhere)
     model = Transformer(config, weights, rope_table(config.rope, 1, placement.device), placement)
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    pool = KvCache(shape, 1, placement, heads_outside=placement.device.type == "cpu")
+    pool = KvCache(shape, 1, placement.activations, heads_outside=placement.device.type == "cpu")
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 
@@ -238,7 +238,7 @@ def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
     if size > free:
         raise Unsupported(f"{folder}: the weights take {size} bytes, {free} are free; use a smaller model or device")
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    room = make_room(settings, config.max_context, shape, placement, free)
+    room = make_room(settings, config.max_context, shape, placement.activations, free)
     return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages)
 
 

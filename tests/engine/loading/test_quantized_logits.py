@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import InvalidModel
 from engine.linear import DenseLinear
-from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.joined import JoinedLinear
 from engine.worker import doctor
@@ -79,8 +78,6 @@ def test_a_family_in_four_bits_equals_its_plain_self(family: str, group: int, tm
     assert spread > 0.5
     found = logits_of(tmp_path / "awq", ids, dtype="float32")
     assert float((found - expected).abs().max()) < 1e-4 * spread
-    rounded = logits_of(tmp_path / "awq", ids) - expected
-    assert 0 < float(rounded.square().mean().sqrt()) < 0.04 * spread
     assert isinstance(layers_of(tmp_path / "awq")[0].qkv, Int4Cpu)
 
 
@@ -117,10 +114,10 @@ def test_shards_and_an_old_config_read_the_same(tmp_path: Path) -> None:
     assert prepare(settings(old), nothing).weight_format == "awq-int4-g32"
 
 
-def test_outputs_that_no_kernel_takes_are_served_all_the_same(tmp_path: Path) -> None:
+def test_outputs_that_fill_no_block_are_served_all_the_same(tmp_path: Path) -> None:
     make(tmp_path, group=8, num_key_value_heads=1, num_attention_heads=3, head_dim=8)
     layer = layers_of(tmp_path / "awq")[0]
-    assert isinstance(layer.qkv, CanonicalLinear)
+    assert isinstance(layer.qkv, Int4Cpu)
     ids = ids_of(9)
     expected = logits_of(tmp_path / "plain", ids, dtype="float32")
     found = logits_of(tmp_path / "awq", ids, dtype="float32")
@@ -162,8 +159,6 @@ def test_compressed_tensors(bits: int, name: str, tmp_path: Path) -> None:
     expected = logits_of(write(tmp_path / "plain", config, plain), ids_of(20), dtype="float32")
     found = logits_of(folder, ids_of(20), dtype="float32")
     assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
-    rounded = logits_of(folder, ids_of(20)) - expected
-    assert float(rounded.square().mean().sqrt()) < 0.04 * float(expected.std())
     assert prepare(settings(folder), nothing).weight_format == name
     del held["model.layers.0.mlp.down_proj.weight_scale"]
     with pytest.raises(InvalidModel, match=r"down_proj\.weight_scale: expected .* found no such tensor;"):
@@ -196,18 +191,6 @@ def test_eight_bits_made_while_loading(source: str, tmp_path: Path) -> None:
     plainly = prepare(settings(folder), nothing)
     assert plainly.weight_format == "dense"
     assert plainly.digest != prepared.digest
-
-
-def test_weights_that_compute_otherwise_have_another_digest(tmp_path: Path) -> None:
-    """Exact products are others than the packed kernels', so stored answers of the one are none of the other."""
-    make(tmp_path)
-    for name, given in (("awq", {}), ("plain", {"quantization": "int8"})):
-        packed, exact = (
-            prepare(settings(tmp_path / name, dtype=dtype, **given), nothing) for dtype in ("auto", "float32")
-        )
-        assert packed.digest != exact.digest
-    plain = [prepare(settings(tmp_path / "plain", dtype=dtype), nothing).digest for dtype in ("auto", "float32")]
-    assert plain[0] == plain[1]
 
 
 @pytest.mark.usefixtures("bf16_units")

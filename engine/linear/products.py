@@ -1,0 +1,153 @@
+"""The products of `products.c`: compiled at the first start for the units that the processor has, kept beside the
+kernels' machine code, called with the addresses of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+
+from engine.kernels.build import default_cache
+
+SOURCE: Final = Path(__file__).with_suffix(".c")
+BLOCK: Final = 32  # outputs a block
+TYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of a scale
+PATIENCE: Final = 120.0  # seconds for the compiler
+_WIDE: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_NARROW: Final = ("avx2", "fma")
+_pointer = ctypes.c_void_p
+_long = ctypes.c_long
+
+
+class NoProducts(Exception):
+    """They cannot be made here; says why in one line."""
+
+
+class _Product(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        *(("x", _pointer), ("y", _pointer)),
+        *(("rows", _long), ("inputs", _long), ("outputs", _long)),
+        ("threads", ctypes.c_int),
+    ]
+
+
+class _Int4(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        *(("q", _pointer), ("scale", _pointer), ("zero", _pointer)),
+        *(("group", _long), ("width", _long)),
+        ("type", ctypes.c_int),
+    ]
+
+
+class _Int8(ctypes.Structure):
+    _fields_: ClassVar[Any] = [("q", _pointer), ("scale", _pointer)]
+
+
+class _Plain(ctypes.Structure):
+    _fields_: ClassVar[Any] = [("w", _pointer), ("type", ctypes.c_int)]
+
+
+class CpuProducts:
+    """x float32 [rows, inputs], contiguous, and a weight → a new float32 [rows, outputs]. A row's result is the same
+    bits whatever rows stand beside it. As many threads as torch has."""
+
+    def __init__(self, library: Path) -> None:
+        self._library: Any = ctypes.CDLL(str(library))
+
+    def int4(
+        self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """q uint8 [blocks, inputs, 16], scale and zero [groups, blocks · 32]; shape: outputs, inputs, those a group."""
+        outputs, inputs, group = shape
+        weight = _Int4(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), group, scale.shape[1], TYPES[scale.dtype])
+        y, product = self._product(x, outputs)
+        room = x.new_empty(x.shape[0], inputs // group)
+        self._library.multiply4(ctypes.byref(product), ctypes.byref(weight), _pointer(room.data_ptr()))
+        return y
+
+    def int8(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, outputs: int) -> torch.Tensor:
+        """q int8 [blocks, inputs, 32], scale float32 [blocks · 32]."""
+        y, product = self._product(x, outputs)
+        weight = _Int8(q.data_ptr(), scale.data_ptr())
+        self._library.multiply8(ctypes.byref(product), ctypes.byref(weight))
+        return y
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """weight bfloat16 or float16 [outputs, inputs], contiguous."""
+        y, product = self._product(x, weight.shape[0])
+        held = _Plain(weight.data_ptr(), TYPES[weight.dtype])
+        half = weight.dtype == torch.float16
+        multiply = self._library.multiply_float16 if half else self._library.multiply_bfloat16
+        multiply(ctypes.byref(product), ctypes.byref(held))
+        return y
+
+    def _product(self, x: torch.Tensor, outputs: int) -> tuple[torch.Tensor, _Product]:
+        y = x.new_empty(x.shape[0], outputs)
+        return y, _Product(x.data_ptr(), y.data_ptr(), *x.shape, outputs, torch.get_num_threads())
+
+
+def open_products(flags: Collection[str], folder: Path | None = None) -> CpuProducts:
+    """For a processor with these units, named as in /proc/cpuinfo. Raises NoProducts."""
+    folder = folder or default_cache()
+    compiler, options = _compiler(), ("-O3", "-std=gnu11", "-shared", "-fPIC", *_units(flags))
+    made_from = "\0".join((compiler, platform.machine(), *options)).encode() + SOURCE.read_bytes()
+    kept = folder / f"products-{hashlib.sha256(made_from).hexdigest()[:32]}.so"
+    try:
+        if kept.is_file():
+            return CpuProducts(kept)
+        with tempfile.TemporaryDirectory() as room:
+            fresh = Path(room) / "products.so"
+            _compile([compiler, *options, str(SOURCE), "-o", str(fresh)])
+            return CpuProducts(_keep(fresh, kept))
+    except OSError as error:
+        raise NoProducts(f"the library cannot be used: {error}") from error
+
+
+def _compiler() -> str:
+    named = os.environ.get("CC")
+    found = next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
+    if found is None:
+        raise NoProducts(f"no C compiler: {named}" if named else "no C compiler")
+    return found
+
+
+def _units(flags: Collection[str]) -> tuple[str, ...]:
+    """Of x86 what is used by name; elsewhere what the compiler takes for granted."""
+    used = next((units for units in ((*_WIDE, *_NARROW), _NARROW) if all(unit in flags for unit in units)), ())
+    return tuple(f"-m{unit}" for unit in used)
+
+
+def _compile(command: list[str]) -> None:
+    """With threads if the compiler has them."""
+    failure = ""
+    for threads in (("-fopenmp",), ()):
+        try:
+            done = subprocess.run([*command, *threads], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise NoProducts(f"{command[0]} took more than {PATIENCE:.0f} s") from error
+        if done.returncode == 0:
+            return
+        failure = next(iter(done.stderr.strip().splitlines()), "failed")
+    raise NoProducts(f"{command[0]}: {failure}")
+
+
+def _keep(fresh: Path, kept: Path) -> Path:
+    """Moved whole to where it is kept; where that cannot be written it serves this process alone."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(fresh.read_bytes())
+        os.chmod(file.name, 0o755)
+        os.replace(file.name, kept)
+    except OSError:
+        return fresh
+    return kept
