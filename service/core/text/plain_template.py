@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from jinja2 import nodes
 
@@ -57,7 +58,7 @@ def is_plain(template: nodes.Template) -> bool:
         return False
     assigned = [node for node in every if isinstance(node, nodes.Assign)]
     lists = _lists(assigned)
-    if lists is None or not _grow_once(assigned):
+    if lists is None or not _grow_once(assigned) or not _closed(every, assigned):
         return False
     return all(_cheap(node) for node in every) and _loops(template, lists, False)
 
@@ -107,7 +108,7 @@ def _cheap_call(node: nodes.Call) -> bool:
         return len(node.args) == 1 and not node.kwargs
     if _is_name(node.node, "strftime_now"):
         return len(node.args) == 1 and not node.kwargs and _is_time(node.args[0])
-    if _grows(node):
+    if any(_grows(child) for child in node.iter_child_nodes()):
         return False
     if _is_name(node.node, "namespace"):
         return not node.args
@@ -181,7 +182,9 @@ def _grow_once(assigned: list[nodes.Assign]) -> bool:
 
 def _grows(node: nodes.Node) -> bool:
     """Whether its text may be longer than those it is made of."""
-    return any(_grows_by_itself(one) for one in _below(node))
+    every = list(_below(node))
+    picked = {id(one.node) for one in every if _picks(one)}  # a text out of a list, and not the list as text
+    return any(_grows_by_itself(one) for one in every if id(one) not in picked)
 
 
 def _grows_by_itself(node: nodes.Node) -> bool:
@@ -189,7 +192,27 @@ def _grows_by_itself(node: nodes.Node) -> bool:
         return not any(
             isinstance(side, nodes.Const) and isinstance(side.value, int) for side in (node.left, node.right)
         )
+    if isinstance(node, nodes.Call):  # as text, a list has quotes, and twice the backslashes
+        return isinstance(node.node, nodes.Getattr) and node.node.attr == "split"
     return isinstance(node, nodes.Concat) or (isinstance(node, nodes.Filter) and node.name == "tojson")
+
+
+def _picks(node: nodes.Node) -> TypeGuard[nodes.Getitem | nodes.Filter]:
+    if isinstance(node, nodes.Getitem):
+        return not isinstance(node.arg, nodes.Slice)
+    return isinstance(node, nodes.Filter) and node.name in ("first", "last")
+
+
+def _closed(every: list[nodes.Node], assigned: list[nodes.Assign]) -> bool:
+    """Whether namespaces are used for what is in them alone: as text, one has all of it."""
+    spaces = {
+        name
+        for node in assigned
+        if isinstance(node.node, nodes.Call) and _is_name(node.node.node, "namespace")
+        for name in _names(node.target)
+    }
+    opened = {id(one.node) for one in every if isinstance(one, nodes.Getattr)} | {id(one.target) for one in assigned}
+    return all(id(one) in opened for one in every if isinstance(one, nodes.Name) and one.name in spaces)
 
 
 def _mentions(node: nodes.Node, names: set[str]) -> bool:

@@ -73,6 +73,16 @@ HOSTILE = {
     "doubled in a loop": "{% set n = namespace(t='x') %}{% for m in messages %}{% set n.t = n.t ~ n.t %}{% endfor %}",
     "doubled out of sight": "{% set n = namespace(t='x') %}{% for m in messages %}{% set u = n.t ~ n.t %}"
     "{% set n.t = u %}{% endfor %}",
+    "backslashes in lists": "{% set n = namespace(t=messages[0].content) %}{% for m in messages %}"
+    "{% set n.t = n.t.split('|') | string %}{% endfor %}{{ n.t }}",
+    "backslashes in trimmed lists": "{% set n = namespace(t=messages[0].content) %}{% for m in messages %}"
+    "{% set n.t = n.t.split('|') | trim %}{% endfor %}{{ n.t }}",
+    "backslashes in slices": "{% set n = namespace(t=messages[0].content) %}{% for m in messages %}"
+    "{% set n.t = n.t.split('|')[0:9] | upper %}{% endfor %}{{ n.t }}",
+    "a namespace in itself": "{% set n = namespace(t=messages[0].content) %}{% for m in messages %}"
+    "{% set n.t = n | string %}{% endfor %}{{ n.t }}",
+    "a namespace by another name": "{% set n = namespace(t=messages[0].content) %}{% set o = n %}"
+    "{% for m in messages %}{% set n.t = o | string %}{% endfor %}{{ n.t }}",
     "backslashes": "{{ messages[0].content | tojson | tojson | tojson }}",
     "macro": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
     "recursive": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
