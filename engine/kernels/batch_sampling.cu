@@ -2,11 +2,13 @@
 // in shared memory. Only rows that bias, penalise or bar tokens have tables, the `tables[m]`-th; the others have none.
 //
 // Same order, ties and whole-number sums as there, so the same tokens.
+#include "copies.cuh"
 #include "sampling_listed.cuh"
 #include "sampling_whole.cuh"
 
 constexpr float kMostNoise = 17.4f, kLeastNoise = -2.9f;  // `gumbel` lies between
-constexpr int kTogether = 4;                              // logits that a thread asks for at once
+constexpr int kSpan = OP_FLOAT32 ? 4 : 8;                 // logits of 16 bytes
+constexpr int kQuads = kVocabulary / kSpan, kRounds = ceil_div(kQuads, kThreads);
 
 // Not in line: few rows or tokens come so far, and every pass would have it four times.
 __device__ __noinline__ float noise(u64 key, int place, int id) { return gumbel(key, place, id); }
@@ -30,6 +32,7 @@ struct Adjusted {
     const float* bias;  // its table, or null
     const u32* marks;
     bool barred;
+    Quad* ring;  // [OP_AHEAD][kThreads]
 
     __device__ __forceinline__ float raw(int id) const {
         if constexpr (OP_FLOAT32)
@@ -37,21 +40,50 @@ struct Adjusted {
         else
             return bf16_to_float(__ldcg(reinterpret_cast<const u16*>(at) + id));
     }
-    __device__ __forceinline__ float adjust(float v, int id) const {
-        if (bias == nullptr && marks == nullptr) return v;
-        return adjusted(row, v, bias != nullptr ? bias[id] : 0.f, marks != nullptr ? marks[id] : 0u, barred);
+    __device__ __forceinline__ float adjust(float v, float more, u32 mark) const {
+        return bias == nullptr && marks == nullptr ? v : adjusted(row, v, more, mark, barred);
     }
-    // visit(raw, adjusted, id)
+    // visit(raw, adjusted, id), by the threads that copied: OP_AHEAD copies of each are under way. Rows that do not lie at
+    // multiples of 16 bytes are read one by one.
     template <class Visit>
     __device__ __forceinline__ void each_pair(Visit&& visit) const {
-        for (int first = threadIdx.x; first < kVocabulary; first += kThreads * kTogether) {
-            float v[kTogether];
+        if constexpr (kVocabulary % kSpan != 0) {
+#pragma unroll 1
+            for (int id = threadIdx.x; id < kVocabulary; id += kThreads) {
+                const float v = raw(id);
+                visit(v, adjust(v, bias != nullptr ? bias[id] : 0.f, marks != nullptr ? marks[id] : 0u), id);
+            }
+        } else {
+            auto bring = [&](int round, int slot) {
+                const int n = round * kThreads + threadIdx.x;
+                if (n < kQuads) copy_async(ring + slot * kThreads + threadIdx.x, at + n * 16, true);
+                end_copy_group();
+            };
+#pragma unroll 1
+            for (int n = 0; n < OP_AHEAD; ++n) bring(n, n);
+            int slot = 0;
+#pragma unroll 1
+            for (int round = 0; round < kRounds; ++round) {
+                wait_copy_groups<OP_AHEAD - 1>();
+                const int first = (round * kThreads + threadIdx.x) * kSpan;
+                if (first < kVocabulary) {
+                    const Quad q = ring[slot * kThreads + threadIdx.x];
+                    Quad more[kSpan / 4] = {}, mark[kSpan / 4] = {};
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i)
-                if (first + i * kThreads < kVocabulary) v[i] = raw(first + i * kThreads);
+                    for (int i = 0; i < kSpan / 4; ++i) {
+                        if (bias != nullptr) more[i] = load_quad(bias + first + 4 * i);
+                        if (marks != nullptr) mark[i] = load_quad(marks + first + 4 * i);
+                    }
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i)
-                if (const int id = first + i * kThreads; id < kVocabulary) visit(v[i], adjust(v[i], id), id);
+                    for (int i = 0; i < kSpan; ++i) {
+                        const float v = OP_FLOAT32 ? __uint_as_float(q.r[i % 4]) : bf16_to_float(u16(q.r[i / 2 % 4] >> i % 2 * 16));
+                        visit(v, adjust(v, __uint_as_float(more[i / 4].r[i % 4]), mark[i / 4].r[i % 4]), first + i);
+                    }
+                }
+                bring(round + OP_AHEAD, slot);
+                slot = slot + 1 == OP_AHEAD ? 0 : slot + 1;
+            }
+            wait_copy_groups<0>();
         }
     }
     template <class Visit>
@@ -174,6 +206,7 @@ __device__ __forceinline__ u64 best_of(const Row& row, const Adjusted& logits, c
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     sample(const Row* rows, const int* tables, const int* position, const u8* logits, const float* biases, u32* marks,
            u64* best, int trigger) {
+    extern __shared__ Quad ring[];
     __shared__ Room room;
     const int m = blockIdx.x;
     if (trigger == 0) let_next_start();
@@ -185,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const u64 table = u64(row.uses & (kBiased | kMarked) ? tables[m] : 0) * kVocabulary;
     u32* own_marks = row.uses & kMarked ? marks + table : nullptr;
     const Adjusted own{row, logits + u64(m) * kVocabulary * (OP_FLOAT32 ? 4 : 2),
-                       row.uses & kBiased ? biases + table : nullptr, own_marks, place + 1 < row.free_from};
+                       row.uses & kBiased ? biases + table : nullptr, own_marks, place + 1 < row.free_from, ring};
     const Scale scale = scale_of(row, own);
     u64 found = 0;
     if (scale.sound) found = block_best(best_of(row, own, scale, place + 1, room));

@@ -17,6 +17,7 @@ from engine.kernels.linear import CHAIN
 from engine.kernels.sampling import ROW_WORDS, SampledRow, write_bias, write_marks
 
 _THREADS = 512
+_AHEAD = 6  # copies of 16 bytes that a thread has under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ def sample(
         "marks": state.marks,
         "best": best,
     }
-    defines = {"OP_VOCABULARY": vocabulary, "OP_FLOAT32": int(logits.dtype == torch.float32)}
-    kernel = library.kernel("batch_sampling", "sample", defines)
-    return prepare(kernel, Shape((batch, 1, 1), _THREADS), {**values, **CHAIN})
+    defines = {
+        "OP_VOCABULARY": vocabulary,
+        "OP_FLOAT32": int(logits.dtype == torch.float32),
+        "OP_AHEAD": _AHEAD,
+    }
+    shared = _AHEAD * _THREADS * 16
+    kernel = library.kernel("batch_sampling", "sample", defines, shared)
+    return prepare(kernel, Shape((batch, 1, 1), _THREADS, shared), {**values, **CHAIN})
