@@ -103,6 +103,47 @@ def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, place_of: tu
     return median_us(launcher, [launch] * 10, 10)
 
 
+def together(library: KernelLibrary, launcher: Launcher, heads: Heads, counts: list[int], most: int) -> float:
+    """µs of one layer of whole prompts side by side, in a pass for up to `most` chunks."""
+    device, size = torch.device("cuda"), sum(counts)
+    pages = torch.zeros(len(counts), -(-max(counts) // 16), dtype=torch.int32, device=device)
+    table = torch.zeros(most, 4, dtype=torch.int32, device=device)
+    first = used = 0
+    for row, count in enumerate(counts):
+        held = -(-count // 16)
+        pages[row, :held] = torch.arange(used, used + held, device=device)
+        table[row] = torch.tensor([first, count, 0, row])
+        first, used = first + count, used + held
+    pool = torch.randn(2, used, heads.keys, 16, heads.dim, device=device).bfloat16()
+    queries = torch.randn(size, heads.queries, heads.dim, device=device).bfloat16()
+    out = torch.zeros_like(queries)
+    splits = prefill.splits_of(heads, (size,), device, chunks=most)
+    layer, chunks = LayerAttention(pool[0], pool[1], None, None), prefill.Chunks(table, pages)
+    launch = prefill.attend_chunks(library, heads, chunks, splits, layer, queries, out)
+    return median_us(launcher, [launch] * 10, 10)
+
+
+def measure_together(library: KernelLibrary, launcher: Launcher) -> list[dict[str, object]]:
+    """One record a case."""
+    records: list[dict[str, object]] = []
+    for name, heads in LAYOUTS.items():
+        for case, counts in (("16 × 128", [128] * 16), ("2 × 1024", [1024] * 2), ("1 × 2048", [2048])):
+            work = 4 * heads.queries * heads.dim * sum(count * (count + 1) / 2 for count in counts)
+            found = together(library, launcher, heads, counts, 32)
+            rate = work / found / 1e6
+            print(f"{name:12} {case} side by side: {found:8.1f} µs {rate:6.1f} TFLOP/s", flush=True)
+            records.append(
+                {
+                    "kind": "chunks",
+                    "model": name,
+                    "case": case,
+                    "us": round(found, 2),
+                    "teraflops": round(rate, 1),
+                }
+            )
+    return records
+
+
 def measure_decode(library: KernelLibrary, launcher: Launcher, grids: list[many.Grid]) -> list[dict[str, object]]:
     """One record a case."""
     records: list[dict[str, object]] = []
@@ -188,7 +229,7 @@ def main() -> int:
     if given.only != "chunk":
         records += measure_decode(library, launcher, grids)
     if given.only != "decode":
-        records += measure_chunks(library, launcher)
+        records += measure_chunks(library, launcher) + measure_together(library, launcher)
     print(
         json.dumps(
             {

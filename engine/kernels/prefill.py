@@ -17,7 +17,7 @@ from engine.kernels.weights import Format
 _THREADS = 256
 _QUERIES, _WIDE_QUERIES = 64, 128  # tokens of a block of attention
 _WIDE_DIMS = (64, 128)  # of a head, that products of warpgroups are written for
-_MOST_SPLITS = 16
+_MOST_SPLITS, _SPLITS_TOGETHER = 16, 2  # parts of a context: of one chunk, of several
 LOG2_E = 1.4426950408889634
 
 
@@ -206,8 +206,9 @@ def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -
     wide = gpu.warpgroups and layout.dim in _WIDE_DIMS
     tiles = -(-tokens // (_WIDE_QUERIES if wide else _QUERIES)) + chunks - 1
     most = gpu.multiprocessors * (1 if wide else 2)
-    least = tiles if chunks == 1 else 1  # several may be told and one be there
-    return AttentionGrid(wide, tiles, max(1, min(_MOST_SPLITS, most // (least * layout.queries))), most)
+    # A block that finds no tokens has a multiprocessor to itself for a moment, so several chunks are divided little.
+    splits = min(_MOST_SPLITS, most // (tiles * layout.queries)) if chunks == 1 else _SPLITS_TOGETHER
+    return AttentionGrid(wide, tiles, max(1, splits), most)
 
 
 def splits_of(
