@@ -129,24 +129,28 @@ async def _serve(settings: Settings) -> int:
         if parts.metrics is not None:
             stack.push_async_callback(parts.metrics.stop)
             await parts.metrics.start()
-        if not await stop.before(parts.engine.start()):
-            return STOPPED
-        background = [
-            asyncio.create_task(work) for work in (parts.health.run(), parts.watch.run(), parts.engine.ended())
-        ]
-        for task in background:
-            stack.callback(task.cancel)
-        parts.caches.now()
-        gc.collect()
-        gc.freeze()  # a full collection would otherwise visit every imported module, with all streams waiting
-        parts.health.refresh()
-        _announce(settings, parts)
         try:
-            await stop.before(_first_to_end(background))
+            within = settings.drain.timeout if await _ready(settings, parts, stop, stack) else 0.0
         except Exception:
-            await _drain(0.0, parts, stop)  # who still calls is told
+            await _drain(0.0, parts, stop)  # who calls is told
             raise
-        return await _drain(settings.drain.timeout, parts, stop)
+        return await _drain(within, parts, stop)
+
+
+async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: AsyncExitStack) -> bool:
+    """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
+    if not await stop.before(parts.engine.start()):
+        return False
+    background = [asyncio.create_task(work) for work in (parts.health.run(), parts.watch.run(), parts.engine.ended())]
+    for task in background:
+        stack.callback(task.cancel)
+    parts.caches.now()
+    gc.collect()
+    gc.freeze()  # a full collection would otherwise visit every imported module, with all streams waiting
+    parts.health.refresh()
+    _announce(settings, parts)
+    await stop.before(_first_to_end(background))
+    return True
 
 
 def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: Counter[str]) -> _Parts:

@@ -164,10 +164,26 @@ def test_while_loading_requests_are_told_to_come_back_and_a_signal_stops_it(tmp_
             assert check(health_pb2.HealthCheckRequest(), timeout=5).status == serving
             name = "whippet.v1.GenerationService"
             assert check(health_pb2.HealthCheckRequest(service=name), timeout=5).status != serving
+        codes, told = set(), threading.Event()
+
+        def call_again_and_again() -> None:
+            with grpc.insecure_channel(data) as channel:
+                generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
+                while process.poll() is None:
+                    codes.add(generate.future(ask("x", 1), timeout=PATIENCE).code())
+                    told.set()
+
+        callers = [threading.Thread(target=call_again_and_again) for _ in range(4)]
+        for caller in callers:
+            caller.start()
+        assert told.wait(PATIENCE)
         process.terminate()
         out, _ = process.communicate(timeout=20)
+        for caller in callers:
+            caller.join()
         assert process.returncode == 0
         assert "ready" not in out
+        assert codes == {grpc.StatusCode.UNAVAILABLE}
 
 
 def test_a_drain_loses_nothing(serve: Serve) -> None:
