@@ -214,11 +214,11 @@ def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -
 def splits_of(
     layout: Heads, sizes: Iterable[int], device: torch.device, chunks: int = 1, gpu: GpuShape | None = None
 ) -> Splits:
-    """For passes of these sizes, of so many chunks at most."""
+    """For passes of these sizes, of one chunk or up to so many."""
     gpu = gpu or gpu_shape(device)
-    grids = {size: attention_grid(layout, size, gpu, chunks) for size in sizes}
-    rows = max(size * grid.splits for size, grid in grids.items()) * layout.queries
-    blocks = max(grid.tiles for grid in grids.values()) * layout.queries
+    grids = [(size, attention_grid(layout, size, gpu, most)) for size in sizes for most in (1, chunks)]
+    rows = max(size * grid.splits for size, grid in grids) * layout.queries
+    blocks = max(grid.tiles for _, grid in grids) * layout.queries
     return Splits(
         out=torch.zeros(rows * layout.dim, dtype=torch.float32, device=device),
         sums=torch.zeros(rows * 2, dtype=torch.float32, device=device),
@@ -243,6 +243,8 @@ def attend_chunks(
     tokens, ragged = queries.shape[0], isinstance(where, Chunks)
     chunks = where.table.shape[0] if isinstance(where, Chunks) else 1
     grid = attention_grid(layout, tokens, splits.gpu, chunks)
+    if tokens * grid.splits * layout.queries * layout.dim > splits.out.numel():
+        raise ValueError(f"no room for {grid.splits} parts of {tokens} tokens")
     values: dict[str, Argument] = {
         "queries": queries,
         "key_pool": layer.keys,

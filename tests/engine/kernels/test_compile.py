@@ -174,7 +174,7 @@ def chunk_stages(
     own = LayerAttention(pool[0], pool[1], gain, gain)
     queries = torch.zeros(tokens, 4, 64)
     chunks = prefill.Chunks(torch.zeros(3, 4), torch.zeros(2, 4))
-    splits = prefill.Splits(torch.zeros(1), torch.zeros(1), torch.zeros(1), gpu)
+    splits = prefill.splits_of(layout, (tokens,), torch.device("cpu"), chunks=3, gpu=gpu)
     attention = prefill.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1), 1e-6), splits)
     return [
         prefill.embed(library, chunk, torch.zeros(9, 256), gain, stream),
