@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ MINIMUM_CAPABILITY = (8, 0)
 OVERLAP_CAPABILITY = (9, 0)  # from here on launches of a chain may overlap
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _SCALARS = ("int", "u32", "float")
+MOST_THREADS = 8  # that compile: each takes some 200 MB while it does
+Source = tuple[str, tuple[tuple[str, int], ...]]  # a file's stem and its definitions
 
 
 class BuildError(Exception):
@@ -177,6 +180,18 @@ class Kernels(Protocol):
         shared memory. Raises BuildError."""
 
 
+class WantedKernels:
+    """Notes what is asked for. What it gives has the real parameters and cannot run."""
+
+    def __init__(self) -> None:
+        self.sources: set[Source] = set()
+
+    def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
+        """As `Kernels`."""
+        self.sources.add((name, tuple(sorted(defines.items()))))
+        return Kernel(entry, parameters_of(source_text(f"{name}.cu"), entry), None)
+
+
 class KernelLibrary:
     """Kernels for one GPU, loaded on demand."""
 
@@ -184,6 +199,19 @@ class KernelLibrary:
         self.arch = arch
         self._cache = cache
         self._loaded: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
+        self._codes: dict[Source, bytes] = {}
+
+    def compile_ahead(self, wanted: WantedKernels) -> None:
+        """Compiles side by side what was not asked for before; `kernel` then finds it. Raises BuildError."""
+        new = sorted(wanted.sources - self._codes.keys())
+        threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0))))
+        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+            self._codes.update(zip(new, pool.map(self._code, new), strict=True))
+
+    def _code(self, source: Source) -> bytes:
+        name, defines = source
+        found = self._codes.get(source)
+        return found if found is not None else self._cache.get(f"{name}.cu", dict(defines), self.arch)
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
         """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
@@ -198,7 +226,7 @@ class KernelLibrary:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        code = self._cache.get(f"{name}.cu", defines, self.arch)
+        code = self._code((name, tuple(sorted(defines.items()))))
         load = ObjectCode.from_ptx if is_virtual(self.arch) else ObjectCode.from_cubin
         handle = load(code).get_kernel(entry)
         # Loads it now: a load at the first launch could fall into a stream capture, which forbids it.

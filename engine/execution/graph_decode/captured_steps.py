@@ -16,7 +16,7 @@ from engine.execution.capture import Recorder
 from engine.execution.graph_decode.pipeline import BUCKETS, MOST_STOPS, SIZES, RowState, bucket
 from engine.kernels import sampling
 from engine.kernels.attention import MANY_TOKENS
-from engine.kernels.build import Kernels
+from engine.kernels.build import KernelLibrary, Kernels, WantedKernels
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.sampling import Sampling
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
@@ -134,7 +134,7 @@ class BatchBucket:
 class CapturedSteps:
     """All batch buckets. Calls go to torch's current stream."""
 
-    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
+    def __init__(self, library: KernelLibrary, weights: StepWeights, max_context: int, max_rows: int) -> None:
         self._library = library
         self._weights = weights
         self._max_context = max_context
@@ -151,36 +151,49 @@ class CapturedSteps:
         self.graphs = True  # False: launches one by one
         self.two_pass = weights.coarse is not None  # where no row needs the sampling stages; the tokens are the same
 
-    def build(self, size: int) -> None:
-        """Compiles the step of so many rows. Raises BuildError."""
-        if size in self._buckets:
-            return
-        pages = -(-self._max_context // PAGE_SIZE)
-        device = self._weights.table.device
-        state = state_of(torch.zeros(_WORDS, size, dtype=torch.int32, device=device))
+    def build(self, sizes: Rows[int]) -> None:
+        """Compiles the steps of so many rows each, side by side. Raises BuildError."""
+        rooms = [self._room(size) for size in sizes if size not in self._buckets]
+        wanted = WantedKernels()
+        for buffers, state in rooms:
+            self._bucket(wanted, buffers, state)
+        self._library.compile_ahead(wanted)
+        for buffers, state in rooms:
+            self._buckets[buffers.batch] = self._bucket(self._library, buffers, state)
+
+    def _room(self, size: int) -> tuple[StepBuffers, State]:
+        """What so many rows live in, all of them idle."""
+        state = state_of(torch.zeros(_WORDS, size, dtype=torch.int32, device=self._weights.table.device))
         state.position.fill_(-1)
-        buffers = placed(allocate(self._weights, size, pages, RING), state)
-        properties = torch.cuda.get_device_properties(device)
+        return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
+
+    def _bucket(self, library: Kernels, buffers: StepBuffers, state: State) -> BatchBucket:
+        properties = torch.cuda.get_device_properties(self._weights.table.device)
         plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
-        draws = self._sampling.first(size)
+        draws = self._sampling.first(buffers.batch)
 
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
             plans = [replace(plan, longest=longest, two_pass=two_pass) for longest in lengths]
-            chains = [prepare_step(self._library, self._weights, buffers, each, how) for each in plans]
+            chains = [prepare_step(library, self._weights, buffers, each, how) for each in plans]
             return distinct([Steps(longest, chain, {}) for longest, chain in zip(lengths, chains, strict=True)])
 
-        start = prepare_start(self._library, self._weights, buffers)
-        ring = _words(buffers.progress.ring)
-        both = () if self._weights.coarse is None else reaches(None, two_pass=True)
-        self._buckets[size] = BatchBucket(buffers, state, start, reaches(None), both, draws, reaches(draws), ring)
+        return BatchBucket(
+            buffers=buffers,
+            state=state,
+            start=prepare_start(library, self._weights, buffers),
+            reaches=reaches(None),
+            two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
+            sampling=draws,
+            sampled=reaches(draws),
+            ring=_words(buffers.progress.ring),
+        )
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
-        for done, size in enumerate(self._sizes):
-            progress("kernels", done, len(self._sizes))
-            self.build(size)
+        progress("kernels", 0, len(self._sizes))
+        self.build(self._sizes)
         progress("kernels", len(self._sizes), len(self._sizes))
         wanted = [
             (steps, size)

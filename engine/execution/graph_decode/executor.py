@@ -50,7 +50,7 @@ class GraphDecode:
                 self._devices = [
                     CapturedSteps(library, read, parts.max_context, parts.max_sequences - first) for first in rows
                 ]
-                self._devices[0].build(BUCKETS[0])
+                self._devices[0].build(BUCKETS[:1])
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
         self._sequences = parts.sequences

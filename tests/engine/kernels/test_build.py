@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from engine.kernels import build
-from engine.kernels.build import BuildError, CubinCache, Kernel, parameters_of, source_text
+from engine.kernels.build import (
+    BuildError,
+    CubinCache,
+    Kernel,
+    KernelLibrary,
+    WantedKernels,
+    parameters_of,
+    source_text,
+)
 
 ENTRIES = {
     "linear.cu": ["linear"],
@@ -26,6 +35,8 @@ ENTRIES = {
     "two_pass_head.cu": ["two_pass_head"],
     "batch_attention.cu": ["plan", "attend"],
     "rows.cu": ["change", "pick", "finish"],
+    "batch_sampling.cu": ["sample"],
+    "prefill_attention_wide.cu": ["prefill_attention"],
     "sampling.cu": ["adjust", "bins", "sift", "draw"],
 }
 
@@ -104,6 +115,36 @@ def test_a_failed_compilation_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(BuildError):
         CubinCache(tmp_path, "compiler", fail).get("head.cu", {}, "sm_80")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wanted_is_compiled_side_by_side_and_once(tmp_path: Path) -> None:
+    together = threading.Barrier(2)  # breaks where a compilation waits for another
+    compiler = CountingCompiler()
+
+    def compile_source(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        together.wait(30)
+        return compiler(source, name, defines, arch)
+
+    (tmp_path / "file").write_text("in the way")  # nothing can be kept in the folder
+    library = KernelLibrary("sm_90a", CubinCache(tmp_path / "file" / "cache", "compiler", compile_source))
+    wanted = WantedKernels()
+    kernel = wanted.kernel("advance", "start", {"OP_COLUMNS": 64})
+    assert [one.name for one in kernel.parameters][:2] == ["token", "position"]
+    wanted.kernel("advance", "advance", {"OP_COLUMNS": 64})
+    wanted.kernel("advance", "advance", {"OP_COLUMNS": 128})
+    library.compile_ahead(wanted)
+    library.compile_ahead(wanted)
+    assert compiler.calls == 2
+
+
+def test_one_that_does_not_compile_is_told(tmp_path: Path) -> None:
+    def fail(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        raise BuildError("no")
+
+    wanted = WantedKernels()
+    wanted.kernel("advance", "start", {"OP_COLUMNS": 64})
+    with pytest.raises(BuildError, match="no"):
+        KernelLibrary("sm_90a", CubinCache(tmp_path, "compiler", fail)).compile_ahead(wanted)
 
 
 def test_cards_that_are_too_old() -> None:
