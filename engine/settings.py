@@ -12,6 +12,11 @@ from typing import Any, Literal
 from cache.api import BlockSettings
 
 PAGE_SIZE = 16  # tokens in a key-value page
+CPU_SEQUENCES, CUDA_SEQUENCES = 64, 256  # that run at once, unless the settings say
+CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS = (
+    512,
+    2048,
+)  # prompt tokens of a step, likewise: what keeps the device busy, no more
 
 EngineKind = Literal["model", "fake"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -58,8 +63,12 @@ class ModelOptions:
 class SchedulerOptions:
     """How the engine shares itself out."""
 
-    max_sequences: int = setting(16, "sequences that run at once", ge=1, le=1024)
-    max_batch_tokens: int = setting(512, "prompt tokens that a step may take", ge=16, le=1_048_576)
+    max_sequences: int | None = setting(
+        None, "sequences that run at once; unset: 64 on a CPU, on a GPU 256 or what its memory is for", ge=1, le=1024
+    )
+    max_batch_tokens: int | None = setting(
+        None, "prompt tokens that a step may take; unset: 512 on a CPU, 2048 on a GPU", ge=16, le=1_048_576
+    )
     max_context: int | None = setting(None, "prompt and answer, in tokens; unset: the model's own", ge=16)
     kv_bytes: int | None = setting(None, "key-value pages; unset: a share of free memory", ge=1 << 16)
     threads: int | None = setting(None, "of a CPU; unset: all cores but one", ge=1, le=1024)

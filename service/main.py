@@ -18,6 +18,7 @@ import uvloop
 from engine.api import EngineState
 from engine.client import EngineClient, texts_digest
 from engine.errors import EngineError, InvalidModel, Unsupported
+from engine.settings import CPU_SEQUENCES
 from service.config.settings import BadSettings, Settings
 from service.config.sources import load
 from service.core.admission import Admission
@@ -211,7 +212,8 @@ def _use_cases(
     )
 
     def capacity() -> int:
-        return settings.scheduler.max_sequences if engine.info is None else engine.info.max_sequences
+        known = engine.info  # before it is there, what was asked for or a CPU's share
+        return settings.scheduler.max_sequences or CPU_SEQUENCES if known is None else known.max_sequences
 
     admission = Admission(settings.limits, capacity, refusals=refusals)
     model = ServedModel(settings.served_name, tokenizer, engine, processes)

@@ -18,7 +18,7 @@ from engine.kernels.build import MINIMUM_CAPABILITY, OVERLAP_CAPABILITY, KernelL
 from engine.kernels.gemm import gpu_shape
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Format
-from engine.linear import Linear
+from engine.linear import DenseLinear, Linear
 from engine.model.weights import Layer
 
 
@@ -96,7 +96,7 @@ class ForwardPass:
         self.overlap = capability >= OVERLAP_CAPABILITY
         self.launcher = Launcher()
         self.gpu = gpu_shape(device)
-        self.products = Products(self.library, self.launcher, self.gpu, self.overlap)
+        self.products = Products(self.library, self.launcher, self.gpu, self.overlap, parts.plain)
         self.layout = heads_of(parts)
         self.embedding = Embedding(parts.model.rope, parts.model.config.norm_eps)
         self.buffers = self._allocate(tuple(sizes))
@@ -146,6 +146,14 @@ class ForwardPass:
             down = self.products(layer.down, buffers.inner, buffers.product)
             self.go(ops.add_norm(self.library, down, gains[index + 1], self._stream(buffers, reader)))
         return buffers.x
+
+    def logits(self, hidden: torch.Tensor, room: torch.Tensor) -> ops.Parts:
+        """Of hidden states that `enqueue` left, [rows, vocabulary]; room float32 of that size."""
+        head = self._parts.model.weights.head
+        if not isinstance(head, DenseLinear):
+            return self.products(head, hidden, room.view(-1).view(torch.uint8))
+        torch.mm(hidden, head.weight.t(), out_dtype=torch.float32, out=room)
+        return ops.Parts(room.unsqueeze(0))
 
     def _stream(self, buffers: Buffers, reader: Linear | None) -> ops.Stream:
         """As the linear that reads its norm wants it; None: plain."""

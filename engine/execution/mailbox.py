@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _SLOTS = 2  # sendings under way at once
 
@@ -17,11 +19,11 @@ class Mailbox:
         self._next = 0
         self.arrived = torch.zeros(size, dtype=torch.int32, device=device)
 
-    def send(self, values: list[int]) -> None:
+    def send(self, values: list[int] | NDArray[np.int32]) -> None:
         """arrived[: len(values)] = values, in the order of the current stream."""
         slot, sent = self._slots[self._next], self._sent[self._next]
         self._next = (self._next + 1) % _SLOTS
         sent.synchronize()
-        slot[: len(values)] = torch.tensor(values, dtype=torch.int32)
+        slot[: len(values)] = torch.as_tensor(values, dtype=torch.int32)
         self.arrived[: len(values)].copy_(slot[: len(values)], non_blocking=True)
         sent.record(torch.cuda.current_stream())

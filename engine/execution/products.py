@@ -11,6 +11,7 @@ from engine.kernels.launch import Launcher
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
+from engine.linear.plain_copies import PlainCopies
 
 
 def why_not(linear: Linear) -> str | None:
@@ -25,20 +26,25 @@ def why_not(linear: Linear) -> str | None:
 class Products:
     """Multiplies a chunk by any linear, into a buffer that all products share."""
 
-    def __init__(self, library: Kernels, launcher: Launcher, gpu: many.GpuShape, overlap: bool) -> None:
+    def __init__(
+        self, library: Kernels, launcher: Launcher, gpu: many.GpuShape, overlap: bool, plain: PlainCopies
+    ) -> None:
         self._library = library
+        self._plain = plain
         self._launcher = launcher
         self._overlap = overlap  # a product may start before what precedes it has ended
         self._gpu = gpu
 
     def order(self, linear: Linear, tokens: int) -> Format:
         """How the columns of what it multiplies are to lie."""
+        linear = self._plain.of(linear, tokens)
         if not isinstance(linear, CudaLinear):
             return Format.BF16
         return many.order(linear.matrix, many.divide(linear.matrix, tokens, self._gpu))
 
     def bytes_of(self, linear: Linear, tokens: int) -> int:
         """What the product of so many tokens takes."""
+        linear = self._plain.of(linear, tokens)
         if isinstance(linear, CudaLinear):
             slices = many.divide(linear.matrix, tokens, self._gpu).slices
             return tokens * linear.matrix.rows * (2 if slices == 1 else 4 * slices)
@@ -46,6 +52,7 @@ class Products:
 
     def __call__(self, linear: Linear, x: torch.Tensor, room: torch.Tensor) -> ops.Parts:
         """x bfloat16 [tokens, columns], in the linear's order, · Wᵀ."""
+        linear = self._plain.of(linear, x.shape[0])
         if isinstance(linear, CudaLinear):
             return self._quantized(linear.matrix, linear.bias, x, room)
         dense = _dense(linear)

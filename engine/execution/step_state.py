@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.kv.kv_cache import KvCache
+from engine.linear.plain_copies import PlainCopies
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.sequence_state import SequenceTable
@@ -24,3 +25,4 @@ class Parts:
     max_sequences: int
     max_context: int  # tokens
     sequences: SequenceTable = field(default_factory=SequenceTable)
+    plain: PlainCopies = field(default_factory=PlainCopies)

@@ -25,7 +25,7 @@ from engine.fake.pages import FakePages
 from engine.fake.stamps import stamped
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceState
-from engine.settings import PAGE_SIZE, EngineSettings
+from engine.settings import CPU_SEQUENCES, PAGE_SIZE, EngineSettings
 
 _STOP_ODDS = 64
 
@@ -67,7 +67,7 @@ class FakeRunner:
     def __init__(self, settings: EngineSettings) -> None:
         fake = settings.fake
         self._fake = fake
-        self.checker = PlanChecker(fake.total_pages, settings.max_sequences)
+        self.checker = PlanChecker(fake.total_pages, settings.max_sequences or CPU_SEQUENCES)
         self._pages = FakePages(self.checker)
         self._ids = range(32, 127) if fake.vocab_size <= 256 else range(3, fake.vocab_size)
         if fake.vocab_size < 127:
@@ -82,7 +82,7 @@ class FakeRunner:
             objections=(),
             vocab_size=fake.vocab_size,
             max_context=context,
-            max_sequences=settings.max_sequences,
+            max_sequences=settings.max_sequences or CPU_SEQUENCES,
             page_size=PAGE_SIZE,
             total_pages=fake.total_pages,
             weights_bytes=0,

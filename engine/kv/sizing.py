@@ -24,9 +24,9 @@ class Room:
 
 
 def make_room(
-    settings: EngineSettings, model_context: int, shape: KvShape, placement: Placement, free_bytes: int
+    settings: EngineSettings, sequences: int, model_context: int, shape: KvShape, placement: Placement, free_bytes: int
 ) -> Room:
-    """Pages for max_sequences of the longest context, as far as `free_bytes` of the device's memory go, unless the
+    """Pages for so many sequences of the longest context, as far as `free_bytes` of the device's memory go, unless the
     settings say how many bytes. Raises Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:
@@ -34,7 +34,7 @@ def make_room(
     context = wanted or model_context
     page_bytes = shape.page_bytes(placement.dtype)
     budget = settings.kv_bytes if settings.kv_bytes is not None else _share(free_bytes, placement)
-    enough = settings.max_sequences * -(-context // PAGE_SIZE)
+    enough = sequences * -(-context // PAGE_SIZE)
     pages = min(budget // page_bytes, enough)
     if pages < 1:
         raise Unsupported(f"kv_bytes {budget}: one page of {PAGE_SIZE} tokens takes {page_bytes} bytes; allow more")

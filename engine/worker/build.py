@@ -19,6 +19,7 @@ from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
 from engine.linear import Placement
+from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.linear.products import CpuProducts, NoProducts, open_products
 from engine.loading.formats import read_folder
 from engine.loading.load import Loaded, Loading, load
@@ -27,7 +28,16 @@ from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.settings import PAGE_SIZE, EngineSettings
-from engine.worker.hardware import CpuFeatures, cpu_features, free_bytes, pick_device, pick_dtype, pick_threads
+from engine.worker.hardware import (
+    CpuFeatures,
+    cpu_features,
+    free_bytes,
+    most_sequences,
+    pick_device,
+    pick_dtype,
+    pick_threads,
+    with_pages,
+)
 from quant.checkpoint.config import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -86,14 +96,18 @@ def _products(cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
 
 
 def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, placement: Placement) -> Prepared:
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    room = make_room(settings, config.max_context, shape, placement.activations, free_bytes(placement.device))
-    model = Transformer(config, loaded.weights, rope_table(config.rope, room.max_context, placement.device), placement)
-    pool = KvCache(shape, room.pages, placement.activations, heads_outside=placement.device.type == "cpu")
-    sampler = Sampler(config.vocab_size, settings.max_sequences, placement.device)
-    return Prepared(
-        Parts(model, pool, sampler, settings.max_sequences, room.max_context), room, loaded.digest, loaded.weight_format
-    )
+    shape, device, weights = KvShape(config.layers, config.kv_heads, config.head_dim), placement.device, loaded.weights
+    sequences = settings.max_sequences or most_sequences(device)
+    linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    plain = plain_copies(linears, sequences, free_bytes(device)) if device.type == "cuda" else PlainCopies()
+    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free_bytes(device))
+    if settings.max_sequences is None and device.type == "cuda":
+        sequences = with_pages(sequences, room.pages)
+    model = Transformer(config, weights, rope_table(config.rope, room.max_context, device), placement)
+    pool = KvCache(shape, room.pages, placement.activations, heads_outside=device.type == "cpu")
+    sampler = Sampler(config.vocab_size, sequences, device)
+    parts = Parts(model, pool, sampler, sequences, room.max_context, plain=plain)
+    return Prepared(parts, room, loaded.digest, loaded.weight_format)
 
 
 def make_runner(
@@ -122,7 +136,7 @@ def make_runner(
         objections=choice.objections,
         vocab_size=config.vocab_size,
         max_context=room.max_context,
-        max_sequences=settings.max_sequences,
+        max_sequences=parts.max_sequences,
         page_size=PAGE_SIZE,
         total_pages=room.pages,
         weights_bytes=parts.model.weights.nbytes,

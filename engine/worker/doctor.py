@@ -238,7 +238,8 @@ def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
     if size > free:
         raise Unsupported(f"{folder}: the weights take {size} bytes, {free} are free; use a smaller model or device")
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    room = make_room(settings, config.max_context, shape, placement.activations, free)
+    sequences = settings.max_sequences or hardware.most_sequences(placement.device)
+    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free)
     return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages)
 
 

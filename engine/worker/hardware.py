@@ -10,10 +10,11 @@ from typing import Final
 import torch
 
 from engine.errors import Unsupported
-from engine.settings import Device, Dtype
+from engine.settings import CPU_SEQUENCES, CUDA_SEQUENCES, PAGE_SIZE, Device, Dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPUINFO: Final = Path("/proc/cpuinfo")
+LEAST_SEQUENCES, LEAST_TOKENS = 16, 256  # that run at once, and that each should have pages for
 HIDE: Final = "CPU_HIDE_FEATURES"  # environment variable: flags of /proc/cpuinfo, with commas, to treat as absent
 
 
@@ -76,6 +77,18 @@ def pick_threads(wanted: int | None) -> int:
     """All cores but one: torch's threads wait for each other at every product, and one that shares its core with the
     front holds up all of them."""
     return wanted if wanted is not None else max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def most_sequences(device: torch.device) -> int:
+    """That run at once, unless the settings say."""
+    return CUDA_SEQUENCES if device.type == "cuda" else CPU_SEQUENCES
+
+
+def with_pages(sequences: int, pages: int) -> int:
+    """As many of them as leave each pages for LEAST_TOKENS, halved until they do; no fewer than LEAST_SEQUENCES."""
+    while sequences // 2 >= LEAST_SEQUENCES and pages * PAGE_SIZE < sequences * LEAST_TOKENS:
+        sequences //= 2
+    return sequences
 
 
 def free_bytes(device: torch.device) -> int:

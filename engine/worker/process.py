@@ -30,7 +30,7 @@ from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler
-from engine.settings import PAGE_SIZE, EngineSettings
+from engine.settings import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.loop import Loop
 from engine.worker.recording import StepRecorder
 from quant.checkpoint.digest import of_texts
@@ -103,9 +103,10 @@ def _build(settings: EngineSettings, progress: _ProgressReports) -> Runner:
 
 
 def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
+    cuda = info.device.startswith("cuda")
     return Limits(
         max_sequences=info.max_sequences,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=settings.max_batch_tokens or (CUDA_BATCH_TOKENS if cuda else CPU_BATCH_TOKENS),
         max_context=info.max_context,
         lookahead_tokens=info.lookahead_tokens,
         max_tokens_per_row=info.max_tokens_per_row,

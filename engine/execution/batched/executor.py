@@ -18,11 +18,14 @@ from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState
 
+FEW = 8  # rows, which one pipeline of `graph_decode` holds
 BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 def why_not(parts: Parts) -> str | None:
     """Why it cannot serve this model here, or None."""
+    if parts.max_sequences <= FEW:
+        return f"no more than {FEW} sequences run at once, which graph_decode takes"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed"
     return forward_pass.why_not(parts) or batch_attention.why_not(forward_pass.heads_of(parts))

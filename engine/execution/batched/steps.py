@@ -26,7 +26,6 @@ from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
 from engine.kernels.launch import Launch
 from engine.kernels.tokens import MAX_STOPS
 from engine.kernels.weights import Format
-from engine.linear import DenseLinear
 from engine.loading.progress import Progress
 from engine.sampling.noise import seed_key
 from engine.settings import PAGE_SIZE
@@ -88,13 +87,7 @@ class BatchedSteps:
         for plan in attention.plans():
             run.go(plan)
         hidden = run.enqueue(chunk, attention)
-        head, logits = self._parts.model.weights.head, self._logits[:rows]
-        if isinstance(head, DenseLinear):
-            torch.mm(hidden, head.weight.t(), out_dtype=torch.float32, out=logits)
-            found = ops.Parts(logits.unsqueeze(0))
-        else:
-            found = run.products(head, hidden, self._logits.view(-1).view(torch.uint8))
-        run.go(states.pick(run.library, found, own))
+        run.go(states.pick(run.library, run.logits(hidden, self._logits[:rows]), own))
         run.go(states.finish(run.library, own, self._report))
 
     def change(self, changes: Changes) -> None:

@@ -1,32 +1,42 @@
-"""Prompts on a GPU: the forward pass of one chunk as a captured graph, one a size, over the pages of its sequence.
+"""Prompts on a GPU: the forward pass of chunks as a captured graph, one a size, over the pages of its sequence.
 
-A chunk is padded to the next size; where it starts, how long it is and which pages it has lie in device memory, so one
-graph serves every prompt, whole, continued after a cached prefix, or in chunks. Several rows go one after another.
+Chunks of many sequences lie side by side in a pass, which is padded to the next size. Where each stands, how long
+it is and which pages it has lie in device memory, so one graph serves every prompt, whole, continued after a cached
+prefix, or in chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
-from engine.errors import EngineFailed, Unsupported
+from engine.errors import Unsupported
+from engine.execution.batched.executor import can_choose
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass, why_not
 from engine.execution.graph_decode import weights as step_weights
 from engine.execution.graph_prefill.first_token import FirstTokens, can_draw
+from engine.execution.graph_prefill.many_first_tokens import ManyFirstTokens
+from engine.execution.graph_prefill.passes import MOST_CHUNKS, TABLE, Layout, Pass, passes
 from engine.execution.mailbox import Mailbox
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import prefill as ops
+from engine.kernels.attention import LayerAttention
 from engine.kernels.build import BuildError
+from engine.kernels.launch import Launch
 from engine.kernels.tokens import Fed
+from engine.kernels.weights import Format
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import refuse_drafts
 from engine.settings import PAGE_SIZE
 
-SIZES = (16, 32, 64, 128, 256, 512)  # tokens of a graph
+SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a graph
+_FEW = 2  # first tokens that are drawn one by one: each reads the head, all together are slower for one
 
 
 class GraphPrefill:
@@ -40,21 +50,21 @@ class GraphPrefill:
         self._sizes = sizes
         device = parts.model.placement.device
         self._pass = ForwardPass(parts, sizes)
-        self._pages = -(-parts.max_context // PAGE_SIZE)
-        # Count, start, ids, pages: what is used of it is the front of it.
-        self._mail = Mailbox(2 + sizes[-1] + self._pages, device)
-        self._splits = ops.splits_of(self._pass.layout, sizes, device)
+        pages = -(-parts.max_context // PAGE_SIZE)
+        self._mail = Mailbox(Layout(sizes[-1], MOST_CHUNKS).pages + MOST_CHUNKS * pages, device)
+        self._splits = ops.splits_of(self._pass.layout, sizes, device, MOST_CHUNKS)
         self._recorder = Recorder(device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
         self._captured = self._fused = True
-        self._first = self._first_tokens()
+        self._one = self._first_tokens()
+        self._many = ManyFirstTokens(self._pass, parts.model.config.vocab_size, device)
 
     def _first_tokens(self) -> FirstTokens | None:
         """None where the kernels of decode steps do not read this model."""
         parts = self._parts
         if step_weights.why_not(parts) is not None:
             return None
-        fed = Fed(self._pass.buffers.residual, self._mail.arrived)
+        fed = Fed(self._pass.buffers.residual, self._mail.arrived[1:])
         return FirstTokens(self._pass.library, step_weights.step_weights(parts), fed, parts.max_sequences)
 
     def warmup(self, progress: Progress) -> None:
@@ -67,48 +77,80 @@ class GraphPrefill:
             raise Unfit(_one_line(failure)) from failure
 
     def _capture(self, progress: Progress) -> None:
-        # No pages are known yet, so a chunk of no tokens must do: it writes none.
-        self._mail.send([0, 0])
-        for done, size in enumerate(reversed(self._sizes)):
-            progress("prefill", done, len(self._sizes))
-            self._graphs[size] = self._recorder.record(partial(self._forward, size), rehearse=True)
-        if self._first is not None:
-            self._first.warmup(self._recorder)
+        layouts = [Layout(size, chunks) for size in reversed(self._sizes) for chunks in (MOST_CHUNKS, 1)]
+        for done, layout in enumerate(layouts):
+            progress("prefill", done, len(layouts))
+            # No pages are known yet, so a pass of no tokens must do: it writes none.
+            empty = np.zeros(layout.pages, dtype=np.int32)
+            empty[layout.positions : layout.owners] = -1
+            self._mail.send(empty)
+            self._graphs[layout] = self._recorder.record(partial(self._forward, layout), rehearse=True)
+        if self._one is not None:
+            self._one.warmup(self._recorder)
+        self._many.warmup(self._recorder)
         torch.cuda.synchronize()
-        progress("prefill", len(self._sizes), len(self._sizes))
+        progress("prefill", len(layouts), len(layouts))
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Rows of several tokens: a row of one belongs to a step of decoding."""
         return tuple(row for row in rows if row.count > 1 and not row.draft) if self._fused else ()
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        """Row by row."""
+        """All rows, side by side."""
         refuse_drafts(rows)
-        of, first = self._parts.sequences.of, self._first
         drawn: list[tuple[Row, int]] = []
+        together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
-        for row in rows:
-            last = self._feed(row)
-            if row.sample and first is not None and can_draw(of(row)):
-                drawn.append((row, first.draw(of(row))))
-            elif row.sample:
-                kept.append((row, self._pass.buffers.x[last : last + 1].clone()))
+        vocabulary = self._parts.model.config.vocab_size
+        for one in passes(rows, self._parts.sequences, self._sizes[-1], vocabulary):
+            self._replay(one)
+            ended = [chunk for chunk in one.chunks if chunk.whole and chunk.row.sample]
+            alike = [chunk for chunk in ended if can_choose(chunk.sequence)]
+            if len(alike) > _FEW:
+                number = self._many.draw(
+                    [chunk.sequence for chunk in alike], [chunk.last for chunk in alike], captured=self._captured
+                )
+                together.append(([chunk.row for chunk in alike], number))
+                ended = [chunk for chunk in ended if not can_choose(chunk.sequence)]
+            known = one.chunks[-1].last  # what `take` reads, unless told otherwise
+            for chunk in ended:
+                if self._one is None or not can_draw(chunk.sequence):
+                    kept.append((chunk.row, self._pass.buffers.x[chunk.last : chunk.last + 1].clone()))
+                    continue
+                if chunk.last != known:
+                    self._mail.arrived[1].fill_(chunk.last + 1)
+                    known = chunk.last
+                drawn.append((chunk.row, self._one.draw(chunk.sequence)))
+        return self._sampled(kept) | self._read(drawn, together)
+
+    def _sampled(self, kept: Rows[tuple[Row, torch.Tensor]]) -> dict[int, RowResult]:
+        """By the sampler."""
+        if not kept:
+            return {}
+        of = self._parts.sequences.of
+        logits = self._parts.model.weights.head(torch.cat([hidden for _, hidden in kept])).float()
+        found = self._parts.sampler.sample([of(row) for row, _ in kept], logits)
+        return {row.key: result for (row, _), result in zip(kept, found, strict=True)}
+
+    def _read(self, drawn: Rows[tuple[Row, int]], together: Rows[tuple[list[Row], int]]) -> dict[int, RowResult]:
+        """What the kernels drew. Waits for the device."""
         results: dict[int, RowResult] = {}
-        if kept:
-            logits = self._parts.model.weights.head(torch.cat([hidden for _, hidden in kept])).float()
-            found = self._parts.sampler.sample([of(row) for row, _ in kept], logits)
-            results |= {row.key: result for (row, _), result in zip(kept, found, strict=True)}
-        if drawn and first is not None:
-            read = first.read([number for _, number in drawn])
+        if drawn or together:
+            torch.cuda.current_stream().synchronize()
+        if drawn and self._one is not None:
+            read = self._one.read([number for _, number in drawn])
             results |= {row.key: result for (row, _), result in zip(drawn, read, strict=True)}
+        for rows, number in together:
+            found = self._many.read(number, len(rows))
+            results |= {row.key: result for row, result in zip(rows, found, strict=True)}
         return results
 
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
         if name == "graphs":
             self._captured = enabled
-            if self._first is not None:
-                self._first.captured = enabled
+            if self._one is not None:
+                self._one.captured = enabled
         elif name == "fused_kernels":
             self._fused = enabled
         else:
@@ -117,37 +159,47 @@ class GraphPrefill:
     def close(self) -> None:
         """Drops the graphs."""
         self._graphs.clear()
-        if self._first is not None:
-            self._first.close()
+        self._many.close()
+        if self._one is not None:
+            self._one.close()
 
-    def _feed(self, row: Row) -> int:
-        """A row's tokens, piece by piece; which of the last piece's is the last."""
-        sequence = self._parts.sequences.of(row)
-        ids = sequence.token_ids
-        end, piece = row.start + row.count, 0
-        if not 0 <= min(ids[row.start : end]) <= max(ids[row.start : end]) < self._parts.model.config.vocab_size:
-            # On a GPU the lookup itself would take the whole process down.
-            raise EngineFailed("a token id lies outside the vocabulary")
-        for first in range(row.start, end, self._sizes[-1]):
-            piece = min(self._sizes[-1], end - first)
-            self._replay(ids[first : first + piece], first, sequence.pages)
-        return piece - 1
-
-    def _replay(self, ids: Rows[int], start: int, pages: Rows[int]) -> None:
-        count, held = len(ids), -(-(start + len(ids)) // PAGE_SIZE)
-        padding = [0] * (self._sizes[-1] - count)
-        self._mail.send([count, start, *ids, *padding, *pages[:held]])
-        size = next(size for size in self._sizes if count <= size)
+    def _replay(self, one: Pass) -> None:
+        size = next(size for size in self._sizes if one.tokens <= size)
+        layout = Layout(size, 1 if len(one.chunks) == 1 else MOST_CHUNKS)
+        self._mail.send(layout.words(one))
         if self._captured:
-            self._graphs[size].replay()
+            self._graphs[layout].replay()
         else:
-            self._forward(size)
+            self._forward(layout)
 
-    def _forward(self, size: int) -> None:
-        """Enqueues the pass of a chunk of up to `size` tokens."""
-        mail, run, largest = self._mail.arrived, self._pass, self._sizes[-1]
-        chunk = ops.Chunk(place=mail[:2], pages=mail[2 + largest :], tokens=mail[2 : 2 + size])
-        run.enqueue(chunk, ops.ChunkAttention(run.library, run.layout, chunk, run.embedding, self._splits))
+    def _forward(self, layout: Layout) -> None:
+        """Enqueues a pass."""
+        mail, run = self._mail.arrived, self._pass
+        table = mail[TABLE : layout.ids].view(-1, 4)
+        pages = mail[layout.pages :].view(-1, 1)
+        places = ops.TokenPlaces(mail[layout.positions : layout.owners], pages, mail[layout.owners : layout.pages])
+        fed = ops.Chunk(place=mail, pages=mail, tokens=mail[layout.ids : layout.positions])
+        run.enqueue(fed, PassAttention(run, places, ops.Chunks(table, pages), self._splits))
+
+
+@dataclass(frozen=True, slots=True)
+class PassAttention:
+    """A `forward_pass.TokenAttention` of chunks."""
+
+    run: ForwardPass
+    places: ops.TokenPlaces
+    chunks: ops.Chunks
+    splits: ops.Splits
+
+    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
+        """Queries, keys and values of every token."""
+        run = self.run
+        return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
+        """Each chunk over its sequence's pages."""
+        run = self.run
+        return ops.attend_chunks(run.library, run.layout, self.chunks, self.splits, layer, queries, out, order)
 
 
 def make(parts: Parts) -> GraphPrefill:

@@ -102,7 +102,7 @@ async def test_a_crash_and_a_lost_device_are_followed_by_another_process() -> No
 
 
 async def test_a_stopped_process_is_a_hang() -> None:
-    async with running(hang_timeout=1.0) as client:
+    async with running(hang_timeout=1.5) as client:
         stream = client.submit(plain_request((1,), 4000))
         await anext(stream)
         pid = pid_of(client)
@@ -110,13 +110,13 @@ async def test_a_stopped_process_is_a_hang() -> None:
         started = time.monotonic()
         with pytest.raises(EngineUnavailable):
             await ids_of(stream)
-        assert 0.8 < time.monotonic() - started < PATIENCE
+        assert 1.3 < time.monotonic() - started < PATIENCE
         await works_again(client)
         assert not alive(pid)
 
 
 async def test_a_switch_that_nobody_answers_is_a_hang() -> None:
-    async with running(hang_timeout=1.0) as client:
+    async with running(hang_timeout=1.5) as client:
         os.kill(pid_of(client), signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
             await client.set_optimization("batching", False)
@@ -124,7 +124,7 @@ async def test_a_switch_that_nobody_answers_is_a_hang() -> None:
 
 
 async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
-    async with running(hang_timeout=1.0) as client:
+    async with running(hang_timeout=1.5) as client:
         bystander = asyncio.create_task(ids_of(client.submit(plain_request((1,), 4000))))
         with pytest.raises(EngineUnavailable):
             await ids_of(client.submit(plain_request((0, Fault.HANG, 3))))
@@ -134,13 +134,13 @@ async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
 
 
 async def test_neither_idleness_nor_a_paused_reader_nor_a_busy_front_is_a_hang() -> None:
-    client = EngineClient(replace(FAKE, hang_timeout=1.0), stream_buffer=2000)
+    client = EngineClient(replace(FAKE, hang_timeout=1.5), stream_buffer=2000)
     await client.start()
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(1.8)
     stream = client.submit(plain_request((1,), 400))
     await until(lambda: client.load.paused == 1)
-    await asyncio.sleep(1.2)
-    time.sleep(1.5)  # noqa: ASYNC251
+    await asyncio.sleep(1.8)
+    time.sleep(2.5)  # noqa: ASYNC251
     assert len(await ids_of(stream)) == 400
     assert client.restarts == 0
     await client.close()

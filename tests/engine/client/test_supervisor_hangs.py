@@ -24,11 +24,11 @@ TIMEOUT = 1.0  # seconds of silence that are a hang in these tests
 WHILE_LOADING = 0.5
 
 
-async def impatient_caller(client: EngineClient, prompt: tuple[int, ...]) -> None:
-    """Gives up long before the hang timeout, so that between two calls nothing is live."""
+async def impatient_callers(client: EngineClient) -> None:
+    """Each gives up long before the hang timeout, so that between two of them nothing is live."""
     while True:
         with contextlib.suppress(EngineUnavailable, TimeoutError):
-            stream = client.submit(plain_request(prompt, 4000))
+            stream = client.submit(plain_request((1, 2), 4000))
             try:
                 async with asyncio.timeout(TIMEOUT / 20):
                     async for _ in stream:
@@ -44,22 +44,30 @@ async def lost(client: EngineClient) -> None:
         client.submit(plain_request((1,)))
 
 
-async def found_out(prompt: tuple[int, ...], stopped: bool) -> None:
-    """An engine that hangs while such callers come and go, by a step that never ends or because it was stopped."""
+async def test_callers_with_short_deadlines_do_not_hide_a_stopped_process() -> None:
     async with running(TIMEOUT) as client:
+        callers = [asyncio.create_task(impatient_callers(client)) for _ in range(3)]
         pid = pid_of(client)
-        if stopped:
-            os.kill(pid, signal.SIGSTOP)
-        caller = asyncio.create_task(impatient_caller(client, prompt))
+        os.kill(pid, signal.SIGSTOP)
         await lost(client)
-        caller.cancel()
-        await asyncio.gather(caller, return_exceptions=True)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
         await works_again(client)
         assert not alive(pid)
 
 
-async def test_callers_with_short_deadlines_hide_nothing() -> None:
-    await asyncio.gather(found_out((1, 2), stopped=True), found_out((0, Fault.HANG, 0), stopped=False))
+async def test_nor_a_step_that_never_ends() -> None:
+    async with running(TIMEOUT) as client:
+        hung = client.submit(plain_request((0, Fault.HANG, 0), 4000))
+        callers = [asyncio.create_task(impatient_callers(client)) for _ in range(3)]
+        await asyncio.sleep(TIMEOUT / 20)
+        hung.cancel()
+        await lost(client)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        await works_again(client)
 
 
 async def test_nobody_has_to_call_and_it_is_found_within_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +120,7 @@ async def test_callers_are_told_to_come_back_once_another_is_ready(
 ) -> None:
     """By what the first start took, in however many seconds that was."""
     script = f"""
-    time.sleep(0.7)
+    time.sleep(1.5)
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
     """
     monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, script))

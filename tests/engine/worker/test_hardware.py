@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.worker.hardware import HIDE, CpuFeatures, cpu_features, pick_dtype, pick_threads
+from engine.worker.hardware import (
+    HIDE,
+    CpuFeatures,
+    cpu_features,
+    most_sequences,
+    pick_dtype,
+    pick_threads,
+    with_pages,
+)
 
 CPU = torch.device("cpu")
 PLAIN = CpuFeatures(frozenset({"fpu", "avx512f", "avx512_vnni"}))
@@ -49,6 +57,13 @@ def test_flags_are_those_of_cpuinfo(line: str, bf16: bool, tmp_path: Path, monke
     info.write_text(f"processor : 0\n{line}\n")
     assert cpu_features(info).bf16 is bf16
     assert cpu_features(tmp_path / "absent") == CpuFeatures(frozenset())
+
+
+def test_sequences_are_as_many_as_have_pages() -> None:
+    assert most_sequences(CPU) == 64
+    assert most_sequences(torch.device("cuda")) == 256
+    for pages, sequences in ((1 << 20, 256), (4096, 256), (4095, 128), (2047, 64), (300, 16), (1, 16)):
+        assert with_pages(256, pages) == sequences
 
 
 def test_flags_can_be_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ PROOFS = {
     "model": Proof(f"{MODELS}/demo", model("weights_bytes"), base=MODEL),
     "engine.kind": Proof("fake", kind, becomes("Qwen3ForCausalLM", "fake"), MODEL),
     "engine.hang-timeout": Proof(
-        "0.5", seconds_unnoticed, lambda before, after: before > after, (*FAKE, "--engine.hang-timeout=1.5")
+        "0.5", seconds_unnoticed, lambda before, after: before > after, (*FAKE, "--engine.hang-timeout=2")
     ),
     "engine.record-steps": Proof("on", recorded, becomes(0, 1), ("--engine=fake", "--fake.faults=on")),
     "device": Proof("cuda", model("device"), lambda _, after: "cuda" in after, MODEL),
@@ -203,7 +203,7 @@ PROOFS = {
     "load-format": Proof("dummy", model("weights_digest"), base=MODEL),
     "quantization": Proof("int8", model("weight_format"), base=MODEL),
     "seed": Proof("7", model("weights_digest"), base=(*MODEL, "--load-format=dummy")),
-    "scheduler.max-sequences": Proof("3", model("max_sequences"), becomes(16, 3), MODEL),
+    "scheduler.max-sequences": Proof("3", model("max_sequences"), becomes(64, 3), MODEL),
     "scheduler.max-batch-tokens": Proof("16", steps, becomes(12, 15)),
     "scheduler.max-context": Proof("64", model("max_context"), lambda before, after: before > after == 64, MODEL),
     "scheduler.kv-bytes": Proof("1048576", model("total_pages"), lambda before, after: before > after, MODEL),

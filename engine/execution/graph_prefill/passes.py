@@ -1,0 +1,116 @@
+"""How rows of several tokens are laid into passes: chunks side by side, as many as there is room for. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import EngineFailed
+from engine.scheduling.plan import Row
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.settings import PAGE_SIZE
+
+MOST_CHUNKS = 32  # sequences of a pass
+TABLE = 4  # where the table of chunks begins, in words
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, from `first` on in the pass."""
+
+    row: Row
+    sequence: SequenceState
+    start: int
+    end: int
+    first: int
+
+    @property
+    def last(self) -> int:
+        """Where its last token stands in the pass."""
+        return self.first + self.end - self.start - 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether the row ends here."""
+        return self.end == self.row.start + self.row.count
+
+
+@dataclass(slots=True)
+class Pass:
+    """Chunks of different sequences."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of a pass of `size` tokens lie in what the device is sent, in words; its pages come last."""
+
+    size: int
+    chunks: int  # 1 or MOST_CHUNKS
+
+    @property
+    def ids(self) -> int:
+        return TABLE + 4 * self.chunks
+
+    @property
+    def positions(self) -> int:
+        return self.ids + self.size
+
+    @property
+    def owners(self) -> int:
+        """For each token, where its sequence's pages begin."""
+        return self.positions + self.size
+
+    @property
+    def pages(self) -> int:
+        return self.owners + self.size
+
+    def words(self, one: Pass) -> NDArray[np.int32]:
+        """What the device is sent: the count of tokens, one more than where the last chunk's last token stands, the
+        table of chunks (first token, count, position of the first, where its pages begin), ids, positions, owners and
+        pages."""
+        head = np.zeros(self.pages, dtype=np.int32)
+        head[0], head[1] = one.tokens, one.chunks[-1].last + 1
+        head[self.positions : self.owners] = -1
+        pages: list[int] = []
+        for at, chunk in enumerate(one.chunks):
+            count = chunk.end - chunk.start
+            head[TABLE + 4 * at : TABLE + 4 * at + 4] = chunk.first, count, chunk.start, len(pages)
+            for part, values in (
+                (self.ids, chunk.sequence.token_ids[chunk.start : chunk.end]),
+                (self.positions, np.arange(chunk.start, chunk.end)),
+                (self.owners, len(pages)),
+            ):
+                head[part + chunk.first : part + chunk.first + count] = values
+            pages += chunk.sequence.pages[: -(-chunk.end // PAGE_SIZE)]
+        return np.concatenate((head, np.array(pages, dtype=np.int32)))
+
+
+def passes(rows: Iterable[Row], sequences: SequenceTable, most: int, vocabulary: int) -> Iterator[Pass]:
+    """All tokens of the rows, in their order, at most `most` a pass."""
+    here = Pass()
+    for row in rows:
+        sequence, start, end = sequences.of(row), row.start, row.start + row.count
+        _check(sequence.token_ids[start:end], vocabulary)
+        while start < end:
+            if here.tokens == most or len(here.chunks) == MOST_CHUNKS:
+                yield here
+                here = Pass()
+            count = min(end - start, most - here.tokens)
+            here.chunks.append(Chunk(row, sequence, start, start + count, here.tokens))
+            here.tokens += count
+            start += count
+    if here.chunks:
+        yield here
+
+
+def _check(ids: Rows[int], vocabulary: int) -> None:
+    if not 0 <= min(ids) <= max(ids) < vocabulary:
+        # On a GPU the lookup itself would take the whole process down.
+        raise EngineFailed("a token id lies outside the vocabulary")

@@ -1,0 +1,48 @@
+"""Four- and eight-bit weights once more as plain numbers, for products with so many rows that arithmetic and not the
+reading of weights takes the time: a library's product is then faster than ours. Kept while memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.kernels.weights import dequantize
+from engine.linear import DenseLinear, Linear
+from engine.linear.cuda import CudaLinear
+
+OWN_ROWS = 160  # up to so many our own product is faster (docs/perf-log.md)
+_SHARE = 1 / 3  # of free memory, at most
+_ROWS_AT_ONCE = 4096  # bounds what a copy takes on the way; a multiple of 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCopies:
+    """By linear."""
+
+    held: dict[int, DenseLinear] = field(default_factory=dict)  # by identity: linears last as long as the model
+
+    def of(self, linear: Linear, rows: int) -> Linear:
+        """What multiplies so many rows fastest: the linear itself, or its copy."""
+        return linear if rows <= OWN_ROWS else self.held.get(id(linear), linear)
+
+
+def plain_copies(linears: Iterable[Linear], rows: int, free_bytes: int) -> PlainCopies:
+    """Of linears in four and eight bits, where so many rows may come and memory allows."""
+    packed = [linear for linear in linears if isinstance(linear, CudaLinear)]
+    size = sum(2 * linear.matrix.rows * linear.matrix.columns for linear in packed)
+    if rows <= OWN_ROWS or size > _SHARE * free_bytes:
+        return PlainCopies()
+    held = {id(linear): _copy(linear) for linear in packed}
+    torch.cuda.empty_cache()  # of what was on the way; it does nothing where there is no GPU
+    return PlainCopies(held)
+
+
+def _copy(linear: CudaLinear) -> DenseLinear:
+    matrix = linear.matrix
+    weight = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.data.device)
+    for first in range(0, matrix.rows, _ROWS_AT_ONCE):
+        last = min(first + _ROWS_AT_ONCE, matrix.rows)
+        weight[first:last] = dequantize(matrix, first, last, torch.bfloat16)
+    return DenseLinear(weight, None if linear.bias is None else linear.bias.bfloat16())

@@ -1,0 +1,40 @@
+"""The offline bench end to end on the demo model, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import offline
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+def test_workloads_have_the_tokens_that_their_names_say() -> None:
+    assert offline.workload("n3", 7, 5) == [(7, 5)] * 3
+    assert offline.workload("short1024", 7, 5) == [(128, 128)] * 1024
+    mixed = offline.workload("mixed256", 7, 5)
+    assert len(mixed) == 256
+    assert all(100 <= tokens <= 1024 for one in mixed for tokens in one)
+    assert mixed == offline.workload("mixed256", 1, 1)
+    with pytest.raises(ValueError, match="no workload"):
+        offline.workload("many", 1, 1)
+
+
+def test_records_of_one_revision_take_the_place_of_older_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "found.json"
+    flags = [f"--model={DEMO}", "--device=cpu", "--threads=1", "--prompt=9", "--tokens=3", "--max-context=64"]
+    for revision, workloads in (("a", ("n1", "n2")), ("b", ("n1",)), ("b", ("n1", "n2"))):
+        assert offline.main([*flags, f"--append={kept}", f"--revision={revision}", "--workloads", *workloads]) == 0
+    found = json.loads(kept.read_text())
+    assert [(one["revision"], one["workload"]) for one in found] == [("a", "n1"), ("a", "n2"), ("b", "n1"), ("b", "n2")]
+    wanted = {"device", "revision", "model", "path", "workload", "output_tokens_per_second", "requests_per_second"}
+    for one in found:
+        assert wanted | {"ttft_ms_p95", "errors"} <= one.keys()
+        assert (one["model"], one["path"], one["errors"]) == ("demo", "offline", 0)
+        assert one["output_tokens_per_second"] > 0 < one["ttft_ms_p95"]
+    assert "n2" in capsys.readouterr().out

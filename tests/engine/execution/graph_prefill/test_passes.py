@@ -1,0 +1,72 @@
+"""Rows laid into passes, read back as the device reads them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as some
+
+from engine.errors import EngineFailed
+from engine.execution.graph_prefill.passes import MOST_CHUNKS, TABLE, Layout, Pass, passes
+from engine.scheduling.plan import Row
+from engine.scheduling.sequence_state import SequenceTable
+from engine.settings import PAGE_SIZE
+from tests.engine.execution.slow_device import request
+from tests.engine.stepped import holding, put
+
+MOST = 64
+
+
+def read(one: Pass, chunks: int) -> list[tuple[int, int, int, int]]:
+    """(page, offset in it, position, id) of each token, as the kernels find them."""
+    layout = Layout(MOST, chunks)
+    words = layout.words(one).tolist()
+    pages = words[layout.pages :]
+    assert words[0] == one.tokens
+    found = []
+    for at in range(chunks):
+        first, count, start, owner = words[TABLE + 4 * at : TABLE + 4 * at + 4]
+        for m in range(count):
+            position = words[layout.positions + first + m]
+            assert (position, words[layout.owners + first + m]) == (start + m, owner)
+            page = pages[owner + position // PAGE_SIZE]
+            found.append((page, position % PAGE_SIZE, position, words[layout.ids + first + m]))
+    assert len(found) == one.tokens
+    assert all(position == -1 for position in words[layout.positions + one.tokens : layout.owners])
+    assert words[1] == one.chunks[-1].last + 1 == one.tokens
+    return found
+
+
+@given(seed=some.integers(0, 2**32), count=some.integers(1, 90))
+@examples(max_examples=60)
+def test_every_token_is_fed_once_to_its_own_pages(seed: int, count: int) -> None:
+    chance, table = random.Random(seed), SequenceTable()
+    rows, expected = [], []
+    for key in range(count):
+        size = chance.choice((2, 3, 17, 40, 63, 64, 65, 200))
+        ids = [chance.randrange(1000) for _ in range(size)]
+        pages = chance.sample(range(10000), -(-size // PAGE_SIZE) + 1)
+        put(table, holding(request(ids), pages, key))
+        start = chance.randrange(size - 1)
+        rows.append(Row(key, key, start, chance.randint(1, size - start), True))
+        for at in range(start, start + rows[-1].count):
+            expected.append((pages[at // PAGE_SIZE], at % PAGE_SIZE, at, ids[at]))
+    made = list(passes(rows, table, MOST, 1000))
+    assert [token for one in made for token in read(one, MOST_CHUNKS)] == expected
+    for one in made:
+        assert 0 < one.tokens <= MOST
+        keys = [chunk.row.key for chunk in one.chunks]
+        assert len(set(keys)) == len(keys) <= MOST_CHUNKS
+        if len(keys) == 1:
+            assert read(one, 1) == read(one, MOST_CHUNKS)
+    assert [chunk.row.key for one in made for chunk in one.chunks if chunk.whole] == list(range(count))
+
+
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
+    table = SequenceTable()
+    put(table, holding(request([1, 999]), [0]))
+    with pytest.raises(EngineFailed, match="vocabulary"):
+        list(passes([Row(0, 0, 0, 2, True)], table, MOST, 999))

@@ -1,0 +1,67 @@
+"""Plain copies of packed weights: when there are any, who uses them, and that they say the same."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine.execution.products import Products
+from engine.kernels.gemm import GpuShape
+from engine.kernels.weights import Format, dequantize, to_matrix
+from engine.linear import DenseLinear, Linear
+from engine.linear.cuda import CudaLinear
+from engine.linear.plain_copies import OWN_ROWS, PlainCopies, plain_copies
+from quant.checkpoint.forms import Int4Groups, Int8Rows
+
+ROWS, COLUMNS = 512, 256
+BYTES = 2 * ROWS * COLUMNS
+PLENTY = 1 << 30
+
+
+def linear(form: str, bias: bool = False) -> Linear:
+    extra = torch.randn(ROWS) if bias else None
+    if form == "bf16":
+        return DenseLinear(torch.randn(ROWS, COLUMNS).bfloat16())
+    if form == "int8":
+        weight = torch.randint(-127, 128, (ROWS, COLUMNS), dtype=torch.int8)
+        return CudaLinear(to_matrix(Int8Rows(weight, torch.rand(ROWS))), extra)
+    groups = (ROWS, COLUMNS // 64)
+    packed = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, groups, dtype=torch.uint8)
+    return CudaLinear(to_matrix(Int4Groups(packed, torch.rand(groups).half(), zeros, 64)), extra)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_copy_multiplies_many_rows_as_the_packed_weights_would(form: str) -> None:
+    packed = linear(form, bias=True)
+    assert isinstance(packed, CudaLinear)
+    copies = plain_copies([packed, linear("bf16")], 256, PLENTY)
+    assert copies.of(packed, OWN_ROWS) is packed
+    copy = copies.of(packed, OWN_ROWS + 1)
+    assert isinstance(copy, DenseLinear)
+    assert torch.equal(copy.weight, dequantize(packed.matrix, 0, ROWS, torch.bfloat16))
+    x = torch.randn(3, COLUMNS).bfloat16()
+    assert float((copy(x).float() - packed(x).float()).norm() / packed(x).float().norm()) < 1e-2
+
+
+def test_there_is_none_for_few_rows_or_little_memory_or_plain_weights() -> None:
+    packed, dense = linear("int4"), linear("bf16")
+    assert plain_copies([packed], OWN_ROWS, PLENTY).held == {}
+    assert plain_copies([packed, packed], 256, 6 * BYTES - 1).held == {}
+    assert len(plain_copies([packed, linear("int8")], 256, 6 * BYTES).held) == 2
+    assert plain_copies([dense], 256, PLENTY).of(dense, 512) is dense
+
+
+def test_products_lay_their_tokens_out_for_whoever_multiplies() -> None:
+    packed, nothing = linear("int4"), cast(Any, None)  # no kernel is launched
+    for copies, wide in ((PlainCopies(), Format.INT4), (plain_copies([packed], 256, PLENTY), Format.BF16)):
+        products = Products(nothing, nothing, GpuShape(132, 227 << 10, True), True, copies)
+        assert products.order(packed, 256) is wide
+        assert products.order(packed, 64) is Format.INT4
+        if wide is Format.BF16:
+            assert products.bytes_of(packed, 256) == 256 * ROWS * 2
+            x = torch.randn(256, COLUMNS).bfloat16()
+            found = products(packed, x, torch.empty(256 * ROWS * 2, dtype=torch.uint8))
+            assert torch.equal(found.data, x @ copies.of(packed, 256).weight.t())  # type: ignore[attr-defined]
