@@ -9,6 +9,10 @@ the last part of `advance` alone, once for rows the host has just placed. `step.
 a tuple of `Launch`; an executor keeps the tuple, enqueues it inside a stream capture as many times as a graph is to
 hold steps, and replays the graph.
 
+For many rows there are kernels that stand between the products of torch or `gemm`, as those of prompts do (`prefill`,
+`rows`): `batch_attention` divides the pages of a step among warps on the device, `batch_sampling` chooses by every
+parameter with a block a row.
+
 Launches overlap (programmatic dependent launch; below compute capability 9.0 `ChainPlan.dependent` must be
 false), under three rules that the kernels keep:
 - before its wait a kernel reads weights, and state that only `advance` or the host changes;
