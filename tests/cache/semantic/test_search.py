@@ -117,8 +117,10 @@ Make = Callable[..., Replica]
 async def make(store: Store, keyring: Keyring, counters: Counters) -> AsyncIterator[Make]:
     made: list[Replica] = []
 
-    def build(settings: SemanticSettings = ON, ring: Keyring = keyring) -> Replica:
-        made.append(Replica(store, ring, counters, settings))
+    def build(
+        settings: SemanticSettings = ON, ring: Keyring = keyring, embedder: WordEmbedder | None = None
+    ) -> Replica:
+        made.append(Replica(store, ring, counters, settings, embedder))
         return made[-1]
 
     yield build
@@ -365,17 +367,18 @@ async def test_evidence_of_one_entry_is_lent_to_others_but_not_to_one_that_was_w
 
 async def test_one_caller_cannot_buy_evidence_for_what_others_ask(make: Make) -> None:
     """Harmless questions, as many and as unlike as it likes, and those of others stay unserved. Four callers who find
-    the same thing harmless open that, and nothing else."""
-    replica = make(LOOSE)
+    the same thing harmless open that, and nothing else. No similarity tells these questions apart."""
+    replica = make(LOOSE, embedder=OneVector())
     await replica.put(turn(SELL))
-    alike = [f"How do I sell a used car {word}?" for word in ("quickly", "cheaply", "soon", "well")]
-    for text in alike:
+    harmless = [f"How do I sell a used car {word}?" for word in ("quickly", "cheaply", "soon", "well")]
+    others = ["How do I sell a used boat?", "How do I sell a stolen car?", "How do I rent a used car?"]
+    for text in harmless:
         await agree(replica, text, 60, callers=1)
-    for text in (*alike, "How do I sell a used boat?", "How do I sell a stolen car?"):
+    for text in (*harmless, *others):
         assert (await replica.look(turn(text, caller="victim"))).served is None
-    await agree(replica, alike[0], 40, callers=5)
-    assert (await replica.look(turn(alike[0], caller="victim"))).verdict is Verdict.LEARNED
-    for text in (*alike[1:], "How do I sell a used boat?", "How do I sell a stolen car?"):
+    await agree(replica, harmless[0], 40, callers=5)
+    assert (await replica.look(turn(harmless[0], caller="victim"))).verdict is Verdict.LEARNED
+    for text in (*harmless[1:], *others):
         assert (await replica.look(turn(text, caller="victim"))).served is None
 
 
