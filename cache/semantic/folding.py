@@ -170,6 +170,8 @@ def _pronoun(body: str, before: Sequence[_Chunk], following: str) -> bool:
         return True
     if body != "I" or not _WORD.fullmatch(following) or following.lower() in lex.AFTER_LETTERS:
         return False
+    if following.endswith("s") and not following.endswith("ss") and following not in lex.PRONOUN_S:
+        return False  # `if I flows`
     return not before or bool(before[-1].tail) or before[-1].body in lex.BEFORE_PRONOUN
 
 

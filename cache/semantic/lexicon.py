@@ -173,11 +173,12 @@ OBJECTS = frozenset("this his its yours always perhaps dishes chores exercises s
 
 # `I` after one of these is who asks, unless one of those follows.
 BEFORE_PRONOUN = frozenset(
-    "do does did can cannot could would should shall will may might must am was have had if when where what why how "
-    "that than because after before while since until and but so which who whom whether can't don't didn't couldn't "
+    "do did can cannot could would should shall will may might must am was have had if when where why how "
+    "that than because after before while since until but so which who whom whether can't don't didn't couldn't "
     "shouldn't won't haven't not".split()
 )
-AFTER_LETTERS = frozenset("and or is in of mean means stand stands equals equal".split())
+AFTER_LETTERS = frozenset("and or is in of mean stand equal rise fall flow".split())
+PRONOUN_S = frozenset("was always sometimes perhaps focus".split())  # no other word in -s follows who asks
 
 # Names and languages that are no word in lower case: case adds nothing to them.
 NAMES = frozenset(
