@@ -77,7 +77,7 @@ def test_the_suite_of_signs_is_what_it_says() -> None:
     assert len(halves[0] | halves[1]) > 470
     rows = pairs("tuning", "signs") + pairs("held_out", "signs")
     assert [row for row in rows if row["a"] == row["b"]] == []
-    assert sum(written(row["a"]) != written(row["b"]) for row in rows) <= 10  # `%05d`, `ħ`: one character more or like
+    assert sum(written(row["a"]) != written(row["b"]) for row in rows) <= 11  # `%05d`, `ħ`: one character more or like
 
 
 @pytest.mark.parametrize("half", HALVES)
