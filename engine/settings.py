@@ -38,7 +38,10 @@ class EngineOptions:
 
     kind: EngineKind = setting("model", "`fake` serves made-up tokens without weights")
     hang_timeout: float = setting(
-        60.0, "seconds without a sign of life from the engine process until another is started", ge=0.5, le=86_400
+        60.0,
+        "seconds without a sign of life after which the engine process is replaced; more than any step takes",
+        ge=0.5,
+        le=86_400,
     )
     record_steps: bool = setting(
         False, "keep the last steps and write them to a file on a fault; they hold prompts' token ids"
