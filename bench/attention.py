@@ -22,7 +22,7 @@ from bench.about import revision
 from bench.kernels import H100_BANDWIDTH, timers
 from engine.kernels import batch_attention as many
 from engine.kernels import prefill
-from engine.kernels.attention import Embedding, Heads, LayerAttention
+from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import KernelLibrary, open_library
 from engine.kernels.gemm import GpuShape, gpu_shape
 from engine.kernels.launch import Launch, Launcher
@@ -90,16 +90,13 @@ def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, place_of: tu
     device, end = torch.device("cuda"), start + count
     held = -(-end // 16)
     pages = torch.randperm(held, device=device).to(torch.int32)
-    place = torch.tensor([count, start], dtype=torch.int32, device=device)
-    tokens = torch.zeros(count, dtype=torch.int32, device=device)
+    chunks = prefill.Chunks(torch.tensor([[0, count, start, 0]], dtype=torch.int32, device=device), pages.view(1, -1))
     pool = torch.randn(2, held, heads.keys, 16, heads.dim, device=device).bfloat16()
     queries = torch.randn(count, heads.queries, heads.dim, device=device).bfloat16()
     out = torch.zeros_like(queries)
     splits = prefill.splits_of(heads, (count,), device, gpu=gpu)
-    own = prefill.ChunkAttention(
-        library, heads, prefill.Chunk(place, pages, tokens), Embedding(torch.zeros(1, device=device), 1e-6), splits
-    )
-    launch = own.attend(LayerAttention(pool[0], pool[1], None, None), queries, out)
+    layer = LayerAttention(pool[0], pool[1], None, None)
+    launch = prefill.attend_chunks(library, heads, chunks, splits, layer, queries, out)
     return median_us(launcher, [launch] * 10, 10)
 
 

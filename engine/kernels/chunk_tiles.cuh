@@ -1,8 +1,7 @@
 // What the kernels of attention over chunks share: which tokens a block has, and how the parts of a long context that
 // several blocks had are put together. Of the includer: kQueries tokens of a block, kThreads that put together.
 //
-// Without OP_RAGGED a pass has one chunk, {count, position of the first} and its pages. With it `where` holds chunks of
-// {first token in the pass, count, position of the first, row of the page table}; a count of 0 is none.
+// A pass has chunks of {first token in the pass, count, position of the first, row of the page table}; a count of 0 is none.
 #pragma once
 #include "copies.cuh"
 #include "order.cuh"
@@ -27,13 +26,12 @@ struct Tokens {
 
 // The tokens of a pass's `tile`-th tile; every warp finds them for itself.
 template <int kQueries>
-__device__ __forceinline__ Tokens tokens_of(const int* where, int chunks, const int* page_table, int table_stride, int tile) {
-    if constexpr (!OP_RAGGED) return {0, where[0], where[1], tile * kQueries, int(gridDim.y), page_table};
+__device__ __forceinline__ Tokens tokens_of(const Quad* where, int chunks, const int* page_table, int table_stride, int tile) {
     const int lane = threadIdx.x % 32;
     Tokens found{0, 0, 0, 0, 0, page_table};
     for (int base = 0; base < chunks; base += 32) {
         Quad chunk = {};
-        if (base + lane < chunks) chunk = load_shared_state(static_cast<const void*>(where + (base + lane) * 4));
+        if (base + lane < chunks) chunk = load_shared_state(static_cast<const void*>(where + base + lane));
         const int own = ceil_div(int(chunk.r[1]), kQueries);
         int upto = own;
 #pragma unroll
@@ -58,7 +56,7 @@ __device__ __forceinline__ Tokens tokens_of(const int* where, int chunks, const 
 
 // The keys of a block, in tiles of kKeys: those of one part of what its tokens see.
 struct Keys {
-    int tile, end;  // the first, and the last; none where end < tile
+    int tile, end;  // the first, and the last
     int splits;     // parts
 
     // `most`: parts at most. False where the block has no part.
@@ -67,18 +65,17 @@ struct Keys {
         const int newest = own.start + min(own.first + kQueries, own.count) - 1;
         const int oldest = window > 0 ? max(0, own.start + own.first - window + 1) : 0;
         tile = oldest / kKeys;
-        const int last = own.any() ? newest / kKeys : -1, tiles = last < 0 ? 1 : last - tile + 1;
+        const int last = newest / kKeys, tiles = last - tile + 1;
         const int each = ceil_div(tiles, min(most, ceil_div(tiles, kLeastKeys / kKeys)));
         splits = ceil_div(tiles, each);
-        tile = last < 0 ? 0 : tile + split * each;
-        end = last < 0 ? -1 : min(tile + each - 1, last);
+        tile += split * each;
+        end = min(tile + each - 1, last);
         return split < splits;
     }
 };
 
 // Into how many parts a context is divided at most, so that the pass has no more than `most_blocks` that work.
 __device__ __forceinline__ int most_splits(const Tokens& own, int most_blocks) {
-    if constexpr (!OP_RAGGED) return gridDim.z;
     return min(int(gridDim.z), max(1, most_blocks / max(1, own.tiles * OP_Q_HEADS)));
 }
 
@@ -120,7 +117,7 @@ struct Rows {
         for (int n = 0; n < kDim / 2; ++n) out[n] *= kept[n / 2 % 2];
     }
 
-    // Of tokens m and m + 8 of the chunk: the result, or a part of it. Without OP_RAGGED zeros for those past the count.
+    // Of tokens m and m + 8 of the chunk: the result, or a part of it.
     __device__ __forceinline__ void leave(const Tokens& own, int first, int head, int splits, int split, int tokens, float scale,
                                           float* split_out, Float2* split_sums, u16* result) {
         const int t = threadIdx.x % 4;
@@ -129,7 +126,7 @@ struct Rows {
             sum[r] += __shfl_xor_sync(0xFFFFFFFFu, sum[r], 1);
             sum[r] += __shfl_xor_sync(0xFFFFFFFFu, sum[r], 2);
             const int m = first + 8 * r;
-            if (m >= (OP_RAGGED ? own.count : tokens)) continue;
+            if (m >= own.count) continue;
             if (splits > 1) {
                 const u64 at = (u64(split) * tokens + own.offset + m) * OP_Q_HEADS + head;
                 Float2* to = reinterpret_cast<Float2*>(split_out + at * kDim) + t;
@@ -138,11 +135,11 @@ struct Rows {
                 if (t == 0) split_sums[at] = Float2{top[r] * scale, sum[r]};
                 continue;
             }
-            const float inverse = m < own.count ? 1.f / sum[r] : 0.f;
+            const float inverse = 1.f / sum[r];
 #pragma unroll
             for (int d = 0; d < kDim / 8; ++d)
                 *reinterpret_cast<u32*>(result + place_of<kWidth>(head * kDim + d * 8 + 2 * t, own.offset + m, tokens)) =
-                    m < own.count ? pack_bf16(out[4 * d + 2 * r] * inverse, out[4 * d + 2 * r + 1] * inverse) : 0u;
+                    pack_bf16(out[4 * d + 2 * r] * inverse, out[4 * d + 2 * r + 1] * inverse);
         }
     }
 };
@@ -197,7 +194,7 @@ __device__ __forceinline__ void merge_parts(Float2 (*part)[kMostSplits], const f
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
             const int m = (i + j * kThreads) / kQuads, d = head * kDim + (i + j * kThreads) % kQuads * 4;
-            if (m >= kQueries || own.first + m >= (OP_RAGGED ? own.count : tokens)) continue;
+            if (m >= kQueries || own.first + m >= own.count) continue;
             *reinterpret_cast<u32*>(out + place_of<kWidth>(d, int(row0) + m, tokens)) = pack_bf16(all[j][0], all[j][1]);
             *reinterpret_cast<u32*>(out + place_of<kWidth>(d + 2, int(row0) + m, tokens)) = pack_bf16(all[j][2], all[j][3]);
         }

@@ -23,11 +23,10 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a chunk is, at fixed addresses: count of tokens and position of the first (`place`), pages, ids."""
+    """What a pass is fed, at fixed addresses."""
 
-    place: torch.Tensor  # int32 [2]
-    pages: torch.Tensor  # int32 [most pages of a sequence]
-    tokens: torch.Tensor  # int32 [size]
+    place: torch.Tensor  # int32; its first is the count of tokens
+    tokens: torch.Tensor  # int32 [size]: their ids
 
     @property
     def size(self) -> int:
@@ -124,43 +123,27 @@ def row_heads(
     product: Parts,
     queries: torch.Tensor,
 ) -> Launch:
-    """As `ChunkAttention.heads`, for tokens of many sequences."""
-    values: dict[str, Argument] = {
-        "positions": places.positions,
-        "rows": places.rows,
-        "page_table": places.pages,
-        "table_stride": places.pages.stride(0),
-    }
-    return _heads(library, "row_heads", layout, layer, embedding, product, queries, values)
-
-
-def _heads(
-    library: Kernels,
-    entry: str,
-    layout: Heads,
-    layer: LayerAttention,
-    embedding: Embedding,
-    product: Parts,
-    queries: torch.Tensor,
-    where: dict[str, Argument],
-) -> Launch:
+    """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and keys and values into their pages."""
     tokens = queries.shape[0]
-    defines = head_defines(layout) | {"OP_QK_NORM": int(layout.norm), "OP_SLICES": int(product.split)}
     values: dict[str, Argument] = {
         "query_gain": layer.query_gain,
         "key_gain": layer.key_gain,
         "angles": embedding.angles,
+        "positions": places.positions,
+        "rows": places.rows,
+        "page_table": places.pages,
+        "table_stride": places.pages.stride(0),
         "queries": queries,
         "key_pool": layer.keys,
         "value_pool": layer.values,
         "tokens": tokens,
         "eps": embedding.eps,
-        **where,
         **product.values(),
     }
     every = layout.queries + 2 * layout.keys
     shape = Shape((-(-every // (_THREADS // 32)), tokens, 1), _THREADS)
-    return prepare(library.kernel("prefill_heads", entry, defines), shape, {**values, **CHAIN})
+    defines = head_defines(layout) | {"OP_QK_NORM": int(layout.norm), "OP_SLICES": int(product.split)}
+    return prepare(library.kernel("prefill_heads", "row_heads", defines), shape, {**values, **CHAIN})
 
 
 def head_defines(layout: Heads) -> dict[str, int]:
@@ -230,7 +213,7 @@ def splits_of(
 def attend_chunks(
     library: Kernels,
     layout: Heads,
-    where: Chunk | Chunks,
+    chunks: Chunks,
     splits: Splits,
     layer: LayerAttention,
     queries: torch.Tensor,
@@ -238,21 +221,19 @@ def attend_chunks(
     order: Format = Format.BF16,
 ) -> Launch:
     """queries bfloat16 [tokens, heads, dim] → out bfloat16 [tokens, heads · dim], columns in the order named, over
-    pages where the chunks' own keys and values already are. Tokens past the count of a `Chunk` become zeros; those that
-    are in none of `Chunks` are left alone."""
-    tokens, ragged = queries.shape[0], isinstance(where, Chunks)
-    chunks = where.table.shape[0] if isinstance(where, Chunks) else 1
-    grid = attention_grid(layout, tokens, splits.gpu, chunks)
+    pages where the chunks' own keys and values already are. Tokens that are in no chunk are left alone."""
+    tokens, most = queries.shape[0], chunks.table.shape[0]
+    grid = attention_grid(layout, tokens, splits.gpu, most)
     if tokens * grid.splits * layout.queries * layout.dim > splits.out.numel():
         raise ValueError(f"no room for {grid.splits} parts of {tokens} tokens")
     values: dict[str, Argument] = {
         "queries": queries,
         "key_pool": layer.keys,
         "value_pool": layer.values,
-        "where": where.table if isinstance(where, Chunks) else where.place,
-        "chunks": chunks,
-        "page_table": where.pages,
-        "table_stride": where.pages.stride(0) if ragged else 0,
+        "where": chunks.table,
+        "chunks": most,
+        "page_table": chunks.pages,
+        "table_stride": chunks.pages.stride(0),
         "split_out": splits.out,
         "split_sums": splits.sums,
         "arrivals": splits.arrivals,
@@ -267,30 +248,8 @@ def attend_chunks(
     else:
         keys = 16 if layout.dim > 128 else 64
         shared, threads = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2, 128
-    defines = head_defines(layout) | {"OP_ORDER": int(order), "OP_RAGGED": int(ragged)}
+    defines = head_defines(layout) | {"OP_ORDER": int(order)}
     name = "prefill_attention_wide" if grid.wide else "prefill_attention"
     kernel = library.kernel(name, "prefill_attention", defines, shared)
     shape = Shape((layout.queries, grid.tiles, grid.splits), threads, shared)
     return prepare(kernel, shape, {**values, **CHAIN})
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkAttention:
-    """Heads and attention of one head layout."""
-
-    library: Kernels
-    layout: Heads
-    chunk: Chunk
-    embedding: Embedding
-    splits: Splits
-
-    def heads(self, layer: LayerAttention, product: Parts, queries: torch.Tensor) -> Launch:
-        """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and keys and values into their pages."""
-        where: dict[str, Argument] = {"place": self.chunk.place, "pages": self.chunk.pages}
-        return _heads(self.library, "heads", self.layout, layer, self.embedding, product, queries, where)
-
-    def attend(
-        self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format = Format.BF16
-    ) -> Launch:
-        """As `attend_chunks`."""
-        return attend_chunks(self.library, self.layout, self.chunk, self.splits, layer, queries, out, order)

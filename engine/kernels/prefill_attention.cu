@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_values(Rows& rows, const float (&s)[kKeys / 
 
 // Grid: heads, tiles of tokens, parts of a context.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    prefill_attention(const u16* queries, const u16* key_pool, const u16* value_pool, const int* where, int chunks,
+    prefill_attention(const u16* queries, const u16* key_pool, const u16* value_pool, const Quad* where, int chunks,
                       const int* page_table, int table_stride, float* split_out, Float2* split_sums, int* arrivals,
                       u16* out, int tokens, float scale, int window, int most_blocks, int trigger) {
     extern __shared__ __align__(128) u16 shared[];
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const Tokens own = tokens_of<kQueries>(where, chunks, page_table, table_stride, block);
-    if (OP_RAGGED && !own.any()) return;
+    if (!own.any()) return;
     Keys keys;
     if (!keys.divide<kQueries, kKeys>(own, window, most_splits(own, most_blocks), blockIdx.z)) return;
     const int splits = keys.splits, first = own.first, count = own.count;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const u64 row = own.offset + (there ? first + m : 0);
         copy_async(query + m * kRow + s * 8, queries + (row * OP_Q_HEADS + head) * kDim + s * 8, there);
     }
-    if (keys.tile <= keys.end) pool.load(stages, keys.tile);
+    pool.load(stages, keys.tile);
     end_copy_group();
 
     Rows rows;

@@ -51,7 +51,7 @@ struct Pool {
             const int n = tile * (kKeys / kPage) + lane;
             return lane < kKeys / kPage && n <= last ? pages[n] : 0;
         };
-        int id = keys.tile <= keys.end ? page_of(keys.tile) : 0, copied = 0, told = 0;
+        int id = page_of(keys.tile), copied = 0, told = 0;
         auto tell = [&] {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             arrive(barriers.full[told % 2][told / 2 % kStages]);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void pack(u32 (&weights)[kKeys / 16][4], const float 
 
 // Grid: heads, tiles of tokens, parts of a context.
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
-    prefill_attention(const u16* queries, const u8* key_pool, const u8* value_pool, const int* where, int chunks,
+    prefill_attention(const u16* queries, const u8* key_pool, const u8* value_pool, const Quad* where, int chunks,
                       const int* page_table, int table_stride, float* split_out, Float2* split_sums, int* arrivals,
                       u16* out, int tokens, float scale, int window, int most_blocks, int trigger) {
     extern __shared__ __align__(1024) u8 ring[];
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const Tokens own = tokens_of<kQueries>(where, chunks, page_table, table_stride, block);
-    if (OP_RAGGED && !own.any()) return;
+    if (!own.any()) return;
     Keys keys;
     if (!keys.divide<kQueries, kKeys>(own, window, most_splits(own, most_blocks), blockIdx.z)) return;
     const int splits = keys.splits;
@@ -160,34 +160,32 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         reader.rows.weigh<kKeys>(s, scale, kept);
     };
     const int count = keys.end - keys.tile + 1;
-    if (count > 0) {
-        await(0, 0);
-        reader.start_scores(s, stage(0, 0));
-        wait_products<0>();
+    await(0, 0);
+    reader.start_scores(s, stage(0, 0));
+    wait_products<0>();
+    settle(s);
+    leave(0, 0);
+    weigh(keys.tile);
+    pack(weights, s);
+    for (int n = 1; n < count; ++n) {
+        await(0, n);
+        reader.start_scores(s, stage(0, n));
+        await(1, n - 1);
+        reader.start_values(weights, stage(1, n - 1));
+        wait_products<1>();
         settle(s);
-        leave(0, 0);
-        weigh(keys.tile);
-        pack(weights, s);
-        for (int n = 1; n < count; ++n) {
-            await(0, n);
-            reader.start_scores(s, stage(0, n));
-            await(1, n - 1);
-            reader.start_values(weights, stage(1, n - 1));
-            wait_products<1>();
-            settle(s);
-            leave(0, n);
-            weigh(keys.tile + n);
-            wait_products<0>();
-            settle(reader.rows.out), settle(weights);
-            leave(1, n - 1);
-            reader.rows.keep(kept);
-            pack(weights, s);
-        }
-        await(1, count - 1);
-        reader.start_values(weights, stage(1, count - 1));
+        leave(0, n);
+        weigh(keys.tile + n);
         wait_products<0>();
         settle(reader.rows.out), settle(weights);
+        leave(1, n - 1);
+        reader.rows.keep(kept);
+        pack(weights, s);
     }
+    await(1, count - 1);
+    reader.start_values(weights, stage(1, count - 1));
+    wait_products<0>();
+    settle(reader.rows.out), settle(weights);
     reader.rows.leave(own, m, head, splits, blockIdx.z, tokens, scale, split_out, split_sums, out);
     if (splits == 1) return;
     auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); };

@@ -1,5 +1,5 @@
-// Queries, keys and values: heads normed (where the model does) and rotated; keys and values go to their pages. A warp a
-// head. `heads` takes a chunk of one sequence, `row_heads` tokens that each say where they stand and whose pages they have.
+// Queries, keys and values of tokens that each say where they stand and whose pages they have: heads normed (where the
+// model does) and rotated; keys and values go to their pages. A warp a head.
 #include "parts.cuh"
 
 constexpr int kThreads = 256, kPage = 16;
@@ -57,21 +57,6 @@ __device__ __forceinline__ void place_head(const Parts& parts, const float* quer
             *reinterpret_cast<u32*>(to + d) = pack_bf16(low[i].x, low[i].y);
             *reinterpret_cast<u32*>(to + kHalf + d) = pack_bf16(high[i].x, high[i].y);
         }
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    heads(const u8* product, const float* bias, int slices, const float* query_gain, const float* key_gain,
-          const float* angles, const int* place, const int* pages, u16* queries, u16* key_pool, u16* value_pool, int tokens,
-          float eps, int trigger) {
-    if (trigger == 0) let_next_start();
-    wait_for_previous();
-    if (trigger == 1) let_next_start();
-    const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, m = blockIdx.y;
-    if (head >= kHeads || m >= place[0]) return;
-    const Parts parts{product, bias, slices, u64(tokens) * kHeads * OP_HEAD_DIM};
-    const int position = place[1] + m;
-    place_head(parts, query_gain, key_gain, angles, position, u64(pages[position / kPage]), queries, key_pool, value_pool,
-               eps, m, head, lane);
 }
 
 // positions[m] below 0: no token. Its pages are row rows[m] of the page table, row m where `rows` is null.

@@ -82,7 +82,7 @@ class BatchedSteps:
     def _step(self, rows: int) -> None:
         """Enqueues one step of the first `rows` row states."""
         run, own = self._pass, self._states.first(rows)
-        chunk = ops.Chunk(place=self._counts[rows], pages=own.pages[0], tokens=own.token)
+        chunk = ops.Chunk(place=self._counts[rows], tokens=own.token)
         attention = RowAttention(run, own, self._spaces)
         for plan in attention.plans():
             run.go(plan)

@@ -178,7 +178,7 @@ class GraphPrefill:
         table = mail[TABLE : layout.ids].view(-1, 4)
         pages = mail[layout.pages :].view(-1, 1)
         places = ops.TokenPlaces(mail[layout.positions : layout.owners], pages, mail[layout.owners : layout.pages])
-        fed = ops.Chunk(place=mail, pages=mail, tokens=mail[layout.ids : layout.positions])
+        fed = ops.Chunk(place=mail, tokens=mail[layout.ids : layout.positions])
         run.enqueue(fed, PassAttention(run, places, ops.Chunks(table, pages), self._splits))
 
 

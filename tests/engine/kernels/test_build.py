@@ -30,7 +30,7 @@ ENTRIES = {
     "gemm_wide.cu": ["gemm"],
     "prefill_attention.cu": ["prefill_attention"],
     "prefill_gate.cu": ["gate"],
-    "prefill_heads.cu": ["heads", "row_heads"],
+    "prefill_heads.cu": ["row_heads"],
     "prefill_stream.cu": ["embed", "add_norm"],
     "two_pass_head.cu": ["two_pass_head"],
     "batch_attention.cu": ["plan", "attend"],

@@ -162,7 +162,7 @@ def chunk_stages(
 ) -> list[Launch]:
     """Every kernel that a prompt takes, once."""
     layout = Heads(4, 2, 64, True)
-    chunk = prefill.Chunk(torch.zeros(2), torch.zeros(4), torch.zeros(tokens))
+    chunk = prefill.Chunk(torch.zeros(2), torch.zeros(tokens))
     gain, pool = torch.ones(256), torch.zeros(2, 4, 2, 16, 64)
     matrix = to_matrix(weight)
     how = replace(gemm.divide(matrix, tokens, gpu), slices=slices)
@@ -175,12 +175,11 @@ def chunk_stages(
     queries = torch.zeros(tokens, 4, 64)
     chunks = prefill.Chunks(torch.zeros(3, 4), torch.zeros(2, 4))
     splits = prefill.splits_of(layout, (tokens,), torch.device("cpu"), chunks=3, gpu=gpu)
-    attention = prefill.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1), 1e-6), splits)
+    places, angles = prefill.TokenPlaces(torch.zeros(tokens), chunks.pages), Embedding(torch.zeros(1), 1e-6)
     return [
         prefill.embed(library, chunk, torch.zeros(9, 256), gain, stream),
         gemm.gemm(library, matrix, gemm.Batch(stream.x, out), how),
-        attention.heads(own, product, queries),
-        attention.attend(own, queries, torch.zeros(tokens, 256), order),
+        prefill.row_heads(library, layout, own, places, angles, product, queries),
         prefill.attend_chunks(library, layout, chunks, splits, own, queries, torch.zeros(tokens, 256), order),
         prefill.add_norm(library, product, gain, stream),
         prefill.gate(library, product, torch.zeros(tokens, 256), order),

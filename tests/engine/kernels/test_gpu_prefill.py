@@ -28,12 +28,18 @@ LAYOUTS = [
 ]
 
 
-def chunk_of(count: int, start: int, size: int, page_total: int) -> ops.Chunk:
-    held = -(-(start + count) // 16)
-    pages = torch.full((held + 3,), 2**30, dtype=torch.int32, device="cuda")  # past the held ones: nothing to read
-    pages[:held] = torch.randperm(page_total, device="cuda")[:held]
-    tokens = torch.full((size,), 2**30, dtype=torch.int32, device="cuda")
-    return ops.Chunk(torch.tensor([count, start], dtype=torch.int32, device="cuda"), pages, tokens)
+def pages_of(end: int, total: int) -> torch.Tensor:
+    """int32 [1, pages]: of one row that holds so many tokens, and past them nothing to read."""
+    held = -(-end // 16)
+    pages = torch.full((1, held + 3), 2**30, dtype=torch.int32, device="cuda")
+    pages[0, :held] = torch.randperm(total, device="cuda")[:held]
+    return pages
+
+
+def chunk_of(count: int, start: int, total: int) -> ops.Chunks:
+    """One chunk at the front of a pass."""
+    table = torch.tensor([[0, count, start, 0]], dtype=torch.int32, device="cuda")
+    return ops.Chunks(table, pages_of(start + count, total))
 
 
 def run(launcher: Launcher, *launches: Launch) -> None:
@@ -51,11 +57,10 @@ def test_columns_lie_as_the_reader_wants(library: KernelLibrary, launcher: Launc
     """Each of the three that write activations, against its own plain result."""
     product = ops.Parts(torch.randn(16, 1024, device="cuda").bfloat16())
     layout = Heads(4, 2, 64, False)
-    chunk = chunk_of(16, 0, 16, 4)
+    chunk = chunk_of(16, 0, 4)
     pool = torch.randn(2, 4, 2, 16, 64, device="cuda").bfloat16()
     queries = torch.randn(16, 4, 64, device="cuda").bfloat16()
-    splits = ops.splits_of(layout, (16,), chunk.place.device)
-    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6), splits)
+    splits = ops.splits_of(layout, (16,), queries.device)
     gain = torch.rand(1024, device="cuda")
     found = []
     for one in (Format.BF16, order):
@@ -68,7 +73,7 @@ def test_columns_lie_as_the_reader_wants(library: KernelLibrary, launcher: Launc
             launcher,
             ops.add_norm(library, product, gain, stream).alone(),
             ops.gate(library, product, inner, one).alone(),
-            attention.attend(layer, queries, attended, one).alone(),
+            ops.attend_chunks(library, layout, chunk, splits, layer, queries, attended, one).alone(),
         )
         found.append((x, inner, attended))
     for plain, moved in zip(*found, strict=True):
@@ -98,8 +103,9 @@ def test_the_stream_is_embedded_moved_on_and_normed(
     library: KernelLibrary, launcher: Launcher, hidden: int, slices: int
 ) -> None:
     table = torch.randn(99, hidden, device="cuda").bfloat16()
-    chunk = chunk_of(13, 5, 16, 8)
-    chunk.tokens[:13] = torch.randint(0, 99, (13,), device="cuda")
+    tokens = torch.full((16,), 2**30, dtype=torch.int32, device="cuda")
+    tokens[:13] = torch.randint(0, 99, (13,), device="cuda")
+    chunk = ops.Chunk(torch.tensor([13], dtype=torch.int32, device="cuda"), tokens)
     gain = torch.rand(hidden, device="cuda") + 0.5
     stream = ops.Stream(
         torch.full((16, hidden), NAN, device="cuda"),
@@ -134,24 +140,25 @@ def test_gate(library: KernelLibrary, launcher: Launcher, half: int, slices: int
 @pytest.mark.parametrize("slices", [0, 2])
 def test_heads(library: KernelLibrary, launcher: Launcher, layout: Heads, slices: int) -> None:
     count, start, size = 21, 37, 32
-    chunk = chunk_of(count, start, size, 9)
+    pages = pages_of(start + count, 9)
+    positions = torch.full((size,), -1, dtype=torch.int32, device="cuda")
+    positions[:count] = torch.arange(start, start + count)
+    places = ops.TokenPlaces(positions, pages, torch.zeros(size, dtype=torch.int32, device="cuda"))
     angles = torch.rand(64, 2, layout.dim, device="cuda") * 2 - 1
     gains = (torch.rand(layout.dim, device="cuda") + 0.5, torch.rand(layout.dim, device="cuda") * 96)
     pool = torch.full((2, 9, layout.keys, 16, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
     layer = LayerAttention(pool[0], pool[1], *(gains if layout.norm else (None, None)))
     product = sliced(torch.randn(size, layout.rows, device="cuda"), slices)
     queries = torch.full((size, layout.queries, layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
-    attention = ops.ChunkAttention(
-        library, layout, chunk, Embedding(angles, 1e-6), ops.splits_of(layout, (size,), chunk.place.device)
-    )
-    run(launcher, attention.heads(layer, product, queries).alone())
+    embedding = Embedding(angles, 1e-6)
+    run(launcher, ops.row_heads(library, layout, layer, places, embedding, product, queries).alone())
     exact_gains = (gains[0].double(), gains[1].double()) if layout.norm else None
     rows = whole(product)
     written = torch.zeros(9, 16, dtype=torch.bool, device="cuda")
     for m in range(count):
         at = start + m
         found = reference.attention_row(rows[m], layout, exact_gains, angles[at].double(), 1e-6)
-        page, slot = int(chunk.pages[at // 16]), at % 16
+        page, slot = int(pages[0, at // 16]), at % 16
         written[page, slot] = True
         for ours, expected in zip((queries[m], pool[0, page, :, slot], pool[1, page, :, slot]), found, strict=True):
             close(ours, expected)
@@ -202,19 +209,18 @@ def test_attention(
 ) -> None:
     device = torch.device("cuda")
     gpu = replace(gpu_shape(device), warpgroups=wide and torch.cuda.get_device_capability() == (9, 0))
-    chunk = chunk_of(count, start, size, 200)
-    pool, held = filled(chunk.pages, layout, start + count, 200)
+    chunk = chunk_of(count, start, 200)
+    pool, held = filled(chunk.pages[0], layout, start + count, 200)
     queries = (torch.randn(size, layout.queries, layout.dim, device="cuda") * 2).bfloat16()
     queries[count:] = NAN
     out = torch.full((size, layout.queries * layout.dim), NAN, device="cuda", dtype=torch.bfloat16)
     splits = ops.splits_of(layout, (size,), device, gpu=gpu)
-    attention = ops.ChunkAttention(library, layout, chunk, Embedding(torch.zeros(1, device="cuda"), 1e-6), splits)
     layer = LayerAttention(pool[0], pool[1], None, None, window)
-    run(launcher, *[attention.attend(layer, queries, out).alone()] * 2)
+    run(launcher, *[ops.attend_chunks(library, layout, chunk, splits, layer, queries, out).alone()] * 2)
     for m in {0, 1, 15, 16, 31, 63, 64, 127, 128, count // 2, count - 1} & set(range(count)):
         assert attended(out[m], queries[m], held[:, : start + m + 1], window), m
     assert bool(out[:count].isfinite().all())
-    assert not bool(out[count:].count_nonzero())
+    assert bool(out[count:].isnan().all())
     assert not splits.arrivals.any()
 
 
