@@ -11,6 +11,7 @@ import torch
 from engine.kernels.weights import dequantize
 from engine.linear.canonical import CanonicalLinear
 from engine.linear.cuda import CudaLinear
+from engine.linear.products import CpuProducts, NoProducts
 from engine.model.weights import Layer
 from engine.settings import EngineSettings
 from engine.worker.build import prepare
@@ -30,7 +31,11 @@ def layers_of(folder: Path, **given: Any) -> tuple[Layer, ...]:
     [(STORED / "awq-tiny", "auto"), (STORED / "bnb-int8-tiny", "auto"), (DEMO / "demo", "int8")],
     ids=["awq", "bnb", "int8"],
 )
-def test_a_card_has_the_numbers_of_a_cpu(folder: Path, quantization: Any) -> None:
+def test_a_card_has_the_numbers_of_a_cpu(folder: Path, quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_products(*_: object) -> CpuProducts:
+        raise NoProducts("weights as they were read are wanted")
+
+    monkeypatch.setattr("engine.worker.build.open_products", without_products)
     ours = layers_of(folder, device="cuda", quantization=quantization)
     theirs = layers_of(folder, device="cpu", dtype="float32", quantization=quantization)
     eight = folder.name != "awq-tiny"
