@@ -23,6 +23,8 @@ from bench.grpc_frames import (
     frame,
 )
 
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+HEALTH = "/grpc.health.v1.Health/Check"
 GENERATE = "/whippet.v1.GenerationService/Generate"
 _FRAME = 1 << 14  # bytes in a DATA frame
 _AT_ONCE = 50  # calls between two looks at the clock
@@ -141,3 +143,13 @@ def silent(address: str, count: int) -> Iterator[int]:
     finally:
         for one in sockets:
             one.close()
+
+
+def crowded(number: int, entry: bytes, size: int) -> bytes:
+    """A field that has a length, of about `size` bytes, full of the same entry."""
+    content = entry * (size // len(entry))
+    left, prefix = len(content), bytearray([number << 3 | 2])
+    while left >= 0x80:
+        prefix.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes(prefix) + bytes([left]) + content

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,18 @@ _PATIENCE = 30.0  # seconds until a probe has failed
 def rss(pid: int) -> int:
     """Bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def addresses(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
+    """Of a server's four ports, once it says that it is ready."""
+    while process.poll() is None:
+        said = log.read_text()
+        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)$", said, re.MULTILINE)
+        metrics = re.search(r"^metrics: http://(\S+)/metrics$", said, re.MULTILINE)
+        if ready and metrics:
+            return {"data": ready[1], "admin": ready[2], "health": ready[3], "metrics": metrics[1]}
+        time.sleep(_EVERY)
+    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
 
 
 class Prober:

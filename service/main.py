@@ -45,6 +45,7 @@ from service.transport.closing import Gate
 from service.transport.descriptors import connections
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
+from service.transport.heap import Heap
 from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, credentials_of, open_port
 from service.transport.rpc import Guard
@@ -142,7 +143,8 @@ async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: Async
     """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
     if not await stop.before(parts.engine.start()):
         return False
-    background = [asyncio.create_task(work) for work in (parts.health.run(), parts.watch.run(), parts.engine.ended())]
+    works = (parts.health.run(), parts.watch.run(), Heap().run(), parts.engine.ended())
+    background = [asyncio.create_task(work) for work in works]
     for task in background:
         stack.callback(task.cancel)
     parts.caches.now()

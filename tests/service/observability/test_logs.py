@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.floods import GENERATE, Metadata, Rogue
+from bench.floods import GENERATE, REFLECTION, Metadata, Rogue
 from service.observability.logs import Reticence
 from tests.service.conftest import Server, ask
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 WRONG: list[tuple[str, Metadata]] = [
     (GENERATE, ((b"authorization", b"Bearer CANARY\xff\xfe"),)),
     (GENERATE, ((b"x-request", b"CANARY\xff"), (b"authorization", b"Bearer CANARY"))),

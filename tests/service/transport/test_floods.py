@@ -16,7 +16,7 @@ from threading import Event, Thread
 import grpc
 import pytest
 
-from bench.floods import GENERATE, cut_message, flood, silent
+from bench.floods import GENERATE, HEALTH, REFLECTION, cut_message, flood, silent
 from bench.probing import Prober
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -24,8 +24,6 @@ from tests.service.conftest import Server, ask, ask_stream, refused
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 TOKEN = (("authorization", "Bearer sesame"),)
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-HEALTH = "/grpc.health.v1.Health/Check"
 _PACKED = gzip.compress(bytes(60_000_000))
 BOMB = b"\1" + struct.pack(">I", len(_PACKED)) + _PACKED
 

@@ -1,0 +1,55 @@
+"""Memory that is free again goes back to the system.
+
+The C library keeps what was freed for itself, in up to eight heaps a core, and learns from one large message to take
+the next ones from there as well: after a flood the process would stay as large as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # of mallopt
+_LARGE = 128 * 1024  # bytes; what is larger has pages of its own, which end with it
+_ARENAS = 2  # one for the event loop's thread, one for gRPC's
+_EVERY = 2.0  # seconds between two looks
+_LONGEST = 64.0  # seconds, where trimming has brought nothing
+_GROWN = 32 * 1024 * 1024  # bytes above the least that there was
+_STATM = Path("/proc/self/statm")
+
+
+class Heap:
+    """The C library's. Does nothing where that is not glibc."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._known = hasattr(self._libc, "malloc_trim")
+        if self._known:
+            self._libc.mallopt(_MMAP_THRESHOLD, _LARGE)
+            self._libc.mallopt(_ARENA_MAX, _ARENAS)
+
+    async def run(self) -> None:
+        """Trims it after it has grown, for ever. Less and less often where all of it is in use."""
+        if not self._known:
+            await asyncio.get_running_loop().create_future()
+        least, wait = _resident(), _EVERY
+        with ThreadPoolExecutor(1, "heap") as executor:
+            while True:
+                await asyncio.sleep(wait)
+                before = _resident()
+                if before > least + _GROWN:
+                    await asyncio.get_running_loop().run_in_executor(executor, self._libc.malloc_trim, 0)
+                    after = _resident()
+                    wait = _EVERY if after < before - before // 20 else min(2 * wait, _LONGEST)
+                    before = after
+                else:
+                    wait = _EVERY
+                least = min(least, before)
+
+
+def _resident() -> int:
+    """Bytes."""
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
