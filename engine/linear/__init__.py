@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from engine.linear.products import CpuProducts
-from quant.checkpoint.source import TensorSource
+from quant.checkpoint.source import TensorSource, finite
 
 
 class Linear(Protocol):
@@ -95,8 +95,8 @@ def load_dense(source: TensorSource, projection: Projection, placement: Placemen
     bias = torch.empty(rows, dtype=placement.dtype, device=placement.device) if projection.bias else None
     first = 0
     for prefix, count in zip(projection.prefixes, projection.out_features, strict=True):
-        weight[first : first + count].copy_(source.tensor(f"{prefix}.weight"))
+        weight[first : first + count].copy_(finite(source.tensor(f"{prefix}.weight"), f"{prefix}.weight"))
         if bias is not None:
-            bias[first : first + count].copy_(source.tensor(f"{prefix}.bias"))
+            bias[first : first + count].copy_(finite(source.tensor(f"{prefix}.bias"), f"{prefix}.bias"))
         first += count
     return DenseLinear(weight, bias, placement.products)

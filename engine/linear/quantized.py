@@ -20,7 +20,7 @@ from engine.linear.products import CpuProducts
 from quant.checkpoint import forms as canonical
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight, stack_rows
 from quant.checkpoint.linear import read_linear
-from quant.checkpoint.source import TensorSource
+from quant.checkpoint.source import TensorSource, finite
 from quant.checkpoint.spec import Int8Spec, QuantSpec
 
 Quantize = Literal["int8"]
@@ -36,7 +36,10 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None) -> Linea
         return load_dense
 
     def read(source: TensorSource, prefix: str, inputs: int, outputs: int) -> canonical.Linear:
-        return read_linear(source, prefix, how, inputs, outputs)
+        found = read_linear(source, prefix, how, inputs, outputs)
+        if isinstance(found.weight, Dense):
+            finite(found.weight.weight, f"{prefix}.weight")
+        return found
 
     return loader_of(read)
 

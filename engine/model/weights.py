@@ -9,7 +9,7 @@ import torch
 from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection
 from engine.model.norm import RmsNorm
 from quant.checkpoint.config import ModelConfig
-from quant.checkpoint.source import TensorSource
+from quant.checkpoint.source import TensorSource, finite
 from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, has_bias, layer_linears, layer_prefix
 
 
@@ -83,7 +83,8 @@ def head_projection(config: ModelConfig) -> Projection:
 
 def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearLoader, placement: Placement) -> Weights:
     """Reads the checkpoint tensor by tensor, in order, each into its final place."""
-    embedding = placement.matrix(config.vocab_size, config.hidden_size).copy_(source.tensor(EMBEDDING))
+    embedding = placement.matrix(config.vocab_size, config.hidden_size)
+    embedding.copy_(finite(source.tensor(EMBEDDING), EMBEDDING))
     layers = tuple(_load_layer(config, index, source, load_linear, placement) for index in range(config.layers))
     norm = RmsNorm(_copy32(source, FINAL_NORM, placement), config.norm_eps)
     tied = DenseLinear(embedding, products=placement.products)
@@ -114,4 +115,4 @@ def _load_layer(
 
 def _copy32(source: TensorSource, name: str, placement: Placement) -> torch.Tensor:
     found = torch.empty(source.shape(name), dtype=torch.float32, device=placement.device)
-    return found.copy_(source.tensor(name))
+    return found.copy_(finite(source.tensor(name), name))

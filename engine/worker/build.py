@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from engine.api import ModelInfo, Unused
-from engine.errors import Unsupported
+from engine.errors import InvalidModel, Unsupported
 from engine.execution.graph_decode.executor import GraphDecode
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
+from engine.fake import plain_request
 from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
 from engine.linear import Placement
 from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.linear.products import CpuProducts, NoProducts, open_products
-from engine.loading.formats import read_folder
+from engine.loading.border import AGAIN
+from engine.loading.formats import Format, read_folder
 from engine.loading.load import Loaded, Loading, load
 from engine.loading.progress import Progress
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
+from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.hardware import (
     CpuFeatures,
@@ -39,6 +43,7 @@ from engine.worker.hardware import (
     with_pages,
 )
 from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.tensors import dense_tensors
 
 _log = logging.getLogger(__name__)
 TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch says where a CPU has too little
@@ -56,7 +61,24 @@ class Prepared:
 
 def build(settings: EngineSettings, progress: Progress) -> ModelRunner:
     """Loads the model. Raises InvalidModel or Unsupported, each one line."""
-    return make_runner(settings, prepare(settings, progress), progress)
+    runner = make_runner(settings, prepare(settings, progress), progress)
+    _try(runner, Path(settings.model))
+    return runner
+
+
+def _try(runner: ModelRunner, folder: Path) -> None:
+    """One step before anybody is served: weights that are damaged anywhere give no number. Raises InvalidModel."""
+    info, asked = runner.info, plain_request((0,))
+    pages = range(min(info.total_pages, 1 + -(-info.lookahead_tokens // info.page_size)))
+    sampling = replace(asked.sampling, temperature=1.0)  # a greedy choice overlooks minus infinity
+    entered = Admitted(
+        key=0, slot=0, token_ids=(0,), prompt_length=1, sampling=sampling, stopping=asked.stopping, logprobs=None
+    )
+    found = runner.run(StepPlan((Row(0, 0, 0, 1, True, 0, tuple(pages)),), admitted=(entered,)))
+    runner.run(StepPlan((), released=(Released(key=0, slot=0),)))
+    if not found.rows[0].token_ids:
+        runner.close()
+        raise InvalidModel(f"{folder}: its weights compute NaN or infinity; {AGAIN}")
 
 
 def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
@@ -70,6 +92,7 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
     narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
     placement = Placement(dtype, device, _products(cpu, progress) if narrow else None)
     what = Loading(config, form, placement)
+    _check_size(folder, config, form, placement)
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:
@@ -84,6 +107,16 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
         if not any(sign in str(error) for sign in TOO_LARGE):
             raise
         raise Unsupported(_no_room(folder, device, error)) from error
+
+
+def _check_size(folder: Path, config: ModelConfig, form: Format, placement: Placement) -> None:
+    """Before anything is allocated: memory that the system promises and does not have ends the process. Raises
+    Unsupported."""
+    item = 0.5 if form.in_memory is not None else placement.dtype.itemsize  # bytes a weight, or somewhat more
+    least = int(item * sum(math.prod(shape) for shape in dense_tensors(config).values()))
+    free = free_bytes(placement.device)
+    if least > free:
+        raise Unsupported(_no_room(folder, placement.device, f"the weights take {least} bytes, {free} are free"))
 
 
 def _products(cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
@@ -166,6 +199,6 @@ def _device_name(device: torch.device) -> str:
     return f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
-def _no_room(folder: Path, device: torch.device, error: BaseException) -> str:
+def _no_room(folder: Path, device: torch.device, error: object) -> str:
     first = (str(error).splitlines() or [""])[0][:160]
     return f"{folder}: does not fit into the memory of {_device_name(device)} ({first}); use a smaller model or device"

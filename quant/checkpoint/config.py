@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from quant.checkpoint.errors import short
 from quant.checkpoint.fields import Fields, read_json
 from quant.checkpoint.rope import RopeConfig, context_limit, parse_rope
 
@@ -101,13 +102,13 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
         family=rules.family,
-        vocab_size=fields.integer("vocab_size", minimum=1),
+        vocab_size=_vocabulary(fields),
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size", minimum=1),
         heads=heads,
         kv_heads=_kv_heads(fields, rules, heads),
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        norm_eps=fields.within("rms_norm_eps", 0.0, 1.0, default=1e-6),
         max_context=context_limit(max_positions, rope),
         tied_head=fields.boolean("tie_word_embeddings", default=False),
         qkv_bias=attention_bias or rules.qkv_bias,
@@ -126,6 +127,15 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(name, str) or name not in FAMILIES:
         fields.refuse("architectures", f"{name!r} is not served", f"use one of {', '.join(FAMILIES)}")
     return name
+
+
+def _vocabulary(fields: Fields) -> int:
+    size = fields.integer("vocab_size", minimum=1)
+    ends = fields.raw.get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if type(end) is int and end >= size:
+            fields.refuse("eos_token_id", f"{short(end)} is beyond the vocabulary of {size}", "mend the config")
+    return size
 
 
 def _kv_heads(fields: Fields, rules: _FamilyRules, heads: int) -> int:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quant.checkpoint.errors import BadFile
+from quant.checkpoint.regular import open_regular
 
 READ_BYTES = 4 << 20
 # What decides which ids a text becomes, and back, and where an answer ends.
@@ -58,7 +59,7 @@ def of_text(*parts: str) -> str:
 def _of_file(file: Path) -> str:
     found = hashlib.sha256()
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             while piece := opened.read(READ_BYTES):
                 found.update(piece)
     except OSError as error:

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from quant.checkpoint.errors import BadFile, short
+from quant.checkpoint.regular import open_regular
 
-MAX_JSON_BYTES: Final = 64 << 20  # an index of a very large model has a few MiB
+MAX_JSON_BYTES: Final = 4 << 20  # of a file that describes a model; parsed, it takes ten times as much
+MAX_INDEX_BYTES: Final = 32 << 20  # that of a very large model has a few MiB
 MAX_SIZE: Final = 1 << 31  # no size in a config is larger
 
 
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in `path`. Raises BadFile where there is none."""
+def read_json(path: Path, remedy: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in `path`, a regular file of at most so many bytes. Raises BadFile where there is none."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise BadFile(path, f"larger than {MAX_JSON_BYTES} bytes", "this is not a model's JSON file")
-        parsed = json.loads(path.read_bytes())
+        with open_regular(path) as opened:
+            text = opened.read(most + 1)
+        if len(text) > most:
+            raise BadFile(path, f"larger than {most} bytes", "this is not a model's JSON file")
+        parsed = json.loads(text)
     except FileNotFoundError:
         raise BadFile(path, "no such file", remedy) from None
     except OSError as error:
@@ -65,9 +69,16 @@ class Fields:
             self.refuse(key, f"must be a finite number, not {short(value)}", "mend the config")
         return float(value)
 
-    def optional(self, key: str) -> float | None:
-        """A finite number, or None where there is none."""
-        return None if self.raw.get(key) is None else self.number(key)
+    def within(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
+        """A number above `low` and not above `high`; required where there is no default."""
+        value = self.number(key, default=default)
+        if not low < value <= high:
+            self.refuse(key, f"must be above {low:g} and at most {high:g}, not {value:g}", "mend the config")
+        return value
+
+    def optional(self, key: str, low: float, high: float) -> float | None:
+        """A number within these bounds, or None where there is none."""
+        return None if self.raw.get(key) is None else self.within(key, low, high)
 
     def boolean(self, key: str, *, default: bool) -> bool:
         value = self.raw.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ def read_spec(folder: Path, names: Collection[str] = ()) -> QuantSpec | None:
     """From the folder's JSON files; None: not quantized. `names`: its tensors, where they are known. Raises BadFile for
     a format that is not served."""
     config = read_config(folder)
-    beside = read_json(folder / BESIDE, "mend or remove the file") if (folder / BESIDE).is_file() else None
+    beside = read_json(folder / BESIDE, "mend or remove the file") if os.path.lexists(folder / BESIDE) else None
     own = config.get("quantization_config") is not None or config.get("compression_config") is not None
     file = folder / (CONFIG if own or beside is None else BESIDE)
     try:

@@ -8,6 +8,8 @@ from typing import Final
 from quant.checkpoint.fields import Fields
 
 THETA: Final = 10000.0  # base of the angles where a config states none
+MOST_THETA: Final = 1e30  # beyond it float32 has no angles
+MOST_FACTOR: Final = 1e6  # of any stretch: published ones are below 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,8 @@ def parse_rope(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
         fields.refuse("head_dim", f"{head_dim} is odd, positions need pairs", "mend the config")
     section = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({}, fields.file)
     # The section's own theta wins; older configs hold it beside the section.
-    theta = section.number("rope_theta", default=fields.number("rope_theta", default=THETA))
-    if theta <= 1.0:
-        fields.refuse("rope_theta", f"must be above 1, not {theta}", "mend the config")
+    beside = fields.within("rope_theta", 1.0, MOST_THETA, default=THETA)
+    theta = section.within("rope_theta", 1.0, MOST_THETA, default=beside)
     for holder in (fields, section):
         if holder.number("partial_rotary_factor", default=1.0) != 1.0:
             holder.refuse("partial_rotary_factor", "only whole heads are rotated", "use a model where it is 1")
@@ -105,8 +106,8 @@ def _scaling(fields: Fields, section: Fields, max_positions: int) -> Scaling:
 
 def _factor(section: Fields) -> float:
     factor = section.number("factor")
-    if factor < 1.0:
-        section.refuse("factor", f"must be at least 1, not {factor}", "mend the config")
+    if not 1.0 <= factor <= MOST_FACTOR:
+        section.refuse("factor", f"must be from 1 to {MOST_FACTOR:g}, not {factor:g}", "mend the config")
     return factor
 
 
@@ -135,10 +136,15 @@ def _yarn(fields: Fields, section: Fields, max_positions: int) -> YarnScaling:
     return YarnScaling(
         factor=_factor(section) if stated else max_positions / original,
         original_context=original,
-        attention_factor=section.optional("attention_factor"),
-        beta_fast=section.optional("beta_fast") or 32.0,
-        beta_slow=section.optional("beta_slow") or 1.0,
-        mscale=section.optional("mscale"),
-        mscale_all_dim=section.optional("mscale_all_dim"),
+        attention_factor=section.optional("attention_factor", 0.0, MOST_FACTOR),
+        beta_fast=_stated(section, "beta_fast") or 32.0,
+        beta_slow=_stated(section, "beta_slow") or 1.0,
+        mscale=_stated(section, "mscale"),
+        mscale_all_dim=_stated(section, "mscale_all_dim"),
         truncate=section.boolean("truncate", default=True),
     )
+
+
+def _stated(section: Fields, key: str) -> float | None:
+    """0 counts as absent, as in transformers."""
+    return None if section.raw.get(key) == 0 else section.optional(key, 0.0, MOST_FACTOR)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
@@ -15,8 +16,9 @@ from typing import Final
 import torch
 
 from quant.checkpoint.errors import BadFile
-from quant.checkpoint.fields import read_json
+from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
 from quant.checkpoint.header import AGAIN, Entry, read_header
+from quant.checkpoint.regular import open_regular
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
@@ -89,7 +91,7 @@ class Checkpoint:
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
             try:
-                with file.open("rb") as opened:
+                with open_regular(file) as opened:
                     # A private map: torch wants writable memory, the file is never written.
                     self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
@@ -115,7 +117,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if not folder.is_dir():
         raise BadFile(folder, "no such folder", "give the folder that holds config.json and model.safetensors")
     index = folder / INDEX
-    if index.exists():
+    if os.path.lexists(index):
         return _indexed_files(index)
     files = tuple(sorted(folder.glob("model*.safetensors"))) or tuple(sorted(folder.glob("*.safetensors")))
     if files:
@@ -127,7 +129,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:
-    weight_map = read_json(index, AGAIN).get("weight_map")
+    weight_map = read_json(index, AGAIN, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadFile(index, "weight_map is missing", AGAIN)
     names = set(map(str, weight_map.values()))
@@ -135,7 +137,7 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
         raise BadFile(index, "weight_map must name safetensors files of this folder", AGAIN)
     files = tuple(index.parent / name for name in sorted(names))
     for file in files:
-        if not file.is_file():
+        if not file.exists():
             raise BadFile(file, f"no such file, though {INDEX} names it", "download the missing shard")
     held: dict[str, str] = {name: file.name for file in files for name in read_header(file)}
     for tensor, name in weight_map.items():

@@ -46,9 +46,15 @@ def check(source: TensorSource, name: str, shape: tuple[int, ...], dtypes: tuple
 
 def fetch_floats(source: TensorSource, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A float tensor without NaN or infinity: scales, biases."""
-    tensor = fetch(source, name, shape, FLOATS)
-    if not bool(torch.isfinite(tensor).all()):
-        raise BadTensor(name, "finite numbers", "NaN or infinity")
+    return finite(fetch(source, name, shape, FLOATS), name)
+
+
+def finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The same. Raises BadTensor for NaN and infinity; makes no copy."""
+    if tensor.device.type != "meta" and tensor.numel():
+        ends = torch.stack(torch.aminmax(tensor))  # either is NaN where any number is
+        if not bool(torch.isfinite(ends).all()):
+            raise BadTensor(name, "finite numbers", "NaN or infinity")
     return tensor
 
 
