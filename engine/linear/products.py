@@ -22,6 +22,7 @@ SOURCE: Final = Path(__file__).with_suffix(".c")
 BLOCK: Final = 32  # outputs a block
 TYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of a scale
 PATIENCE: Final = 120.0  # seconds for the compiler
+SHARE: Final = 1 << 17  # products that a thread should have: some 10 µs, less does not pay for waking it
 _WIDE: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _NARROW: Final = ("avx2", "fma")
 _pointer = ctypes.c_void_p
@@ -58,7 +59,7 @@ class _Plain(ctypes.Structure):
 
 class CpuProducts:
     """x float32 [rows, inputs], contiguous, and a weight → a new float32 [rows, outputs]. A row's result is the same
-    bits whatever rows stand beside it. As many threads as torch has."""
+    bits whatever rows stand beside it. At most as many threads as torch has."""
 
     def __init__(self, library: Path) -> None:
         self._library: Any = ctypes.CDLL(str(library))
@@ -92,7 +93,8 @@ class CpuProducts:
 
     def _product(self, x: torch.Tensor, outputs: int) -> tuple[torch.Tensor, _Product]:
         y = x.new_empty(x.shape[0], outputs)
-        return y, _Product(x.data_ptr(), y.data_ptr(), *x.shape, outputs, torch.get_num_threads())
+        threads = max(1, min(torch.get_num_threads(), x.numel() * outputs // SHARE))
+        return y, _Product(x.data_ptr(), y.data_ptr(), *x.shape, outputs, threads)
 
 
 def open_products(flags: Collection[str], folder: Path | None = None) -> CpuProducts:
