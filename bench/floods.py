@@ -40,9 +40,13 @@ class Rogue:
     def __init__(self, address: str, path: str | bytes = GENERATE, metadata: Metadata = ()) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), _SLOW)
-        self.socket.sendall(
-            PREFACE + frame(SETTINGS, 0, 0, b"") + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30))
-        )
+        try:
+            self.socket.sendall(
+                PREFACE + frame(SETTINGS, 0, 0, b"") + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30))
+            )
+        except OSError:  # a server that takes no more connections
+            self.socket.close()
+            raise
         self.calls = 0
         headers: list[tuple[str | bytes, str | bytes]] = [
             (":method", "POST"),
