@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.linear.products import BLOCK, CpuProducts
+from engine.linear.products import CpuProducts
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 from quant.checkpoint.nibbles import unpack_nibbles
 
-_BLOCKS_AT_ONCE = 4  # so that a byte a value stays in the processor's cache
+_BLOCKS_AT_ONCE = 8  # so that a byte a value stays in the processor's cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Cpu:
-    """q uint8 [blocks, inputs, 16]: outputs 0…15 of a block in the low halves, 16…31 in the high ones."""
+    """q uint8 [blocks, inputs, block / 2]: the first half of a block's outputs in the low halves of its bytes."""
 
     products: CpuProducts
     q: torch.Tensor
-    scale: torch.Tensor  # [groups, blocks · 32], as the checkpoint has it
-    zero: torch.Tensor  # uint8 [groups, blocks · 32]
+    scale: torch.Tensor  # [groups, blocks · block], as the checkpoint has it
+    zero: torch.Tensor  # uint8 [groups, blocks · block]
     shape: tuple[int, int, int]  # outputs, inputs, inputs a group
     bias: torch.Tensor | None  # float32 [outputs]
 
@@ -41,11 +41,11 @@ class Int4Cpu:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Cpu:
-    """q int8 [blocks, inputs, 32]."""
+    """q int8 [blocks, inputs, block]."""
 
     products: CpuProducts
     q: torch.Tensor
-    scale: torch.Tensor  # float32 [blocks · 32]
+    scale: torch.Tensor  # float32 [blocks · block]
     outputs: int
     bias: torch.Tensor | None  # float32 [outputs]
 
@@ -60,26 +60,26 @@ class Int8Cpu:
 
 
 def pack_int4(weight: Int4Groups, bias: torch.Tensor | None, products: CpuProducts) -> Int4Cpu:
-    outputs, inputs = weight.shape
-    q = torch.zeros(-(-outputs // BLOCK), inputs, BLOCK // 2, dtype=torch.uint8)
+    (outputs, inputs), size = weight.shape, products.block
+    q = torch.zeros(-(-outputs // size), inputs, size // 2, dtype=torch.uint8)
     for block in range(0, len(q), _BLOCKS_AT_ONCE):
-        values = _padded(unpack_nibbles(weight.packed[block * BLOCK : (block + _BLOCKS_AT_ONCE) * BLOCK]))
-        low, high = values.view(-1, 2, BLOCK // 2, inputs).unbind(1)
+        values = _padded(unpack_nibbles(weight.packed[block * size : (block + _BLOCKS_AT_ONCE) * size]), size)
+        low, high = values.view(-1, 2, size // 2, inputs).unbind(1)
         q[block : block + _BLOCKS_AT_ONCE] = (low | (high << 4)).transpose(1, 2)
-    scale, zero = (_padded(part).T.contiguous() for part in (weight.scale, weight.zero))
+    scale, zero = (_padded(part, size).T.contiguous() for part in (weight.scale, weight.zero))
     return Int4Cpu(products, q, scale, zero, (outputs, inputs, weight.group), bias)
 
 
 def pack_int8(weight: Int8Rows, bias: torch.Tensor | None, products: CpuProducts) -> Int8Cpu:
-    outputs, inputs = weight.shape
-    q = torch.zeros(-(-outputs // BLOCK), inputs, BLOCK, dtype=torch.int8)
+    (outputs, inputs), size = weight.shape, products.block
+    q = torch.zeros(-(-outputs // size), inputs, size, dtype=torch.int8)
     for block in range(0, len(q), _BLOCKS_AT_ONCE):
-        values = _padded(weight.q[block * BLOCK : (block + _BLOCKS_AT_ONCE) * BLOCK])
-        q[block : block + _BLOCKS_AT_ONCE] = values.view(-1, BLOCK, inputs).transpose(1, 2)
-    return Int8Cpu(products, q, _padded(weight.scale.float().unsqueeze(1)).flatten(), outputs, bias)
+        values = _padded(weight.q[block * size : (block + _BLOCKS_AT_ONCE) * size], size)
+        q[block : block + _BLOCKS_AT_ONCE] = values.view(-1, size, inputs).transpose(1, 2)
+    return Int8Cpu(products, q, _padded(weight.scale.float().unsqueeze(1), size).flatten(), outputs, bias)
 
 
-def _padded(values: torch.Tensor) -> torch.Tensor:
+def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
     """[rows, n], zeros below up to a whole block."""
-    missing = -len(values) % BLOCK
+    missing = -len(values) % size
     return torch.cat((values, values.new_zeros(missing, values.shape[1]))) if missing else values

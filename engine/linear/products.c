@@ -4,9 +4,9 @@
 // result does not depend on how many rows a step has.
 //
 // bits4 and bits8 lie in blocks of LANES outputs; within a block the inputs follow one another, each with its LANES
-// values: 16 bytes of two values (outputs 0..15 in the low halves, 16..31 in the high ones), or LANES signed bytes.
+// values: HALF bytes of two values (the first HALF outputs in the low halves, the others in the high ones), or LANES
+// signed bytes.
 // 16 bits are a plain matrix [outputs][inputs] of bfloat16 or float16.
-// The vectors are the compiler's: it splits them for narrower units.
 
 #include <stdint.h>
 #include <string.h>
@@ -15,7 +15,14 @@
 #include <immintrin.h>
 #endif
 
+// What one vector holds: as the units have it, since compilers split wider ones badly.
+#if defined(__AVX512F__)
 #define HALF 16
+#elif defined(__AVX2__)
+#define HALF 8
+#else
+#define HALF 4
+#endif
 #define LANES (2 * HALF)
 
 typedef float floats __attribute__((vector_size(4 * HALF)));
@@ -31,7 +38,7 @@ typedef int8_t chars __attribute__((vector_size(HALF)));
 #define MOST_ROWS 8
 #define ABREAST 4
 #else
-#define MOST_ROWS 2
+#define MOST_ROWS 4
 #define ABREAST 2
 #endif
 #define ROWS_AT_ONCE 64  // their inputs stay in the second cache while all outputs pass by
@@ -51,27 +58,16 @@ INLINE floats load_floats(const float *from) {
     return v;
 }
 
-// Sixteen whole numbers to lanes of 32 bits. Compilers take lanes of different widths apart one by one; the instructions
+// HALF whole numbers to lanes of 32 bits. Compilers take lanes of different widths apart one by one; the instructions
 // are named where there are any.
 #if defined(__AVX512F__)
 INLINE ints widen_bytes(bytes v) { return (ints)_mm512_cvtepu8_epi32((__m128i)v); }
 INLINE ints widen_chars(chars v) { return (ints)_mm512_cvtepi8_epi32((__m128i)v); }
 INLINE words widen_shorts(shorts v) { return (words)_mm512_cvtepu16_epi32((__m256i)v); }
 #elif defined(__AVX2__)
-typedef union { __m256i part[2]; ints all; } pair;
-INLINE ints widen_bytes(bytes v) {
-    __m128i from = (__m128i)v;
-    return (pair){{_mm256_cvtepu8_epi32(from), _mm256_cvtepu8_epi32(_mm_srli_si128(from, 8))}}.all;
-}
-INLINE ints widen_chars(chars v) {
-    __m128i from = (__m128i)v;
-    return (pair){{_mm256_cvtepi8_epi32(from), _mm256_cvtepi8_epi32(_mm_srli_si128(from, 8))}}.all;
-}
-INLINE words widen_shorts(shorts v) {
-    __m256i from = (__m256i)v;
-    __m128i low = _mm256_castsi256_si128(from), high = _mm256_extracti128_si256(from, 1);
-    return (words)(pair){{_mm256_cvtepu16_epi32(low), _mm256_cvtepu16_epi32(high)}}.all;
-}
+INLINE ints widen_bytes(bytes v) { return (ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)v)); }
+INLINE ints widen_chars(chars v) { return (ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)v)); }
+INLINE words widen_shorts(shorts v) { return (words)_mm256_cvtepu16_epi32((__m128i)v); }
 #else
 INLINE ints widen_bytes(bytes v) { return __builtin_convertvector(v, ints); }
 INLINE ints widen_chars(chars v) { return __builtin_convertvector(v, ints); }
@@ -122,7 +118,7 @@ INLINE void store(float *to, floats low, floats high, long count) {
 }
 
 typedef struct {
-    const uint8_t *q;    // [blocks][inputs][16]
+    const uint8_t *q;    // [blocks][inputs][HALF]
     const void *scale;   // of `type` [groups][blocks * LANES]
     const uint8_t *zero; // [groups][blocks * LANES]
     long group, width;   // inputs a group; blocks * LANES
@@ -132,7 +128,7 @@ typedef struct {
 // sums [rows][groups]: of a row's inputs, by group.
 INLINE void tile4(const product *p, const int4 *w, const float *sums, long m, long n, int rows) {
     floats low[MOST_ROWS], high[MOST_ROWS];
-    const uint8_t *q = w->q + n * (p->inputs / 2);
+    const uint8_t *q = w->q + n / 2 * p->inputs;
     const long groups = p->inputs / w->group;
     for (int r = 0; r < rows; r++) low[r] = high[r] = (floats){0};
     for (long g = 0; g < groups; g++) {
@@ -231,6 +227,7 @@ INLINE void tile16(const product *p, const plain *w, long m, long n, int rows, i
 #define TILES(from, last, call)      \
     do {                             \
         long at_ = (from);           \
+        STEP(at_, last, 4, call);    \
         STEP(at_, last, 2, call);    \
         STEP(at_, last, 1, call);    \
     } while (0)
@@ -290,3 +287,5 @@ INLINE void multiply16(const product *p, const plain *w, int type) {
 void multiply_bfloat16(const product *p, const plain *w) { multiply16(p, w, BFLOAT16); }
 
 void multiply_float16(const product *p, const plain *w) { multiply16(p, w, FLOAT16); }
+
+int outputs_a_block(void) { return LANES; }

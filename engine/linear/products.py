@@ -19,7 +19,6 @@ import torch
 from engine.kernels.build import default_cache
 
 SOURCE: Final = Path(__file__).with_suffix(".c")
-BLOCK: Final = 32  # outputs a block
 TYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of a scale
 PATIENCE: Final = 120.0  # seconds for the compiler
 SHARE: Final = 1 << 17  # products that a thread should have: some 10 µs, less does not pay for waking it
@@ -63,11 +62,13 @@ class CpuProducts:
 
     def __init__(self, library: Path) -> None:
         self._library: Any = ctypes.CDLL(str(library))
+        self.block = int(self._library.outputs_a_block())  # outputs that lie together
 
     def int4(
         self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int, int]
     ) -> torch.Tensor:
-        """q uint8 [blocks, inputs, 16], scale and zero [groups, blocks · 32]; shape: outputs, inputs, those a group."""
+        """q uint8 [blocks, inputs, block / 2], scale and zero [groups, blocks · block]; shape: outputs, inputs, inputs
+        a group."""
         outputs, inputs, group = shape
         weight = _Int4(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), group, scale.shape[1], TYPES[scale.dtype])
         y, product = self._product(x, outputs)
@@ -76,7 +77,7 @@ class CpuProducts:
         return y
 
     def int8(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, outputs: int) -> torch.Tensor:
-        """q int8 [blocks, inputs, 32], scale float32 [blocks · 32]."""
+        """q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
         y, product = self._product(x, outputs)
         weight = _Int8(q.data_ptr(), scale.data_ptr())
         self._library.multiply8(ctypes.byref(product), ctypes.byref(weight))
