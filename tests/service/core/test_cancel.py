@@ -42,7 +42,11 @@ def descriptors(server: Server) -> int:
 
 
 def test_ten_thousand_cancelled_streams_leave_nothing(serve: Serve) -> None:
-    with serve("--limits.queued-requests=2000", "--scheduler.max-sequences=64", "--log-level=warning") as server:
+    many = (
+        "--limits.queued-requests=2000",
+        "--limits.connection-calls=4000",
+    )  # those that were reset count for a moment
+    with serve(*many, "--scheduler.max-sequences=64", "--log-level=warning") as server:
         pid = server.engine_pid()
         storm(server, 2000, 100)
         server.idle(10)
