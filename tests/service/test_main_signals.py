@@ -70,7 +70,8 @@ def test_a_signal_among_the_imports_stops_it_at_once(before: Callable[[], None],
         process.send_signal(number)
         _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
-        assert errors == b""
+        # gRPC's core, where it was being set up at that moment, may say a word of its own.
+        assert [line for line in errors.splitlines() if b"event_engine" not in line] == []
 
 
 def has_mapped(pid: int, library: str) -> bool:

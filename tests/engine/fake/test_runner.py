@@ -132,8 +132,8 @@ class TestBrokenPlans:
 
     def test_a_slot_of_nobody(self) -> None:
         self.broken(runner(), whole(sequence(plain_request((1,)))), match="nobody was admitted")
-        one = sequence(plain_request((1,)), 16)
-        self.broken(runner(), whole(one), admitted=(one,), match="no slot 16")
+        one = sequence(plain_request((1,)), 64)
+        self.broken(runner(), whole(one), admitted=(one,), match="no slot 64")
 
     def test_a_slot_that_changed_hands(self) -> None:
         fake = runner()

@@ -18,8 +18,9 @@ NARROW = 65_535  # bytes of HTTP/2 window: what a client grants that does not re
 
 
 def stuck(server: Server, tokens: int, count: int = 1) -> FrameClient:
-    """A client that asks and never reads."""
+    """A client that asks and never reads, but for the server's settings: who does not confirm those is cut off."""
     client = FrameClient(server.data, time.monotonic, stream_window=NARROW)
+    assert client.read()
     for number in range(count):
         client.start(STREAM, ask_stream(f"stuck {number}", tokens).SerializeToString())
     return client
