@@ -73,9 +73,9 @@ def test_greedy_and_seeded_answers_are_the_same_under_any_load(
         return [one.token_ids for one in answers[:ASKED]]
 
     alone = among(1)
-    for count in (2, 8, 16, 64):
+    for count in (2, 8, 16):
         assert among(count) == alone, f"among {count}"
-    assert among(64, budget=37) == alone, "prompts in other chunks"
+    assert among(64, budget=37) == alone, "among 64, prompts in other chunks"
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -64,8 +64,10 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return compiled
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("form", "batch"), [("bf16", 1), ("int8", 8), ("int4", 3)])
+@pytest.mark.parametrize(
+    ("form", "batch", "arch"),
+    [("bf16", 1, "sm_90a"), ("int8", 8, "sm_80"), ("int8", 8, "sm_90a"), ("int4", 3, "sm_80"), ("int4", 3, "sm_90a")],
+)
 def test_a_step_compiles(
     recorder: Any,
     model: Callable[[str], StepWeights],

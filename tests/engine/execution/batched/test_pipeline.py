@@ -133,7 +133,7 @@ class BatchesLife(Life):
     sick=some.sampled_from((-1, SICK)),
     before=some.booleans(),
 )
-@examples(max_examples=150)
+@examples(max_examples=70)
 def test_whatever_happens_each_answer_is_its_own(
     seed: int, pages: int, lookahead: int, sick: int, before: bool
 ) -> None:

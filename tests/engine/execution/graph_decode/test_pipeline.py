@@ -68,7 +68,7 @@ class PipelinesLife(Life):
     sick=some.sampled_from((-1, SICK)),
     pipelines=some.sampled_from((1, 2)),
 )
-@examples(max_examples=160)
+@examples(max_examples=90)
 def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, pipelines: int) -> None:
     life = PipelinesLife(seed, pages * pipelines, ahead, sick, pipelines)
     life.live(12 * pipelines)
