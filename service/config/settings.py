@@ -57,7 +57,7 @@ class LimitOptions:
     connections: int = setting(512, "connections of the data port; fewer where descriptors are short", ge=1)
     connection_calls: int = setting(256, "calls of one connection at once", ge=1, le=65_536)
     message_bytes: int = setting(4_194_304, "the largest message of a caller", ge=65_536, le=1 << 30)
-    live_message_bytes: int = setting(536_870_912, "messages that are read (half of it) or answered (half)", ge=1 << 20)
+    live_message_bytes: int = setting(268_435_456, "messages that are read (half of it) or answered (half)", ge=1 << 20)
 
     def __post_init__(self) -> None:
         if self.live_message_bytes < 4 * self.message_bytes:

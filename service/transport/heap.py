@@ -15,8 +15,8 @@ from pathlib import Path
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # of mallopt
 _LARGE = 128 * 1024  # bytes; what is larger has pages of its own, which end with it
 _ARENAS = 2  # one for the event loop's thread, one for gRPC's
-_EVERY = 2.0  # seconds between two looks
-_LONGEST = 16.0  # seconds, where trimming has brought nothing
+_EVERY = 1.0  # seconds between two looks
+_LONGEST = 8.0  # seconds, where trimming has brought nothing
 _GROWN = 32 * 1024 * 1024  # bytes above the least that there was
 _STATM = Path("/proc/self/statm")
 

@@ -82,7 +82,7 @@ class Incoming:
             async with asyncio.timeout(_LONGEST_READ) as self.limit:
                 if self.interrupted:
                     raise TimeoutError
-                data = await self._context.read()
+                data = await self._whatever_comes()
         except TimeoutError:
             raise self._inbox.too_slow(self) from None
         finally:
@@ -95,6 +95,13 @@ class Incoming:
             await self._inbox.breathe()
         return data
 
+    async def _whatever_comes(self) -> object:
+        """gRPC's read, which is never cancelled: it would not give back the message that comes nonetheless. It ends by
+        itself when the call does."""
+        read = asyncio.ensure_future(self._context.read())
+        read.add_done_callback(_seen)
+        return await asyncio.shield(read)
+
     def answer(self, granted: bool) -> None:
         """It need not wait any longer."""
         if self.turn is not None and not self.turn.done():
@@ -105,6 +112,12 @@ class Incoming:
         self.interrupted = True
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(0.0)
+
+
+def _seen(read: asyncio.Future[bytes]) -> None:
+    """Nobody may wait for it any more."""
+    if not read.cancelled():
+        read.exception()
 
 
 class Inbox:

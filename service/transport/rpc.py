@@ -108,10 +108,19 @@ async def abort_with(error: Exception, context: Context, resources: ResourceType
         # Where it happened, not what it says: the text of a foreign exception may hold a prompt.
         frames = "".join(traceback.format_tb(error.__traceback__))
         _log.error("%s answered as INTERNAL\n%s", type(error).__name__, frames.rstrip())
+    _forget_frames(error)
     try:
         await context.abort(failure.code, failure.message, failure.trailers)
     except grpc.aio.InternalError as gone:
         raise asyncio.CancelledError from gone
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Frames hold what the call held, its message above all, for as long as anything refers to the error: until the
+    next full collection, since gRPC makes a cycle of it."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def service(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
+import weakref
 from collections import Counter
 from typing import Any, cast
 
@@ -82,6 +84,31 @@ async def test_what_a_foreign_exception_says_stays_out_of_status_and_log(caplog:
     assert "secret" not in "".join(record.getMessage() for record in caplog.records)
     assert "KeyError" in caplog.text
     assert "test_rpc.py" in caplog.text
+
+
+async def test_a_refusal_holds_nothing_of_what_it_refused() -> None:
+    """Without a collection: an idle server makes none, and a message may have megabytes."""
+
+    class Held:
+        """As a message, but for being seen."""
+
+    seen: list[weakref.ref[Held]] = []
+
+    async def body(request: object, call: Call) -> pb.TokenizeResponse:
+        held = Held()
+        seen.append(weakref.ref(held))
+        raise UnknownModel("x")
+
+    endpoints, context = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES), Recorder()
+    handler = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
+    gc.disable()
+    try:
+        with pytest.raises(Ended) as kept:  # as gRPC keeps it
+            await handler.stream_unary(None, cast(Context, context))  # type: ignore[misc]
+        assert kept.value.__context__ is not None
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_caller_that_has_gone_is_as_good_as_cancelled(caplog: pytest.LogCaptureFixture) -> None:
