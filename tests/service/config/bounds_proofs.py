@@ -110,5 +110,5 @@ PROOFS = {
     "limits.message-bytes": Proof(
         "65536", answer_to_100_kb, becomes(grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
     ),
-    "limits.live-message-bytes": Proof("16777216", readers, becomes(64, 2)),
+    "limits.live-message-bytes": Proof("16777216", readers, becomes(32, 2)),
 }
