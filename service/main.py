@@ -29,7 +29,6 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.switches import Switches
 from service.core.text import Tokenizer
-from service.core.text.jobs import KINDS
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability import logs
@@ -54,9 +53,6 @@ from service.transport.token_file import TokenFile
 from service.transport.writer import StallWatch
 
 PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
-
-# What text processes can do, for all protocols.
-TEXT_KINDS = {**KINDS}
 
 # Exit codes
 STOPPED = 0  # by a signal, no request was lost
@@ -116,7 +112,7 @@ async def _serve(settings: Settings) -> int:
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(_Signals(asyncio.get_running_loop()))
         refusals = Counter[str]()
-        processes = TextProcesses(settings.model, TEXT_KINDS, refusals=refusals)
+        processes = TextProcesses(settings.model, refusals=refusals)
         stack.push_async_callback(processes.close)
         if not await stop.before(processes.start()):  # reads the tokenizer first, under limits
             return STOPPED

@@ -2,9 +2,8 @@
 event loop, under limits of time and memory.
 
 To add a kind of job: write a function `(tokenizer, payload: bytes) -> bytes` in a module that imports neither gRPC nor
-torch; add a line `name: "module:function"` to a table like `jobs.KINDS`, and the table to the `kinds` that
-`service.main` passes; call `await processes.run("name", payload, deadline)`. The function raises `jobs.Refusal` with a
-sentence for the caller where the input is at fault.
+torch; add a line `name: "module:function"` to `jobs.KINDS`; call `await processes.run("name", payload, deadline)`. The
+function raises `jobs.Refusal` with a sentence for the caller where the input is at fault.
 
 Small jobs have processes of their own, so that they never wait behind a large one. Each process runs one job at a time.
 It is killed and replaced where a job takes too long or too much memory, or where its caller has gone and it does not
