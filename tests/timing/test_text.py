@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import shutil
 import signal
 import threading
@@ -153,11 +154,14 @@ def test_a_template_that_never_ends(serve: Callable[..., Any], hostile: Path) ->
     chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")]))
     with serve(f"--model={hostile}", "--drain.timeout=0.1") as server:
         with Watched(server) as watched:
+            ended: queue.Queue[Any] = queue.Queue()  # in the order in which they end, which is not that of sending
             calls = [server.generation.Generate.future(chat, timeout=60) for _ in range(2)]
-            refusal = Refusal.of(calls[0].exception(timeout=60))
+            for call in calls:
+                call.add_done_callback(ended.put)
+            refusal = Refusal.of(ended.get(timeout=60).exception())
             assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
             assert "takes more than 5 seconds" in refusal.message
-            assert not calls[1].done()
+            assert not all(call.done() for call in calls)
             text = pb.GenerateRequest(text="fine", stopping=pb.StoppingOptions(max_tokens=4))
             assert server.generation.Generate(text, timeout=20).finish
         assert not watched.failed
