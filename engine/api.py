@@ -237,4 +237,7 @@ class Engine(Protocol):
     async def set_optimization(self, name: str, enabled: bool) -> None:
         """Returns when it is in force. Raises Unsupported for a name that the engine does not have."""
 
+    async def profile(self, seconds: float) -> str:
+        """Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
+
     async def close(self) -> None: ...

@@ -27,6 +27,7 @@ from service.core.answers.flush import Flusher
 from service.core.answers.lookup import AnswerSources
 from service.core.generation import Generator
 from service.core.model import ServedModel
+from service.core.profiling import Profiler
 from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.processes import TextProcesses
@@ -228,6 +229,7 @@ def _use_cases(
         switches=switches,
         caches=caches,
         flusher=Flusher(caches, guard.tenants),
+        profiler=Profiler(engine),
     )
     return cases, engine
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo
+from engine.client.profiles import Profiles
 from engine.client.streams import Stream, Streams
 from engine.client.supervisor import Backoff, Supervisor
 from engine.errors import EngineUnavailable, InvalidModel, Unsupported
-from engine.ipc.frames import Progress, Step, Switch, Switched
+from engine.ipc.frames import Profiled, Progress, Step, Switch, Switched
 from engine.settings import EngineSettings
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
@@ -42,6 +43,7 @@ class EngineClient:
         self._folder = settings.model
         self._texts = texts
         self._streams = Streams(asyncio.get_running_loop(), self._supervisor.send, stream_buffer)
+        self._profiles = Profiles(self._supervisor.send)
         self._progress = on_progress
         self._info: ModelInfo | None = None
         self._replaced = False  # the model's files, by others
@@ -112,6 +114,11 @@ class EngineClient:
         finally:
             self._switching.pop(switch.ticket, None)
 
+    async def profile(self, seconds: float) -> str:
+        if self._supervisor.state is not EngineState.READY:
+            raise self.unavailable()
+        return await self._profiles.take(seconds)
+
     def kill(self) -> None:
         """Ends the process without asking, so that `close` takes no time."""
         self._supervisor.kill()
@@ -136,6 +143,7 @@ class EngineClient:
     def on_lost(self) -> None:
         self._load = EngineLoad()
         self._streams.fail(self.unavailable)
+        self._profiles.fail(self.unavailable)
         for _, answer in self._switching.values():
             if not answer.done():
                 answer.set_exception(self.unavailable())
@@ -144,9 +152,12 @@ class EngineClient:
         if self._progress is not None:
             self._progress(progress.stage, progress.done, progress.total)
 
-    def on_report(self, report: Step | Switched) -> None:
+    def on_report(self, report: Step | Switched | Profiled) -> None:
         if isinstance(report, Switched):
             self._settle(report)
+            return
+        if isinstance(report, Profiled):
+            self._profiles.settle(report)
             return
         if report.load is not None:
             self._load = report.load

@@ -62,6 +62,19 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Say something. `Pong` answers, after everything that was sent before has been obeyed."""
 
 
+class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Look at the stacks of this process, so many seconds at most. No answer."""
+
+    ticket: int
+    seconds: float
+
+
+class EndProfile(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Stop looking. `Profiled` with the same ticket answers."""
+
+    ticket: int
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """How far loading is."""
 
@@ -101,8 +114,15 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """The loop goes round. Nothing else sends it, so that it is no proof of life of a step that never ends."""
 
 
-Command = Configure | Submit | Cancel | Pause | Resume | Switch | Ping  # front → engine
-Report = Progress | Ready | Refused | Step | Switched | Pong  # engine → front
+class Profiled(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """What was seen, in the form of `engine.stacks`."""
+
+    ticket: int
+    stacks: str
+
+
+Command = Configure | Submit | Cancel | Pause | Resume | Switch | Ping | StartProfile | EndProfile  # front → engine
+Report = Progress | Ready | Refused | Step | Switched | Pong | Profiled  # engine → front
 
 
 def _as_text(value: Any) -> str:

@@ -15,11 +15,13 @@ from engine.ipc.frames import (
     Cancel,
     Command,
     Configure,
+    EndProfile,
     FrameError,
     Pause,
     Ping,
     Pong,
     Resume,
+    StartProfile,
     Step,
     Submit,
     Switch,
@@ -30,6 +32,7 @@ from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.worker.profiles import Profiles
 from engine.worker.recording import StepRecorder
 
 _log = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class Loop:
         self._tier = tier
         self._tier_report = tier_report
         self._recorder = recorder
+        self._profiles = Profiles(link.send)
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
         self._failures = 0  # steps in a row
@@ -113,6 +117,8 @@ class Loop:
                 self._link.send(Switched(command.ticket, self._switch(command)))
             case Ping():
                 self._link.send(Pong())
+            case StartProfile() | EndProfile():
+                self._profiles.obey(command)
             case Configure():
                 raise FrameError("configured twice")
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "serve": ("service.cli.serve", "serve a model over gRPC"),
     "generate": ("service.cli.generate", "ask a server and stream its answer to the terminal"),
+    "profile": ("service.cli.profile", "where a running server spends its time, as stacks for a flame graph"),
     "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
     "cache": ("service.cli.cache", "run a trace through the caches"),

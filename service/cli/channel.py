@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+ADMIN = "127.0.0.1:50052"
+USAGE = 2  # exit codes
+INTERRUPTED = 130
 LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
 
 
 class UsageError(Exception):
     """The command line cannot be used. One line, never with a secret in it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +45,20 @@ class Server:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """For a command that calls as callers do."""
         parser.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="default: %(default)s")
+        cls._add_credentials(parser)
+
+    @classmethod
+    def add_operator_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """For a command of operators: the address is its first word."""
+        parser.add_argument(
+            "address", nargs="?", default=ADMIN, metavar="HOST:PORT", help="the admin port; default: %(default)s"
+        )
+        cls._add_credentials(parser)
+
+    @classmethod
+    def _add_credentials(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--token", metavar="TOKEN|@FILE", help="bearer token; @FILE keeps it off the process list")
         parser.add_argument("--tls-ca", type=Path, metavar="PEM", help="use TLS, trust this authority")
         parser.add_argument("--tls-cert", type=Path, metavar="PEM", help="show this certificate")
@@ -112,3 +140,26 @@ def _details(call: grpc.Call) -> list[status_pb2.google_dot_protobuf_dot_any__pb
             status.ParseFromString(value)
             return list(status.details)
     return []
+
+
+@contextmanager
+def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
+    """The event is set once ctrl-C came. An exception thrown into the middle of grpc is lost now and then; a handler is
+    not. The call is cancelled by another thread, since this one may hold the call's own lock."""
+    happened = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        happened.set()
+        threading.Thread(target=call.cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield happened
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def complain(line: str, code: int) -> int:
+    """One line on stderr; the exit code."""
+    sys.stderr.write(f"whippet: {line}\n")
+    return code

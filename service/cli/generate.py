@@ -10,30 +10,30 @@ import argparse
 import io
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from service.cli.channel import Server, UsageError, exit_code, explain
+from service.cli.channel import (
+    INTERRUPTED,
+    USAGE,
+    Parser,
+    Server,
+    UsageError,
+    cancelled_at_ctrl_c,
+    complain,
+    exit_code,
+    explain,
+)
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
-USAGE = 2
-INTERRUPTED = 130
 BROKEN_PIPE = 141
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -44,13 +44,13 @@ def run(argv: Sequence[str]) -> int:
         with server.channel() as channel:
             return _ask(channel, server, request, flags)
     except UsageError as error:
-        return _complain(f"{error}; see whippet generate --help", USAGE)
+        return complain(f"{error}; see whippet generate --help", USAGE)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="whippet generate", description="Asks a server and streams its answer to stdout.", allow_abbrev=False
     )
     parser.add_argument("prompt", nargs="?", default="-", help="what to ask; from stdin where it is - or left out")
@@ -109,7 +109,7 @@ def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamReques
     stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
     call = stub.GenerateStream(request, timeout=flags.timeout, metadata=server.metadata)
     out = _Out(live=not flags.json)
-    with _cancelled_at_ctrl_c(call) as interrupted:
+    with cancelled_at_ctrl_c(call) as interrupted:
         try:
             for message in call:
                 out.take(message)
@@ -117,35 +117,13 @@ def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamReques
         except grpc.RpcError as error:
             out.end_line()
             if not interrupted.is_set():
-                return _complain(explain(error, server.address), exit_code(error))
+                return complain(explain(error, server.address), exit_code(error))
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush meets no broken pipe
             return BROKEN_PIPE
         finally:
             call.cancel()
         return INTERRUPTED if interrupted.is_set() else 0
-
-
-@contextmanager
-def _cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
-    """The event is set once ctrl-C came. An exception thrown into the middle of grpc is lost now and then; a handler is
-    not. The call is cancelled by another thread, since this one may hold the call's own lock."""
-    happened = threading.Event()
-
-    def interrupt(number: int, frame: object) -> None:
-        happened.set()
-        threading.Thread(target=call.cancel, daemon=True).start()
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield happened
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _complain(line: str, code: int) -> int:
-    sys.stderr.write(f"whippet: {line}\n")
-    return code
 
 
 class _Out:

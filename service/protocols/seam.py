@@ -16,6 +16,7 @@ from service.core.answers.caches import AnswerCaches
 from service.core.answers.flush import Flusher
 from service.core.generation import Generator
 from service.core.model import ServedModel
+from service.core.profiling import Profiler
 from service.core.switches import Switches
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
@@ -37,6 +38,7 @@ class UseCases:
     switches: Switches
     caches: AnswerCaches
     flusher: Flusher
+    profiler: Profiler
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,4 +88,7 @@ class ScriptedEngine:
 
     async def set_optimization(self, name: str, enabled: bool) -> None: ...
 
+    async def profile(self, seconds: float) -> str:
+        return ""
+
     async def close(self) -> None: ...

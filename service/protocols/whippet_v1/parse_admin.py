@@ -6,11 +6,13 @@ import re
 
 from cache.api import Kind
 from service.core.answers.flush import Flush
+from service.core.profiling import LONGEST
 from service.core.request import Origin
 from service.core.validation import Violations
 from service.pb.whippet.v1 import admin_pb2
 
 _ANSWER_MARGIN = 0.2  # seconds before a deadline in which the answer still arrives
+_PROFILE = 10.0  # seconds
 _MAX_TENANT = 64  # characters
 _ENTRY_ID = re.compile(r"[0-9a-f]{8,128}")
 _KINDS = {
@@ -40,6 +42,16 @@ def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
     within = found.duration("timeout", message.timeout.seconds, message.timeout.nanos, None)
     found.raise_any()
     return within
+
+
+def read_profile(message: admin_pb2.ProfileRequest) -> float:
+    """Seconds."""
+    if not message.HasField("duration"):
+        return _PROFILE
+    found = Violations()
+    seconds = found.duration("duration", message.duration.seconds, message.duration.nanos, LONGEST, above=True)
+    found.raise_any()
+    return seconds
 
 
 def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:

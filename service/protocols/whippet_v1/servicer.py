@@ -19,7 +19,7 @@ from service.protocols.whippet_v1.parse import (
     read_generation,
     read_tokenize,
 )
-from service.protocols.whippet_v1.parse_admin import read_drain, read_flush, read_switch
+from service.protocols.whippet_v1.parse_admin import read_drain, read_flush, read_profile, read_switch
 from service.transport.auth import DEFAULT_TENANT
 from service.transport.rpc import Call
 from service.transport.writer import Context, StallWatch, Writer
@@ -153,3 +153,12 @@ class AdminServicer:
         within = read_drain(request, call.origin)
         self._cases.admission.drain()
         return admin_pb2.DrainResponse(remaining=await self._cases.admission.idle(within))
+
+    async def profile(self, request: admin_pb2.ProfileRequest, call: Call) -> admin_pb2.ProfileResponse:
+        """Takes as long as it is asked for."""
+        found = await self._cases.profiler.take(read_profile(request))
+        return admin_pb2.ProfileResponse(
+            processes=[
+                admin_pb2.ProcessProfile(process=one.process, stacks=one.stacks, why_not=one.why_not) for one in found
+            ]
+        )

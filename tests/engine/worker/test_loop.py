@@ -18,10 +18,13 @@ from engine.ipc.frames import (
     Cancel,
     Command,
     Configure,
+    EndProfile,
     FrameError,
     Pause,
+    Profiled,
     Report,
     Resume,
+    StartProfile,
     Step,
     Submit,
     Switch,
@@ -241,3 +244,29 @@ def test_a_loop_ends_when_the_front_goes() -> None:
     front.send(Submit(1, plain_request((1,), 900)))
     front.close()
     assert front.error is None or isinstance(front.error, ConnectionError)
+
+
+def profiles(front: Front, count: int) -> list[Profiled]:
+    while len(found := [report for report in front.seen if isinstance(report, Profiled)]) < count:
+        front.receive()
+    return found
+
+
+def test_a_profile_names_the_functions_of_the_step_loop() -> None:
+    front = Front(step_time=0.002)
+    front.send(StartProfile(7, PATIENCE), Submit(1, plain_request((1,), 100)))
+    front.read_to_end(1)
+    front.send(EndProfile(7))
+    (found,) = profiles(front, 1)
+    assert found.ticket == 7
+    assert "Loop._step (engine/worker/loop.py:" in found.stacks
+    front.close()
+
+
+def test_only_the_latest_profile_has_stacks_and_none_goes_on(front: Front) -> None:
+    front.send(StartProfile(1, PATIENCE), StartProfile(2, PATIENCE), EndProfile(1), EndProfile(2), EndProfile(2))
+    found = profiles(front, 3)
+    assert [one.ticket for one in found] == [1, 2, 2]
+    assert not found[0].stacks
+    assert not found[2].stacks
+    assert "stack sampler" not in {thread.name for thread in threading.enumerate()}

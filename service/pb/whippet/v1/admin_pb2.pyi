@@ -159,3 +159,25 @@ class DrainResponse(_message.Message):
     REMAINING_FIELD_NUMBER: _ClassVar[int]
     remaining: int
     def __init__(self, remaining: _Optional[int] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("duration",)
+    DURATION_FIELD_NUMBER: _ClassVar[int]
+    duration: _duration_pb2.Duration
+    def __init__(self, duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ProcessProfile(_message.Message):
+    __slots__ = ("process", "stacks", "why_not")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    stacks: str
+    why_not: str
+    def __init__(self, process: _Optional[str] = ..., stacks: _Optional[str] = ..., why_not: _Optional[str] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("processes",)
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    processes: _containers.RepeatedCompositeFieldContainer[ProcessProfile]
+    def __init__(self, processes: _Optional[_Iterable[_Union[ProcessProfile, _Mapping]]] = ...) -> None: ...

@@ -65,6 +65,11 @@ class AdminServiceStub(object):
                 request_serializer=whippet_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=whippet_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/whippet.v1.AdminService/Profile',
+                request_serializer=whippet_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=whippet_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -114,6 +119,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Where the server's processes spend their time: Python stacks, looked at a hundred times a second. Names of functions
+        and lines, nothing of any request. RESOURCE_EXHAUSTED while another one is being taken. To end it early, cancel.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +159,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=whippet_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=whippet_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=whippet_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=whippet_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +329,33 @@ class AdminService(object):
             '/whippet.v1.AdminService/Drain',
             whippet_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             whippet_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/whippet.v1.AdminService/Profile',
+            whippet_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            whippet_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

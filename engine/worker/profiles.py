@@ -1,0 +1,34 @@
+"""Profiles of the engine process, beside its step loop.
+
+Stacks of Python are all there is so far. What runs on a device is not among them; a profile of kernels would begin and
+end here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.ipc.frames import EndProfile, Profiled, StartProfile
+from engine.stacks import StackSampler
+
+
+class Profiles:
+    """One at a time: the latest."""
+
+    def __init__(self, send: Callable[[Profiled], None]) -> None:
+        self._send = send
+        self._ticket: int | None = None
+        self._sampler: StackSampler | None = None
+
+    def obey(self, command: StartProfile | EndProfile) -> None:
+        """One that has begun ends by itself, if nobody comes back for it."""
+        if isinstance(command, EndProfile) and command.ticket != self._ticket:
+            self._send(Profiled(command.ticket, ""))
+            return
+        stacks = "" if self._sampler is None else self._sampler.finish()
+        self._ticket = self._sampler = None
+        if isinstance(command, EndProfile):
+            self._send(Profiled(command.ticket, stacks))
+            return
+        self._ticket, self._sampler = command.ticket, StackSampler(command.seconds)
+        self._sampler.start()

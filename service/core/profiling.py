@@ -1,0 +1,62 @@
+"""Profiles of the processes of this server: the front's own stacks, and the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from engine.api import Engine
+from engine.errors import EngineUnavailable
+from engine.stacks import StackSampler
+from service.core.errors import Overloaded
+
+LONGEST = 60.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessProfile:
+    """Of one process. Stacks are in the form of `engine.stacks`."""
+
+    process: str
+    stacks: str
+    why_not: str = ""  # why there are none
+
+
+class Profiler:
+    """Takes one profile at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._until: float | None = None  # the end of the one that is being taken
+
+    async def take(self, seconds: float) -> tuple[ProcessProfile, ...]:
+        """Of front and engine, over the same time. Raises Overloaded where one is being taken. Cancelling it ends the
+        sampling."""
+        now = time.monotonic()
+        if self._until is not None:
+            raise Overloaded("a profile is being taken", "PROFILE_RUNNING", max(1.0, self._until - now))
+        self._until = now + seconds
+        try:
+            async with asyncio.TaskGroup() as both:
+                engine = both.create_task(self._of_engine(seconds))
+                front = both.create_task(self._of_front(seconds))
+            return front.result(), engine.result()
+        finally:
+            self._until = None
+
+    async def _of_front(self, seconds: float) -> ProcessProfile:
+        sampler = StackSampler(seconds)
+        sampler.start()
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            sampler.stop()
+            raise
+        return ProcessProfile("front", await asyncio.to_thread(sampler.finish))
+
+    async def _of_engine(self, seconds: float) -> ProcessProfile:
+        try:
+            return ProcessProfile("engine", await self._engine.profile(seconds))
+        except EngineUnavailable as error:
+            return ProcessProfile("engine", "", str(error))
