@@ -35,6 +35,7 @@ from service.core.tokenization import Tokenization
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.observability.progress import Progress
+from service.observability.record import Observers
 from service.observability.scrape import PATH as METRICS_PATH
 from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
@@ -48,7 +49,7 @@ from service.transport.health import Health
 from service.transport.heap import Heap
 from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, credentials_of, open_port
-from service.transport.rpc import Guard
+from service.transport.rpc import Guard, Strangers
 from service.transport.silence import silence
 from service.transport.token_file import TokenFile
 from service.transport.writer import StallWatch
@@ -161,20 +162,22 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     cases, engine = _use_cases(settings, texts, guard, processes, refusals)
     health = Health(lambda: engine.state is EngineState.READY and not cases.admission.draining)
     gate = Gate()
+    observers = Observers()
     watch = StallWatch(settings.stream.stall_timeout)
     metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name)
     limits = settings.limits
     wide = PortBounds(connections(limits.connections), limits.connection_calls, limits.message_bytes)
     prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
     orders = Inbox(SMALL, refusals)
-    data = [protocol.data_services(cases, guard, prompts, watch) for protocol in PROTOCOLS]
-    operators = [protocol.admin_services(cases, guard, orders) for protocol in PROTOCOLS]
+    data = [protocol.data_services(cases, guard, prompts, watch, observers) for protocol in PROTOCOLS]
+    operators = [protocol.admin_services(cases, guard, orders, observers) for protocol in PROTOCOLS]
 
     def port(setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
         """With health and reflection beside the services."""
         names = [name for one in services for name in one.names]
         handlers = [handler for one in services for handler in one.handlers]
-        handlers += [health.handlers(inbox), reflection.handlers([*names, HEALTH], inbox)]
+        handlers += [health.handlers(inbox, observers), reflection.handlers([*names, HEALTH], inbox, observers)]
+        handlers.append(Strangers(observers))
         return open_port(setting, address, handlers, credentials if services else None, bounds, gate)
 
     return _Parts(

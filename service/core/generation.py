@@ -18,6 +18,7 @@ from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
 from service.core.request import CacheSource, Ending, ModelFacts, Origin, PromptFacts, Request
 from service.core.validation import too_long
+from service.observability.record import RecordBuilder
 
 
 class Generator:
@@ -49,44 +50,50 @@ class Generator:
         await self._run(request, origin, lambda gather: Messages(outlet, request, gather))
 
     async def _run(self, request: Request, origin: Origin, make_sink: Callable[[bool], Sink]) -> None:
-        facts = self._model.facts()
+        facts, record = self._model.facts(), origin.record
+        record.request_id = request.request_id
         with self._admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket:
+            record.admitted_at = self._clock()
             if self._admission.slots.many_misses or not self._sources.may_know(request):
                 self._admission.slots.check(request.priority, origin.deadline)
             ids = await self._model.encode(request.prompt, facts, origin.deadline)
+            record.prompt_tokens = len(ids)
             found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin)
             ticket.lookup_ended()
+            record.looked_up_at = self._clock()
+            record.cache, record.lookup = found.outcome.header, found.outcome.lookup
             sink = make_sink(found.gather)
             async with self._sources.open(found, origin, sink.batch, sink.room) as source:
                 ticket.attach(source)
                 try:
                     await sink.begin(PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header))
-                    await _Reading(found, source, sink, self._clock).run()
+                    await _Reading(found, source, sink, record, self._clock).run()
                 finally:
                     sink.close()
+                    _note(record, found, source)
 
 
 class _Reading:
     """One answer on its way from its source to the sink."""
 
-    def __init__(self, found: Findings, source: AnswerSource, sink: Sink, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, found: Findings, source: AnswerSource, sink: Sink, record: RecordBuilder, clock: Callable[[], float]
+    ) -> None:
         self._found = found
+        self._record = record
         self._source = source
         self._sink = sink
         self._clock = clock
         self._want_text = found.request.output.text
-        self._count = 0  # tokens so far
-        self._first_at: float | None = None
+        self._at_pace = found.hit is None  # of the engine, here or elsewhere
 
     async def run(self) -> None:
         """From the first part to the last message. What comes last is left for the message that carries the ending."""
-        source, sink = self._source, self._sink
+        source, sink, record = self._source, self._sink, self._record
         while True:
             part = await source.next()
-            if self._first_at is None:
-                self._first_at = self._clock()
             ids, ending = part.token_ids, part.ending
-            self._count += len(ids)
+            record.tokens(self._clock(), len(ids), self._at_pace)
             if len(ids) > sink.room:
                 await self._cut(part, source.logprobs)
             elif sink.add(part.text if self._want_text else "", ids, source.logprobs) and ending is None:
@@ -116,18 +123,20 @@ class _Reading:
         start, finish = source.start, source.finish
         if not source.generated and outcome.source is CacheSource.NONE:
             outcome = replace(outcome, source=CacheSource.RESPONSE)  # somebody else's generation
-        now = self._clock()
-        first_at = self._first_at or now
+        now, record = self._clock(), self._record
+        first_at = record.first_token_at or now
         took = finish or start or Start(cached_tokens=0, queue=first_at - request.arrived_at, prefill=0.0)
         decode = now - (request.arrived_at + took.queue + took.prefill) if finish is None else finish.decode
         prompt_tokens = len(request.token_ids)
         stored = bool(outcome.entry_id)
+        record.cached_tokens = took.cached_tokens if outcome.source is CacheSource.NONE else prompt_tokens
+        record.cache_source, record.finish_reason = outcome.source.name.lower(), ending.reason
         return Ending(
             reason=FinishReason(ending.reason),
             sampling=request.sampling,
             prompt_tokens=prompt_tokens,
-            completion_tokens=self._count,
-            cached_tokens=took.cached_tokens if outcome.source is CacheSource.NONE else prompt_tokens,
+            completion_tokens=record.completion_tokens,
+            cached_tokens=record.cached_tokens,
             queue=0.0 if stored else max(0.0, took.queue - outcome.lookup),
             prefill=0.0 if stored else took.prefill,
             decode=0.0 if stored else decode,
@@ -135,6 +144,18 @@ class _Reading:
             stop_string=ending.stop_string,
             stop_token_id=ending.stop_token_id,
         )
+
+
+def _note(record: RecordBuilder, found: Findings, source: AnswerSource) -> None:
+    """What is known of the answer's source, however its reading ended."""
+    record.submitted_at = source.submitted_at
+    took = source.finish or source.start
+    if took is not None:
+        record.queue, record.prefill = took.queue, took.prefill
+    if source.finish is not None:
+        record.decode = source.finish.decode
+    if found.shared:
+        record.role = "leader" if source.submitted_at is not None else "follower"
 
 
 def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, facts: ModelFacts) -> GenerationRequest:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from engine.api import FinishReason, Priority, SamplingParams
 from service.core.text import ChatMessage
+from service.observability.record import RecordBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Origin:
     arrived_at: float
     deadline: float | None
     caller: str = ""  # which of the tenant's tokens; empty: all callers look alike
+    record: RecordBuilder = field(default_factory=RecordBuilder, compare=False, repr=False)  # what is seen of the call
 
 
 @dataclass(frozen=True, slots=True)

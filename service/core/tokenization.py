@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from service.core.admission import Admission
@@ -18,8 +19,12 @@ class Tokenization:
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, origin: Origin) -> Sequence[int]:
         with self._admission.admit(origin.tenant, None, origin.deadline):
-            return await self._model.tokenize(prompt, origin.deadline)
+            origin.record.admitted_at = time.monotonic()
+            ids = await self._model.tokenize(prompt, origin.deadline)
+            origin.record.prompt_tokens = len(ids)
+            return ids
 
     async def detokenize(self, ids: list[int], origin: Origin) -> str:
         with self._admission.admit(origin.tenant, None, origin.deadline):
+            origin.record.admitted_at = time.monotonic()
             return await self._model.detokenize(ids, origin.deadline)

@@ -20,6 +20,7 @@ from service.core.profiling import Profiler
 from service.core.switches import Switches
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
+from service.observability.record import Observers
 from service.transport.inbox import Inbox
 from service.transport.rpc import Guard
 from service.transport.writer import StallWatch
@@ -52,8 +53,10 @@ class Services:
 class WireProtocol(Protocol):
     """One way to call this server."""
 
-    def data_services(self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch) -> Services:
+    def data_services(
+        self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers
+    ) -> Services:
         """For the port that is open to callers."""
 
-    def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox) -> Services:
+    def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox, observers: Observers) -> Services:
         """For the operators' port."""

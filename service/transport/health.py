@@ -13,8 +13,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from service.core.errors import InvalidRequest, ServiceError, Violation
+from service.observability.record import Observers, RecordBuilder
 from service.transport.inbox import Inbox
-from service.transport.rpc import abort_with, service
+from service.transport.rpc import Method, abort_with, service
 from service.transport.writer import Context
 
 SERVICE = "grpc.health.v1.Health"
@@ -35,22 +36,17 @@ class Health:
         self._changed: set[asyncio.Event] = set()  # one a watcher
         self._closed = False
 
-    def handlers(self, inbox: Inbox) -> grpc.GenericRpcHandler[bytes, bytes]:
+    def handlers(self, inbox: Inbox, observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
         """The service, for a port with this inbox; several servers may have it."""
 
-        async def check(_: object, context: Context) -> bytes:
-            return await self._check(await self._name(inbox, context), context)
+        async def check(record: RecordBuilder, context: Context) -> bytes:
+            return await self._check(await self._name(inbox, record, context), context)
 
-        async def watch(_: object, context: Context) -> None:
-            await self._watch(await self._name(inbox, context), context)
+        async def watch(record: RecordBuilder, context: Context) -> None:
+            await self._watch(await self._name(inbox, record, context), context)
 
-        return service(
-            SERVICE,
-            {
-                "Check": grpc.stream_unary_rpc_method_handler(check),
-                "Watch": grpc.stream_stream_rpc_method_handler(watch),
-            },
-        )
+        methods = {"Check": Method(check, streams=False), "Watch": Method(watch, streams=True)}
+        return service(SERVICE, methods, observers)
 
     async def run(self) -> None:
         """Polls readiness, for ever."""
@@ -98,15 +94,15 @@ class Health:
         finally:
             self._changed.discard(event)
 
-    async def _name(self, inbox: Inbox, context: Context) -> str:
+    async def _name(self, inbox: Inbox, record: RecordBuilder, context: Context) -> str:
         try:
             with inbox.open(context, "") as incoming:
                 data = await incoming.read()
             return str(health_pb2.HealthCheckRequest.FromString(data).service)
         except DecodeError:
-            await abort_with(InvalidRequest((Violation("", f"the bytes are no {_REQUEST}"),)), context)
+            await abort_with(InvalidRequest((Violation("", f"the bytes are no {_REQUEST}"),)), record, context)
         except ServiceError as error:
-            await abort_with(error, context)
+            await abort_with(error, record, context)
 
 
 def _response(status: int) -> bytes:

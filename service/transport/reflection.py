@@ -15,15 +15,16 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as SERVICE
 
 from service.core.errors import InvalidRequest, ServiceError, Violation
+from service.observability.record import Observers, RecordBuilder
 from service.transport.inbox import Inbox
-from service.transport.rpc import abort_with, service
+from service.transport.rpc import Method, abort_with, service
 from service.transport.writer import Context
 
 _METHOD = "ServerReflectionInfo"
 _REQUEST = reflection_pb2.ServerReflectionRequest
 
 
-def handlers(names: Sequence[str], inbox: Inbox) -> grpc.GenericRpcHandler[bytes, bytes]:
+def handlers(names: Sequence[str], inbox: Inbox, observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
     """The service of a port that has `names`."""
     servicer = ReflectionServicer((*names, SERVICE))
 
@@ -35,14 +36,14 @@ def handlers(names: Sequence[str], inbox: Inbox) -> grpc.GenericRpcHandler[bytes
                 return
             yield _REQUEST.FromString(data)
 
-    async def info(_: object, context: Context) -> None:
+    async def info(record: RecordBuilder, context: Context) -> None:
         try:
             async for response in servicer.ServerReflectionInfo(requests(context), context):
                 await context.write(response.SerializeToString())
         except DecodeError:
             wrong = Violation("", f"the bytes are no {_REQUEST.DESCRIPTOR.full_name}")
-            await abort_with(InvalidRequest((wrong,)), context)
+            await abort_with(InvalidRequest((wrong,)), record, context)
         except ServiceError as error:
-            await abort_with(error, context)
+            await abort_with(error, record, context)
 
-    return service(SERVICE, {_METHOD: grpc.stream_stream_rpc_method_handler(info)})
+    return service(SERVICE, {_METHOD: Method(info, streams=True)}, observers)

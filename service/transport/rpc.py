@@ -12,16 +12,22 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import grpc
 
 from service.core.errors import AnswerTooLarge
 from service.core.request import Origin
+from service.observability.record import UNKNOWN_METHOD, Observers, RecordBuilder
 from service.transport.auth import Caller, Metadata, Right
-from service.transport.inbox import Inbox
+from service.transport.inbox import Inbox, Incoming
 from service.transport.status import ResourceTypes, failure_of
 from service.transport.writer import Context
+
+if TYPE_CHECKING:  # it has no parameters while it runs
+    _GenericHandler = grpc.GenericRpcHandler[bytes, bytes]
+else:
+    _GenericHandler = grpc.GenericRpcHandler
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger(__name__)
@@ -45,7 +51,22 @@ class Call:
 
     context: Context
     origin: Origin
-    message: Callable[[], Awaitable[bytes]]  # reads it; once
+    incoming: Incoming
+
+    async def message(self) -> bytes:
+        """Reads it; once."""
+        data = await self.incoming.read()
+        record = self.origin.record
+        record.read_at, record.bytes_in = time.monotonic(), len(data)
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How calls of one method are handled. A streamed one writes its responses to the context."""
+
+    handle: Callable[[RecordBuilder, Context], Awaitable[bytes | None]]
+    streams: bool
 
 
 UnaryBody = Callable[[Call], Awaitable[bytes]]
@@ -60,44 +81,48 @@ class Endpoints:
         self._inbox = inbox
         self._resources = resources
 
-    def unary(self, right: Right, body: UnaryBody) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def unary(self, right: Right, body: UnaryBody) -> Method:
         """A body that returns its one response."""
 
-        async def handle(_: object, context: Context) -> bytes:
+        async def handle(record: RecordBuilder, context: Context) -> bytes:
             try:
-                origin = self._origin(right, context)
+                origin = self._origin(right, record, context)
                 with self._inbox.open(context, origin.tenant) as incoming:
-                    response = await body(Call(context, origin, incoming.read))
+                    response = await body(Call(context, origin, incoming))
                 if len(response) > MAX_ANSWER_BYTES:
                     raise AnswerTooLarge(f"the response is larger than {MAX_ANSWER_BYTES} bytes")
+                record.bytes_out, record.messages_out = len(response), 1
                 return response
             except Exception as error:
-                await abort_with(error, context, self._resources)
+                await abort_with(error, record, context, self._resources)
 
-        return grpc.stream_unary_rpc_method_handler(handle)
+        return Method(handle, streams=False)
 
-    def stream(self, right: Right, body: StreamBody) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def stream(self, right: Right, body: StreamBody) -> Method:
         """A body that writes its responses to the context."""
 
-        async def handle(_: object, context: Context) -> None:
+        async def handle(record: RecordBuilder, context: Context) -> None:
             try:
-                origin = self._origin(right, context)
+                origin = self._origin(right, record, context)
                 with self._inbox.open(context, origin.tenant) as incoming:
-                    await body(Call(context, origin, incoming.read))
+                    await body(Call(context, origin, incoming))
             except Exception as error:
-                await abort_with(error, context, self._resources)
+                await abort_with(error, record, context, self._resources)
 
-        return grpc.stream_stream_rpc_method_handler(handle)
+        return Method(handle, streams=True)
 
-    def _origin(self, right: Right, context: Context) -> Origin:
+    def _origin(self, right: Right, record: RecordBuilder, context: Context) -> Origin:
         now = time.monotonic()
         remaining = context.time_remaining()
         caller = self._guard.authorize(context.invocation_metadata() or (), right)
+        record.tenant = caller.tenant
         deadline = None if remaining is None else now + remaining
-        return Origin(caller.tenant, now, deadline, caller.name)
+        return Origin(caller.tenant, now, deadline, caller.name, record)
 
 
-async def abort_with(error: Exception, context: Context, resources: ResourceTypes | None = None) -> NoReturn:
+async def abort_with(
+    error: Exception, record: RecordBuilder, context: Context, resources: ResourceTypes | None = None
+) -> NoReturn:
     """Ends the RPC. Where gRPC could not write any more, the caller has gone, and it has ended already."""
     if isinstance(error, grpc.aio.InternalError):
         raise asyncio.CancelledError from error
@@ -109,9 +134,11 @@ async def abort_with(error: Exception, context: Context, resources: ResourceType
         frames = "".join(traceback.format_tb(error.__traceback__))
         _log.error("%s answered as INTERNAL\n%s", type(error).__name__, frames.rstrip())
     _forget_frames(error)
+    record.code, record.reason = failure.code.name, failure.reason
     try:
         await context.abort(failure.code, failure.message, failure.trailers)
     except grpc.aio.InternalError as gone:
+        record.code = ""
         raise asyncio.CancelledError from gone
 
 
@@ -123,8 +150,42 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def service(
-    name: str, methods: Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]
-) -> grpc.GenericRpcHandler[bytes, bytes]:
-    """All methods of a service."""
-    return grpc.method_handlers_generic_handler(name, dict(methods))
+def service(name: str, methods: Mapping[str, Method], observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
+    """All methods of a service. Observers are told of each call once, when it has ended."""
+    handlers = {key: _observed(f"{name}/{key}", method, observers) for key, method in methods.items()}
+    return grpc.method_handlers_generic_handler(name, handlers)
+
+
+class Strangers(_GenericHandler):
+    """Behind all services of a port: methods that there are not, refused as gRPC would, and observed."""
+
+    def __init__(self, observers: Observers) -> None:
+        self._handler = _observed(UNKNOWN_METHOD, Method(_no_such_method, streams=False), observers)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        return self._handler
+
+
+async def _no_such_method(record: RecordBuilder, context: Context) -> bytes:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    async def handle(_: object, context: Context) -> bytes | None:
+        record = observers.begin(path, context.invocation_metadata() or ())
+        context.add_done_callback(lambda context: _ended(observers, record, context))  # type: ignore[arg-type]
+        response = await method.handle(record, context)
+        record.code = "OK"
+        return response
+
+    make = grpc.stream_stream_rpc_method_handler if method.streams else grpc.stream_unary_rpc_method_handler
+    return make(handle)
+
+
+def _ended(observers: Observers, record: RecordBuilder, context: Context) -> None:
+    """gRPC knows a code where the call was aborted; where it was cancelled, none."""
+    code = context.code()
+    if code is None:
+        late = context.time_remaining() == 0
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+    observers.end(record, code.name)

@@ -39,6 +39,7 @@ class Failure:
     code: grpc.StatusCode
     message: str
     trailers: Trailers
+    reason: str  # of ErrorInfo; empty where it has none
 
 
 def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
@@ -63,7 +64,8 @@ def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Fai
     for detail in details:
         if isinstance(detail, error_details_pb2.RetryInfo):
             trailers.append(("grpc-retry-pushback-ms", str(detail.retry_delay.ToMilliseconds())))
-    return Failure(code, message, tuple(trailers))
+    reason = next((detail.reason for detail in details if isinstance(detail, error_details_pb2.ErrorInfo)), "")
+    return Failure(code, message, tuple(trailers), reason)
 
 
 def _pack(detail: Message) -> AnyMessage:

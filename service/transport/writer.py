@@ -7,6 +7,7 @@ import asyncio
 import grpc
 
 from service.core.errors import StreamStalled
+from service.observability.record import RecordBuilder
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -14,8 +15,9 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class Writer:
     """Writes bytes to one call, and knows since when a write has been waiting."""
 
-    def __init__(self, context: Context, watch: StallWatch) -> None:
+    def __init__(self, context: Context, watch: StallWatch, record: RecordBuilder) -> None:
         self.context = context
+        self._record = record
         self.waiting_since: float | None = None
         self.stalled = False
         self._watch = watch
@@ -37,6 +39,8 @@ class Writer:
         self.waiting_since = self._loop.time()
         await self.context.write(data)
         self.waiting_since = None
+        self._record.messages_out += 1
+        self._record.bytes_out += len(data)
 
     def stall(self) -> None:
         """Interrupts the handler, which turns it into StreamStalled."""

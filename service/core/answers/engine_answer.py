@@ -36,6 +36,7 @@ class EngineAnswer:
         detokenizer: Callable[[], Detokenizer | None],
         whole: Callable[[CachedCompletion], None] | None = None,
     ) -> None:
+        self.submitted_at: float | None = None
         self.start: Start | None = None
         self.finish: Finish | None = None  # where the engine ended it, and not a stop string
         self.logprobs: tuple[TokenLogprob, ...] = ()
@@ -64,6 +65,7 @@ class EngineAnswer:
             slot.__exit__(None, None, None)
             raise
         stream.batch(self._batch.max_tokens, self._batch.max_delay)
+        self.submitted_at = time.monotonic()
         self._slot, self._stream = slot, stream
         self._detokenizer = self._make_detokenizer()
         return stream

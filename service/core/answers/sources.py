@@ -24,6 +24,10 @@ class AnswerSource(Protocol):
         """Whether it is generated for this reader: known once it has ended."""
 
     @property
+    def submitted_at(self) -> float | None:
+        """When it was given to the engine for this reader; on the clock of `time.monotonic`."""
+
+    @property
     def start(self) -> Start | None:
         """How the engine began it, where it is generated for this reader."""
 
@@ -62,6 +66,10 @@ class SharedAnswer:
     @property
     def generated(self) -> bool:
         return self.start is not None or self.finish is not None
+
+    @property
+    def submitted_at(self) -> float | None:
+        return None if self._own is None else self._own.submitted_at
 
     @property
     def start(self) -> Start | None:

@@ -85,7 +85,7 @@ class GenerationServicer:
         return outlet.response
 
     async def generate_stream(self, request: Request, call: Call) -> None:
-        with Writer(call.context, self._watch) as writer:
+        with Writer(call.context, self._watch, call.origin.record) as writer:
             await self._generator.stream(request, call.origin, StreamOutlet(writer, request.output))
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, call: Call) -> generation_pb2.TokenizeResponse:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from service.observability.record import Observers
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.seam import Services, UseCases
 from service.protocols.whippet_v1.parse import decode
@@ -29,7 +30,9 @@ _Request = TypeVar("_Request")
 class WhippetV1:
     """The protocol of `protos/whippet/v1`."""
 
-    def data_services(self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch) -> Services:
+    def data_services(
+        self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers
+    ) -> Services:
         endpoints, may = Endpoints(guard, inbox, RESOURCES), Right.GENERATE
         generation = GenerationServicer(cases.generator, cases.tokenization, cases.model, watch)
         model = ModelServicer(cases.model)
@@ -51,9 +54,10 @@ class WhippetV1:
             "ListModels": endpoints.unary(may, unary(model_pb2.ListModelsRequest, as_it_is, model.list_models)),
             "GetModel": endpoints.unary(may, unary(model_pb2.GetModelRequest, as_it_is, model.get_model)),
         }
-        return Services((service(GENERATION, generate), service(MODEL, models)), (GENERATION, MODEL))
+        handlers = service(GENERATION, generate, observers), service(MODEL, models, observers)
+        return Services(handlers, (GENERATION, MODEL))
 
-    def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox) -> Services:
+    def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox, observers: Observers) -> Services:
         endpoints, may, admin = Endpoints(guard, inbox, RESOURCES), Right.ADMIN, AdminServicer(cases)
         methods = {
             "AbortGeneration": endpoints.unary(
@@ -70,7 +74,7 @@ class WhippetV1:
             "Drain": endpoints.unary(may, unary(admin_pb2.DrainRequest, as_it_is, admin.drain)),
             "Profile": endpoints.unary(may, unary(admin_pb2.ProfileRequest, as_it_is, admin.profile)),
         }
-        return Services((service(ADMIN, methods),), (ADMIN,))
+        return Services((service(ADMIN, methods, observers),), (ADMIN,))
 
 
 def unary(

@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.config.settings import Settings
+from service.observability.record import Observers
 from service.transport.closing import Gate
 from service.transport.descriptors import connections
 from service.transport.health import Health
@@ -30,7 +31,7 @@ async def data_port(settings: Settings) -> AsyncIterator[str]:
     """Its address; it has health alone."""
     limits = settings.limits
     bounds = PortBounds(connections(limits.connections), limits.connection_calls, limits.message_bytes)
-    health = Health(lambda: True).handlers(Inbox(SMALL, Counter()))
+    health = Health(lambda: True).handlers(Inbox(SMALL, Counter()), Observers())
     port = open_port("listen", "127.0.0.1:0", [health], None, bounds, Gate())
     await port.server.start()
     try:

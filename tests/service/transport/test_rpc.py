@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from service.core.errors import UnknownModel
+from service.observability.record import RecordBuilder
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.services import RESOURCES, as_it_is, unary
 from service.transport.auth import NoTokens, Right
@@ -55,9 +56,9 @@ async def call(body: Any, data: bytes = b"", context: Recorder | None = None) ->
     context = context or Recorder()
     context.message = data
     endpoints = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES)
-    handler = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
+    method = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
     try:
-        return await handler.stream_unary(None, cast(Context, context)), context  # type: ignore[misc]
+        return await method.handle(RecordBuilder(), cast(Context, context)), context
     except Ended:
         return None, context
 
@@ -100,11 +101,11 @@ async def test_a_refusal_holds_nothing_of_what_it_refused() -> None:
         raise UnknownModel("x")
 
     endpoints, context = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES), Recorder()
-    handler = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
+    method = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
     gc.disable()
     try:
         with pytest.raises(Ended) as kept:  # as gRPC keeps it
-            await handler.stream_unary(None, cast(Context, context))  # type: ignore[misc]
+            await method.handle(RecordBuilder(), cast(Context, context))
         assert kept.value.__context__ is not None
         assert seen[0]() is None
     finally:

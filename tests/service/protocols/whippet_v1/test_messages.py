@@ -35,6 +35,7 @@ from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
+from service.observability.record import RecordBuilder
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.servicer import GenerationServicer
 from service.transport.rpc import Call
@@ -302,7 +303,7 @@ async def test_a_stalled_write_ends_the_stream_and_nothing_else(stops: list[str]
 async def test_an_engine_that_says_nothing_for_long_is_no_stall() -> None:
     watch = StallWatch(0.1)
     watching = asyncio.create_task(watch.run())
-    with Writer(cast(Context, Recorder()), watch) as writer:
+    with Writer(cast(Context, Recorder()), watch, RecordBuilder()) as writer:
         await writer.write(b"")
         await asyncio.sleep(0.5)
         await writer.write(b"")

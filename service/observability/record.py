@@ -1,0 +1,154 @@
+"""What is known of one call when it has ended, and who is told.
+
+A builder belongs to the call from its first moment: transport and use cases write into it what they learn. When the
+call has ended, well or not, it becomes one `RequestRecord`, which metrics, log and traces are made of. No text of a
+prompt or an answer is in it, and of what a caller sent only identifiers, held to a shape.
+
+This module stands below the rooms that fill it in, and imports none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from service.observability.histogram import Histogram
+
+UNKNOWN_METHOD = "unknown"  # what a caller made up is not repeated
+_IDENTIFIER = re.compile(r"[!-~]{1,128}")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_log = logging.getLogger(__name__)
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class RequestRecord(NamedTuple):
+    """One call of any RPC. `_at` are seconds on the clock of `time.monotonic`, None where it did not come so far."""
+
+    method: str  # `whippet.v1.GenerationService/Generate`, or UNKNOWN_METHOD
+    code: str  # of gRPC: `OK`, `CANCELLED`, …
+    reason: str  # of a refusal, as callers get it in ErrorInfo; empty where there is none
+    request_id: str  # the caller's or ours; empty where a call has none
+    tenant: str  # empty where it is not known who calls
+    client_request_id: str  # metadata `x-request-id`; empty unless printable and short
+    traceparent: str  # metadata of that name; empty unless well-formed
+    trace_id: str  # 32 hexadecimal digits; empty where neither the caller nor a link asked for one
+    span_id: str  # 16 hexadecimal digits, of this call; empty where no link asked for one
+    # Identical requests at one time: `leader`, `follower`, or empty where the answer could not be shared.
+    role: str
+    leader_request_id: str  # of a follower's leader in this process
+    leader_trace_id: str
+    leader_span_id: str
+    started_at: float  # seconds since 1970
+    arrived_at: float
+    read_at: float | None  # its message was there
+    admitted_at: float | None
+    looked_up_at: float | None  # what the caches have was known
+    submitted_at: float | None  # to the engine
+    first_token_at: float | None
+    last_token_at: float | None
+    ended_at: float
+    lookup: float  # seconds in the caches, up to looked_up_at
+    queue: float | None  # seconds in the engine: arrival → first planned; None where it began nothing for this call
+    prefill: float | None  # first planned → first token
+    decode: float | None  # first token → last; None unless the engine ended it
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, that did not have to be computed
+    completion_tokens: int
+    cache: str  # header `x-cache`; empty before the caches were asked
+    cache_source: str  # `none`, `response`, `semantic`; empty unless the answer ended well
+    finish_reason: str  # empty unless the answer ended well
+    bytes_in: int  # of the message
+    bytes_out: int
+    messages_out: int
+
+
+Observer = Callable[[RequestRecord], None]
+
+
+class RecordBuilder:
+    """The record of a call that has not ended. Fields are those of `RequestRecord`."""
+
+    __slots__ = (*RequestRecord._fields, "_intervals")
+
+    def __init__(
+        self, method: str = "", metadata: Metadata = (), arrived_at: float = 0.0, intervals: Histogram | None = None
+    ) -> None:
+        self._intervals = intervals
+        self.method = method
+        self.arrived_at = arrived_at
+        self.started_at = time.time()
+        self.code = self.reason = self.request_id = self.tenant = ""
+        self.client_request_id = self.traceparent = self.trace_id = self.span_id = ""
+        self.role = self.leader_request_id = self.leader_trace_id = self.leader_span_id = ""
+        self.read_at: float | None = None
+        self.admitted_at: float | None = None
+        self.looked_up_at: float | None = None
+        self.submitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.ended_at = 0.0
+        self.lookup = 0.0
+        self.queue: float | None = None
+        self.prefill: float | None = None
+        self.decode: float | None = None
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.cache = self.cache_source = self.finish_reason = ""
+        self.bytes_in = self.bytes_out = self.messages_out = 0
+        for key, value in metadata:
+            if key == "x-request-id" and isinstance(value, str) and _IDENTIFIER.fullmatch(value):
+                self.client_request_id = value
+            elif key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
+                self.traceparent, self.trace_id = value, value[3:35]
+
+    def tokens(self, now: float, count: int, generated: bool) -> None:
+        """A part of the answer has come. `generated`: at the engine's pace, and not out of a store."""
+        if self.last_token_at is None:
+            self.first_token_at = now
+        elif count and generated and self._intervals is not None:
+            self._intervals.add((now - self.last_token_at) / count, count)
+        self.last_token_at = now
+        self.completion_tokens += count
+
+    def span(self) -> tuple[str, str]:
+        """Ids of trace and span, for whoever refers to this call; made where there are none."""
+        self.trace_id = self.trace_id or f"{random.getrandbits(128) or 1:032x}"
+        self.span_id = self.span_id or f"{random.getrandbits(64) or 1:016x}"
+        return self.trace_id, self.span_id
+
+    def follows(self, leader: RecordBuilder) -> None:
+        """Another call's generation is read."""
+        self.leader_request_id = leader.request_id
+        self.leader_trace_id, self.leader_span_id = leader.span()
+
+    def build(self) -> RequestRecord:
+        """As of now."""
+        return RequestRecord(*[getattr(self, name) for name in RequestRecord._fields])
+
+
+class Observers:
+    """Those who are told of every call that has ended."""
+
+    def __init__(self, observers: Sequence[Observer] = (), intervals: Histogram | None = None) -> None:
+        """`intervals`: where seconds between tokens are counted, as they come."""
+        self._observers = observers
+        self._intervals = intervals
+
+    def begin(self, method: str, metadata: Metadata) -> RecordBuilder:
+        """A call has come."""
+        return RecordBuilder(method, metadata, time.monotonic(), self._intervals)
+
+    def end(self, builder: RecordBuilder, code: str) -> None:
+        """It has ended, with this code unless another one is written down already. To be called once."""
+        builder.code = builder.code or code
+        builder.ended_at = time.monotonic()
+        record = builder.build()
+        for observe in self._observers:
+            try:
+                observe(record)
+            except Exception as error:  # neither other observers nor the server are to suffer; its text may be anything
+                _log.error("an observer of calls raised %s", type(error).__name__)
