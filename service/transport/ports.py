@@ -32,6 +32,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.settings_timeout", 5_000),
     # The first window of a call stays as it is: nobody may send more than 64 KiB that was not asked for.
     ("grpc.http2.bdp_probe", 0),
+    # Calls are handed to us one after the other, some thousand a second. One that has waited for so many seconds is
+    # dropped: a flood would otherwise leave minutes of them behind, each with what it holds.
+    ("grpc.server_max_unrequested_time_in_server", 5),
     # 64 KiB of gzip are 64 MiB of zeros, and gRPC looks at the size of a message only once it is unpacked.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import socket
 import struct
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from bench.grpc_frames import FrameClient
 from service.pb.whippet.v1 import admin_pb2, generation_pb2_grpc, model_pb2
+from service.transport.closing import Gate
+from service.transport.ports import SIDE_BOUNDS, open_port
 from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template
 
@@ -54,6 +58,35 @@ def test_health_is_on_every_port(server: Server, port: str) -> None:
         watch = health.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watch.cancel()
+
+
+async def test_calls_that_nobody_could_look_at_are_dropped() -> None:
+    """What waits in gRPC is bounded in time: an event loop that was held up for longer finds the newest calls only."""
+    held: list[bool] = []
+
+    async def handle(request: bytes, context: object) -> bytes:
+        if not held:
+            held.append(True)
+            asyncio.get_running_loop().call_soon(time.sleep, 6.0)  # the loop is held up, and so are the other calls
+            await asyncio.sleep(0)
+        return request
+
+    method = grpc.unary_unary_rpc_method_handler(handle)
+    handlers = [grpc.method_handlers_generic_handler("test.Service", {"Method": method})]
+    port = open_port("listen", "127.0.0.1:0", handlers, None, SIDE_BOUNDS, Gate())
+    await port.server.start()
+
+    def call() -> list[grpc.StatusCode]:
+        with grpc.insecure_channel(port.address) as channel:
+            method = channel.unary_unary("/test.Service/Method")
+            old = [method.future(b"", timeout=60) for _ in range(10)]
+            codes = [one.code() for one in old]
+            return [*codes, method.future(b"", timeout=60).code()]
+
+    *old, new = await asyncio.to_thread(call)
+    assert Counter(old)[grpc.StatusCode.CANCELLED] >= 7  # the others were in our hands when it began
+    assert new is grpc.StatusCode.OK
+    await port.server.stop(None)
 
 
 def test_health_watch_follows_a_drain(serve: Serve) -> None:
