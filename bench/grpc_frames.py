@@ -50,6 +50,7 @@ class FrameClient:
         self.streams: dict[int, Stream] = {}
         self.messages = 0
         self.ended = 0
+        self.last_stream: int | None = None  # that the server says it will answer, once it has said GOAWAY
         self._authority = address
         self._now = now
         self._on_message = on_message
@@ -135,6 +136,8 @@ class FrameClient:
             self._end(self.streams[stream_id], 1)
         elif kind == SETTINGS and not flags & ACK:
             self.socket.sendall(frame(SETTINGS, ACK, 0, b""))
+        elif kind == GOAWAY:
+            self.last_stream = int.from_bytes(data[start : start + 4], "big")
         elif kind == PING and not flags & ACK:
             self.socket.sendall(frame(PING, ACK, 0, data[start:end]))
 

@@ -25,6 +25,7 @@ from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches, checked
 from service.core.answers.flush import Flusher
 from service.core.answers.lookup import AnswerSources
+from service.core.draining import Drain
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.profiling import Profiler
@@ -42,7 +43,6 @@ from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.whippet_v1.services import GENERATION, WhippetV1
 from service.transport import reflection
 from service.transport.auth import NoTokens
-from service.transport.closing import Gate
 from service.transport.descriptors import connections
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
@@ -96,13 +96,13 @@ class _Parts:
     guard: Guard
     engine: EngineClient
     admission: Admission
+    drain: Drain
     caches: AnswerCaches
     health: Health
     watch: StallWatch
     data: Port
     admin: Port
     probes: Port
-    gate: Gate
     metrics: MetricsPort | None
 
     @property
@@ -130,9 +130,9 @@ async def _serve(settings: Settings) -> int:
             stack.push_async_callback(parts.metrics.stop)
             await parts.metrics.start()
         try:
-            within = settings.drain.timeout if await _ready(settings, parts, stop, stack) else 0.0
+            within = settings.drain.timeout if await _ready(settings, parts, stop, stack) else None
         except Exception:
-            await _drain(0.0, parts, stop)  # who calls is told
+            await _drain(None, parts, stop)  # who calls is told
             raise
         return await _drain(within, parts, stop)
 
@@ -160,13 +160,14 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     tokens = settings.auth.tokens_file
     guard: Guard = NoTokens() if tokens is None else TokenFile(tokens)
     cases, engine = _use_cases(settings, texts, guard, processes, refusals)
-    health = Health(lambda: engine.state is EngineState.READY and not cases.admission.draining)
-    gate = Gate()
+    health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun)
     observers = Observers()
     watch = StallWatch(settings.stream.stall_timeout)
     metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name)
     limits = settings.limits
-    wide = PortBounds(connections(limits.connections), limits.connection_calls, limits.message_bytes)
+    wide = PortBounds(
+        connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
+    )
     prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
     orders = Inbox(SMALL, refusals)
     data = [protocol.data_services(cases, guard, prompts, watch, observers) for protocol in PROTOCOLS]
@@ -178,19 +179,19 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
         handlers = [handler for one in services for handler in one.handlers]
         handlers += [health.handlers(inbox, observers), reflection.handlers([*names, HEALTH], inbox, observers)]
         handlers.append(Strangers(observers))
-        return open_port(setting, address, handlers, credentials if services else None, bounds, gate)
+        return open_port(setting, address, handlers, credentials if services else None, bounds)
 
     return _Parts(
         guard=guard,
         engine=engine,
         admission=cases.admission,
+        drain=cases.drain,
         caches=cases.caches,
         health=health,
         watch=watch,
         data=port("listen", settings.listen, data, prompts, wide),
         admin=port("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
         probes=port("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
-        gate=gate,
         metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
         if settings.metrics_listen
         else None,
@@ -229,6 +230,7 @@ def _use_cases(
         generator=Generator(model, sources, admission),
         tokenization=Tokenization(model, admission),
         admission=admission,
+        drain=Drain(admission, settings.drain.delay),
         switches=switches,
         caches=caches,
         flusher=Flusher(caches, guard.tenants),
@@ -257,12 +259,17 @@ def _announce(settings: Settings, parts: _Parts) -> None:
     sys.stdout.flush()
 
 
-async def _drain(within: float, parts: _Parts, stop: _Signals) -> int:
-    """Refuses new requests, waits for live ones, then closes. A second signal cuts the wait short."""
-    parts.admission.drain()
+async def _drain(within: float | None, parts: _Parts, stop: _Signals) -> int:
+    """Refuses new requests, waits for live ones, then closes; without waiting where `within` is None, since nothing was
+    served yet, or cannot be any more. A second signal ends all waiting."""
+    parts.drain.begin(for_good=True)
     parts.health.refresh()
     _log.info("draining: %d live requests", parts.admission.live)
-    hurried = not await stop.before(parts.admission.idle(within))
+    hurried = within is not None and not await stop.before(parts.drain.refused())
+    parts.drain.refuse()
+    parts.data.leave()
+    if within is not None and not hurried:
+        hurried = not await stop.before(parts.admission.idle(within))
     cut = parts.admission.live
     if cut:
         _log.warning("%d requests are cut off", cut)
@@ -277,7 +284,7 @@ async def _drain(within: float, parts: _Parts, stop: _Signals) -> int:
 async def _close(parts: _Parts) -> None:
     """What is still live fails with UNAVAILABLE, and every port is closed."""
     parts.health.close()
-    await asyncio.gather(parts.engine.close(), parts.gate.close([port.server for port in parts.ports], _STATUS_GRACE))
+    await asyncio.gather(parts.engine.close(), *(port.close(_STATUS_GRACE) for port in parts.ports))
 
 
 async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:

@@ -55,6 +55,9 @@ class LimitOptions:
     live_requests: int = setting(4096, "requests in all, those that a cache answers or that read along included", ge=1)
 
     connections: int = setting(512, "connections of the data port; fewer where descriptors are short", ge=1)
+    connection_age: float | None = setting(
+        None, "seconds until a client is asked to connect anew, streams go on; unset: never", ge=0.1, le=2_000_000
+    )
     connection_calls: int = setting(256, "calls of one connection at once", ge=1, le=65_536)
     message_bytes: int = setting(4_194_304, "the largest message of a caller", ge=65_536, le=1 << 30)
     live_message_bytes: int = setting(268_435_456, "messages that are read (half of it) or answered (half)", ge=1 << 20)
@@ -80,7 +83,13 @@ class StreamOptions:
 class DrainOptions:
     """How the server stops."""
 
-    timeout: float = setting(30.0, "seconds that live requests get after SIGTERM", ge=0, le=86_400)
+    delay: float = setting(
+        0.0,
+        "seconds that health says NOT_SERVING while requests are still admitted; longer than balancers look",
+        ge=0,
+        le=3600,
+    )
+    timeout: float = setting(30.0, "seconds that live requests get from then on, after SIGTERM", ge=0, le=86_400)
 
 
 @dataclass(frozen=True, kw_only=True)

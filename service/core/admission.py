@@ -156,8 +156,12 @@ class Admission:
         ticket.abort(reason)
 
     def drain(self) -> None:
-        """Lets nothing new in, for good."""
+        """Lets nothing new in."""
         self._draining = True
+
+    def resume(self) -> None:
+        """Lets requests in again."""
+        self._draining = False
 
     async def idle(self, within: float | None) -> int:
         """Waits until nothing is live, `within` seconds at most. Returns what is live then."""

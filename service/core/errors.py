@@ -7,7 +7,8 @@ ServiceError
 ├── DuplicateRequest    a live request of this tenant has that name
 ├── Unimplemented       this build or model lacks the option
 ├── Overloaded          a limit is reached: try again later
-├── Draining            the server is stopping: try another one, or later
+├── Draining            nothing new is let in: try another server, or later
+├── Stopping            the process ends, and no operator can undo that
 ├── CacheUnavailable    the caches' store does not answer an operator
 ├── Unauthenticated     no token, or one that nobody has
 ├── PermissionDenied    the token lacks the right
@@ -83,11 +84,18 @@ class Overloaded(ServiceError):
 
 
 class Draining(ServiceError):
-    """The server is stopping."""
+    """Nothing new is let in."""
 
     def __init__(self, retry_after: float) -> None:
         super().__init__("the server is draining")
         self.retry_after = retry_after  # seconds
+
+
+class Stopping(ServiceError):
+    """The process ends."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping: a drain by a signal is for good")
 
 
 class CacheUnavailable(ServiceError):

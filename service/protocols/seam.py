@@ -14,6 +14,7 @@ from engine.api import Engine
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.flush import Flusher
+from service.core.draining import Drain
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.profiling import Profiler
@@ -36,6 +37,7 @@ class UseCases:
     generator: Generator
     tokenization: Tokenization
     admission: Admission
+    drain: Drain
     switches: Switches
     caches: AnswerCaches
     flusher: Flusher

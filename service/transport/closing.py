@@ -1,15 +1,15 @@
-"""How ports close without a call that ends badly.
+"""How a port closes without a call that ends badly.
 
 A server of gRPC that shuts down says GOAWAY on its connections, and from that moment until the client has heard it, a
 call that comes in is dropped as CANCELLED, which no client retries. So before that, new calls are kept waiting: who
 calls in a loop is soon waiting for an answer, and calls no more. Then comes GOAWAY, and after it on the same connection
-the answer, a refusal with a retry hint. The next call makes a connection anew, here or elsewhere.
+the answer, a refusal with a retry hint. The next call makes a connection anew, here or elsewhere. Calls that run go on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import grpc
 _QUIET = 0.1  # seconds without a new call after which everybody who calls is taken to wait
 _LONGEST_HOLD = 0.5  # seconds, however many still come
 _GOAWAY = 0.05  # seconds that GOAWAY gets to be on its way before answers follow it
+_AS_LONG_AS_IT_TAKES = 1e6  # seconds; without a number, gRPC cancels at once
 
 if TYPE_CHECKING:  # neither has parameters while it runs
     _Interceptor = grpc.aio.ServerInterceptor[bytes, bytes]
@@ -28,12 +29,14 @@ else:
 
 
 class Gate(_Interceptor):
-    """Stands before every method of every port."""
+    """Stands before every method of a port."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
         self._came = asyncio.Event()  # another call, while they wait
+        self._leaving: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     async def intercept_service(
         self,
@@ -45,13 +48,23 @@ class Gate(_Interceptor):
             await self._open.wait()
         return await continuation(handler_call_details)
 
-    async def close(self, servers: Sequence[grpc.aio.Server], grace: float) -> None:
-        """Closes the ports. By now every handler refuses what is new; those that run get `grace` seconds to end."""
+    def leave(self, server: grpc.aio.Server) -> asyncio.Task[None]:
+        """Nobody connects any more, and clients look for another server; what runs goes on. By now every handler
+        refuses what is new. The task ends once all have been told."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(server))
+        return self._leaving
+
+    async def close(self, server: grpc.aio.Server, grace: float) -> None:
+        """Calls that run get `grace` seconds to end."""
+        await self.leave(server)
+        await server.stop(grace)
+
+    async def _leave(self, server: grpc.aio.Server) -> None:
         await self._hold()
-        stopping = [asyncio.ensure_future(server.stop(grace)) for server in servers]
+        self._stopping = asyncio.create_task(server.stop(_AS_LONG_AS_IT_TAKES))
         await asyncio.sleep(_GOAWAY)
         self._open.set()
-        await asyncio.gather(*stopping)
 
     async def _hold(self) -> None:
         """New calls wait from here on. Returns once no more come."""

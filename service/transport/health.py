@@ -72,6 +72,7 @@ class Health:
             event.set()
 
     async def _check(self, name: str, context: Context) -> bytes:
+        self.refresh()
         status = self._status.get(name)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")

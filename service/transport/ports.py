@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import ssl
@@ -51,6 +52,7 @@ class PortBounds:
     connections: int
     connection_calls: int  # on one connection; those that were reset count until nothing is left of them
     message_bytes: int
+    connection_age: float | None = None  # seconds until it is said GOAWAY, some less or more; its calls go on
 
 
 SIDE_BOUNDS = PortBounds(SIDE_PORT, 64, SMALL.message_bytes)  # of a port that is not for callers
@@ -62,6 +64,15 @@ class Port:
 
     server: grpc.aio.Server
     address: str  # with the real port where the setting said 0
+    gate: Gate
+
+    def leave(self) -> asyncio.Task[None]:
+        """See Gate.leave."""
+        return self.gate.leave(self.server)
+
+    async def close(self, grace: float) -> None:
+        """See Gate.close."""
+        await self.gate.close(self.server, grace)
 
 
 def open_port(
@@ -70,15 +81,17 @@ def open_port(
     handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]],
     credentials: grpc.ServerCredentials | None,
     bounds: PortBounds,
-    gate: Gate,
 ) -> Port:
     """A server that is bound and not yet started. Raises PortTaken, or BadSettings, which names `setting`."""
-    options = (
+    options = [
         *_OPTIONS,
         ("grpc.max_allowed_incoming_connections", bounds.connections),
         ("grpc.max_concurrent_streams", bounds.connection_calls),
         ("grpc.max_receive_message_length", bounds.message_bytes),
-    )
+    ]
+    if bounds.connection_age is not None:
+        options.append(("grpc.max_connection_age_ms", round(bounds.connection_age * 1000)))
+    gate = Gate()
     server = grpc.aio.server(options=options, interceptors=(gate,))
     server.add_generic_rpc_handlers(tuple(handlers))
     try:
@@ -90,7 +103,7 @@ def open_port(
         port = 0
     if port == 0:
         raise cannot_listen(setting, address)
-    return Port(server, f"{address.rpartition(':')[0]}:{port}")
+    return Port(server, f"{address.rpartition(':')[0]}:{port}", gate)
 
 
 def cannot_listen(setting: str, address: str) -> PortTaken | BadSettings:

@@ -145,6 +145,7 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.Unimplemented: (_C.UNIMPLEMENTED, _unimplemented),
     errors.Overloaded: (_C.RESOURCE_EXHAUSTED, _overloaded),
     errors.Draining: (_C.UNAVAILABLE, _draining),
+    errors.Stopping: (_C.FAILED_PRECONDITION, _only("STOPPING")),
     errors.CacheUnavailable: (_C.UNAVAILABLE, _cache_unavailable),
     errors.Unauthenticated: (_C.UNAUTHENTICATED, _nothing),
     errors.PermissionDenied: (_C.PERMISSION_DENIED, _nothing),

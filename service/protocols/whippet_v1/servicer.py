@@ -149,10 +149,16 @@ class AdminServicer:
         return admin_pb2.SetOptimizationResponse(optimization=render.optimization(switch))
 
     async def drain(self, request: admin_pb2.DrainRequest, call: Call) -> admin_pb2.DrainResponse:
-        """Nothing new gets in from here on."""
+        """It goes on though the caller may leave."""
         within = read_drain(request, call.origin)
-        self._cases.admission.drain()
-        return admin_pb2.DrainResponse(remaining=await self._cases.admission.idle(within))
+        self._cases.drain.begin()
+        remaining = await self._cases.drain.over(within)
+        return admin_pb2.DrainResponse(remaining=remaining, admitting=self._cases.drain.admitting)
+
+    async def undrain(self, request: admin_pb2.UndrainRequest, call: Call) -> admin_pb2.UndrainResponse:
+        """New requests are admitted when this returns."""
+        self._cases.drain.undo()
+        return admin_pb2.UndrainResponse()
 
     async def profile(self, request: admin_pb2.ProfileRequest, call: Call) -> admin_pb2.ProfileResponse:
         """Takes as long as it is asked for."""

@@ -72,6 +72,7 @@ class WhippetV1:
                 may, unary(admin_pb2.SetOptimizationRequest, as_it_is, admin.set_optimization)
             ),
             "Drain": endpoints.unary(may, unary(admin_pb2.DrainRequest, as_it_is, admin.drain)),
+            "Undrain": endpoints.unary(may, unary(admin_pb2.UndrainRequest, as_it_is, admin.undrain)),
             "Profile": endpoints.unary(may, unary(admin_pb2.ProfileRequest, as_it_is, admin.profile)),
         }
         return Services((service(ADMIN, methods, observers),), (ADMIN,))

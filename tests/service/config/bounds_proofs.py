@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,14 +14,15 @@ from unittest.mock import MagicMock
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.grpc_frames import FrameClient
 from service.config.settings import Settings
 from service.observability.record import Observers
-from service.transport.closing import Gate
 from service.transport.descriptors import connections
 from service.transport.health import Health
 from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import PortBounds, open_port
 from tests.service.config.proofs import Proof, Tools, becomes
+from tests.service.conftest import PATIENCE
 
 _SETTINGS_FRAME, _MAX_CONCURRENT_STREAMS = 4, 3
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -30,9 +32,11 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 async def data_port(settings: Settings) -> AsyncIterator[str]:
     """Its address; it has health alone."""
     limits = settings.limits
-    bounds = PortBounds(connections(limits.connections), limits.connection_calls, limits.message_bytes)
+    bounds = PortBounds(
+        connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
+    )
     health = Health(lambda: True).handlers(Inbox(SMALL, Counter()), Observers())
-    port = open_port("listen", "127.0.0.1:0", [health], None, bounds, Gate())
+    port = open_port("listen", "127.0.0.1:0", [health], None, bounds)
     await port.server.start()
     try:
         yield port.address
@@ -69,6 +73,23 @@ async def most_calls(settings: Settings, tools: Tools) -> int:
     size, kind = int.from_bytes(said[:3], "big"), said[3]
     assert kind == _SETTINGS_FRAME
     return dict(struct.iter_unpack(">HI", said[9 : 9 + size]))[_MAX_CONCURRENT_STREAMS]
+
+
+async def is_sent_away(settings: Settings, tools: Tools) -> bool:
+    """Whether an idle connection hears GOAWAY: within a second, or the patience of a test where it must."""
+
+    def wait(address: str) -> bool:
+        with FrameClient(address, time.monotonic) as client:
+            client.socket.settimeout(1.0 if settings.limits.connection_age is None else PATIENCE)
+            try:
+                while client.last_stream is None and client.read():
+                    pass
+            except TimeoutError:
+                return False
+            return client.last_stream is not None
+
+    async with data_port(settings) as address:
+        return await asyncio.to_thread(wait, address)
 
 
 async def answer_to_100_kb(settings: Settings, tools: Tools) -> grpc.StatusCode:
@@ -108,6 +129,7 @@ async def readers(settings: Settings, tools: Tools) -> int:
 PROOFS = {
     "limits.connections": Proof("3", open_connections, becomes(6, 3)),
     "limits.connection-calls": Proof("7", most_calls, becomes(256, 7)),
+    "limits.connection-age": Proof("0.1", is_sent_away, becomes(False, True)),
     "limits.message-bytes": Proof(
         "65536", answer_to_100_kb, becomes(grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
     ),

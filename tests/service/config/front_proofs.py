@@ -21,10 +21,10 @@ from engine.client import EngineClient
 from engine.fake import plain_request
 from service.config.settings import BadSettings, Settings
 from service.core.admission import Admission
+from service.core.draining import Drain
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
-from service.transport.closing import Gate
 from service.transport.ports import SIDE_BOUNDS, credentials_of, open_port
 from service.transport.writer import StallWatch
 from tests.service.asked import chat
@@ -189,10 +189,17 @@ async def waits_for_the_live(settings: Settings, tools: Tools) -> bool:
     return False
 
 
+async def admits_in_a_drain(settings: Settings, tools: Tools) -> bool:
+    """Whether a request still gets in."""
+    admission = Admission(settings.limits, lambda: 2)
+    Drain(admission, settings.drain.delay).begin()
+    return not admission.draining
+
+
 async def certificate(settings: Settings, tools: Tools) -> str:
     """Which certificate a caller without one of its own is shown, or that it is refused."""
     try:
-        port = open_port("listen", "127.0.0.1:0", [], credentials_of(settings.tls), SIDE_BOUNDS, Gate())
+        port = open_port("listen", "127.0.0.1:0", [], credentials_of(settings.tls), SIDE_BOUNDS)
     except BadSettings:
         return "refused"
     await port.server.start()
@@ -266,6 +273,7 @@ PROOFS = {
     "limits.live-requests": Proof("300", refused_after(request_of_one), becomes(4096, 300)),
     "stream.buffer-bytes": Proof("4096", pauses, becomes(False, True)),
     "stream.stall-timeout": Proof("1", stalls, becomes(False, True)),
+    "drain.delay": Proof("60", admits_in_a_drain, becomes(False, True)),
     "drain.timeout": Proof("0", waits_for_the_live, becomes(True, False)),
     "tls.cert": Proof("{folder}/again.pem", shown, other_certificate, TLS),
     "tls.key": Proof("{folder}/other.key", shown, refuses, TLS),

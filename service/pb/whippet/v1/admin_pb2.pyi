@@ -155,10 +155,20 @@ class DrainRequest(_message.Message):
     def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("remaining",)
+    __slots__ = ("remaining", "admitting")
     REMAINING_FIELD_NUMBER: _ClassVar[int]
+    ADMITTING_FIELD_NUMBER: _ClassVar[int]
     remaining: int
-    def __init__(self, remaining: _Optional[int] = ...) -> None: ...
+    admitting: bool
+    def __init__(self, remaining: _Optional[int] = ..., admitting: bool = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("duration",)

@@ -65,6 +65,11 @@ class AdminServiceStub(object):
                 request_serializer=whippet_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=whippet_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/whippet.v1.AdminService/Undrain',
+                request_serializer=whippet_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=whippet_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
+                _registered_method=True)
         self.Profile = channel.unary_unary(
                 '/whippet.v1.AdminService/Profile',
                 request_serializer=whippet_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
@@ -113,7 +118,15 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new requests, waits for the live ones. The server stays up; health says NOT_SERVING.
+        """Health says NOT_SERVING at once; `drain.delay` later no new request is taken. Waits for the live ones. The server
+        stays up, and keeps its connections; once begun, a drain goes on without this RPC.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes requests again. FAILED_PRECONDITION where the drain came by a signal, since the process is to end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +172,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=whippet_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=whippet_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=whippet_dot_v1_dot_admin__pb2.UndrainRequest.FromString,
+                    response_serializer=whippet_dot_v1_dot_admin__pb2.UndrainResponse.SerializeToString,
             ),
             'Profile': grpc.unary_unary_rpc_method_handler(
                     servicer.Profile,
@@ -329,6 +347,33 @@ class AdminService(object):
             '/whippet.v1.AdminService/Drain',
             whippet_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             whippet_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/whippet.v1.AdminService/Undrain',
+            whippet_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+            whippet_dot_v1_dot_admin__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
