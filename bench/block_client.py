@@ -23,7 +23,7 @@ from bench.about import device, revision
 from bench.redis_server import redis_server
 from cache.api import BlockLayout, BlockRun, CacheKey, RedisSettings
 from cache.kv_blocks.codec import OVERHEAD, RunCodec
-from cache.kv_blocks.resp import RespConnection
+from cache.kv_blocks.connection import connect
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
 
@@ -40,7 +40,7 @@ class Ours:
     """As `RedisBlocks` does it: the next value is asked for before this one is read, into one buffer."""
 
     def __init__(self, url: str) -> None:
-        self._link = RespConnection(RedisSettings(url=url), time.monotonic() + PATIENCE)
+        self._link = connect(RedisSettings(url=url), time.monotonic() + PATIENCE)
         self._scratch = memoryview(bytearray(MIB + OVERHEAD))
 
     def store(self, key: CacheKey, value: bytes) -> None:

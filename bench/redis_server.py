@@ -52,10 +52,8 @@ class RedisServer:
         binary = shutil.which("redis-server")
         if binary is None:
             raise RuntimeError("redis-server is needed: apt-get install redis-server")
-        listen = () if "--tls-port" in self.arguments else ("--port", str(self.port))
-        common = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder))
         self.process = subprocess.Popen(
-            [binary, *listen, *common, *self.arguments],
+            [binary, *self._arguments()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -66,6 +64,13 @@ class RedisServer:
             time.sleep(0.01)
         self.stop()
         raise RuntimeError("redis-server did not start")
+
+    def _arguments(self) -> tuple[str, ...]:
+        if "--sentinel" in self.arguments:
+            return self.arguments  # all that it needs is in its file, which comes first
+        listen = () if "--tls-port" in self.arguments else ("--port", str(self.port))
+        common = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder))
+        return (*listen, *common, *self.arguments)
 
     def pause(self) -> None:
         """Stops the process: it answers nothing, and its connections stay open."""

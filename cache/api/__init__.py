@@ -25,15 +25,14 @@ from cache.api.answers import (
 )
 from cache.api.blocks import BlockLayout, BlockRun, BlockStore, Fetched, OpenBlockStore
 from cache.api.counting import BORDERS, Counter, Times
+from cache.api.redis_settings import Address, BreakerSettings, Login, RedisSettings
 from cache.api.semantic import Candidate, Mode, SemanticCache, SemanticLookup, Verdict
 from cache.api.settings import (
     DIRECTORY_MEMBERS,
     BlockSettings,
-    BreakerSettings,
     CacheOptions,
     CacheSettings,
     PrefixOptions,
-    RedisSettings,
     ResponseSettings,
     SemanticOptions,
     SemanticSettings,
@@ -48,6 +47,7 @@ __all__ = [
     "LENGTH",
     "LINGER",
     "STOPPED",
+    "Address",
     "Allowance",
     "AnswerEnding",
     "AnswerPart",
@@ -70,6 +70,7 @@ __all__ = [
     "Generation",
     "InvalidKeyFile",
     "Kind",
+    "Login",
     "Mode",
     "ModelIdentity",
     "OpenBlockStore",

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from cache.api.redis_settings import LOOKUP_BUDGET, RedisSettings, positive
 from cache.api.semantic import Mode
 
-LOOKUP_BUDGET = 0.020  # seconds
 MEMORY_BYTES = 256 * 2**20
 DIRECTORY_MEMBERS = 20_000
 _STRICT = 0.80  # cosine
@@ -24,59 +24,6 @@ def setting(default: object, help: str, **bounds: object) -> Any:
     return field(default=default, metadata={"description": help, **bounds})
 
 
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be greater than 0, not {value}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakerSettings:
-    """When to stop sending commands to a store that fails."""
-
-    failures: int = 3  # within `window`, to open
-    window: float = 1.0  # seconds
-    cooldown: float = 1.0  # seconds open, then one probe
-
-    def __post_init__(self) -> None:
-        _positive(failures=self.failures, window=self.window, cooldown=self.cooldown)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisSettings:
-    """How to reach Redis and how long to wait for it."""
-
-    url: str  # redis:// or rediss://, user name and database included
-    password_file: Path | None = None  # replaces a password in the URL
-    ca_file: Path | None = None  # for rediss://; None: the system's
-    budget: float = LOOKUP_BUDGET  # seconds that a request waits for all its lookups, a prefix fetch for its first byte
-    write_budget: float = 0.250  # seconds; writes are off the request's path
-    admin_budget: float = 5.0  # seconds; scans and flushes
-    connections: int = 16  # small values; as many again for bulk
-    queue_items: int = 1024
-    queue_bytes: int = 64 * 2**20
-    jitter: float = 0.1  # share of a TTL, both ways, so that entries do not expire together
-    breaker: BreakerSettings = field(default_factory=BreakerSettings)
-
-    def __post_init__(self) -> None:
-        _positive(
-            budget=self.budget,
-            write_budget=self.write_budget,
-            admin_budget=self.admin_budget,
-            connections=self.connections,
-            queue_items=self.queue_items,
-            queue_bytes=self.queue_bytes,
-        )
-        if not self.url.startswith(("redis://", "rediss://")):
-            raise ValueError("redis url must begin with redis:// or rediss://")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"jitter must be in [0, 1), not {self.jitter}")
-
-    def password(self) -> str | None:
-        """The password file's content. None: what the URL has. Raises OSError."""
-        return None if self.password_file is None else self.password_file.read_text().strip()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseSettings:
     """Answers to identical questions."""
@@ -85,7 +32,7 @@ class ResponseSettings:
     max_bytes: int = setting(1 << 20, "of one answer; larger ones are not kept", ge=1024)
 
     def __post_init__(self) -> None:
-        _positive(ttl=self.ttl, max_bytes=self.max_bytes)
+        positive(ttl=self.ttl, max_bytes=self.max_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +45,7 @@ class SingleFlightSettings:
     retention: float = 30.0  # seconds that a finished generation can still be read
 
     def __post_init__(self) -> None:
-        _positive(lease=self.lease, heartbeat=self.heartbeat, patience=self.patience, retention=self.retention)
+        positive(lease=self.lease, heartbeat=self.heartbeat, patience=self.patience, retention=self.retention)
         if self.heartbeat * 2 > self.lease:
             raise ValueError("lease must be at least two heartbeats long")
 
@@ -129,8 +76,8 @@ class SemanticSettings(SemanticOptions):
     max_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
-        _positive(min_tokens=self.min_tokens, candidates=self.candidates, ttl=self.ttl, max_bytes=self.max_bytes)
-        _positive(max_entries=self.max_entries, max_indexed=self.max_indexed)
+        positive(min_tokens=self.min_tokens, candidates=self.candidates, ttl=self.ttl, max_bytes=self.max_bytes)
+        positive(max_entries=self.max_entries, max_indexed=self.max_indexed)
         if not 0.5 <= self.strict_threshold <= self.threshold <= 1:
             raise ValueError("0.5 ≤ strict_threshold ≤ threshold ≤ 1 must hold")
         if not self.min_tokens <= self.max_tokens <= 254:
@@ -159,8 +106,8 @@ class BlockSettings(PrefixOptions):
     timeout: float = 2.0  # seconds of one read, beyond the gate's own deadline
 
     def __post_init__(self) -> None:
-        _positive(ttl=self.ttl, chunk_bytes=self.chunk_bytes, min_tokens=self.min_tokens, timeout=self.timeout)
-        _positive(queue_bytes=self.queue_bytes, seen=self.seen)
+        positive(ttl=self.ttl, chunk_bytes=self.chunk_bytes, min_tokens=self.min_tokens, timeout=self.timeout)
+        positive(queue_bytes=self.queue_bytes, seen=self.seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,16 +122,24 @@ class CacheSettings:
     semantic: SemanticSettings = field(default_factory=SemanticSettings)
 
     def __post_init__(self) -> None:
-        _positive(memory_bytes=self.memory_bytes)
+        positive(memory_bytes=self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     """What is cached, and where. Raises ValueError for what can never work."""
 
-    redis_url: str | None = setting(None, "redis:// or rediss://, shared by replicas; unset: this process's memory")
+    redis_url: str | None = setting(
+        None, "redis[s]://[user@]host:port/database, shared by replicas; unset: this process's memory"
+    )
     redis_password_file: Path | None = setting(None, "beats a password in the URL")
     redis_ca_file: Path | None = setting(None, "for rediss://; unset: the system's")
+    redis_cert_file: Path | None = setting(None, "certificate that rediss:// shows, PEM")
+    redis_key_file: Path | None = setting(None, "its private key, PEM")
+    redis_sentinels: str | None = setting(
+        None, "[user@]host:port,host:port,…; the URL's host is then the name of the master that they watch"
+    )
+    redis_sentinel_password_file: Path | None = setting(None, "for redis-sentinels")
     redis_budget: float = setting(LOOKUP_BUDGET, "seconds that all lookups of a request take", ge=0.001, le=1)
     key_file: Path | None = setting(
         None, "secrets that replicas share; unset: made up, entries are lost with the process"
@@ -195,6 +150,8 @@ class CacheOptions:
     prefix: PrefixOptions = field(default_factory=PrefixOptions)
 
     def __post_init__(self) -> None:
+        if self.redis_url is None and self.redis_sentinels is not None:
+            raise ValueError("redis-sentinels needs redis-url, which names the master")
         self.front()
 
     def front(self) -> CacheSettings:
@@ -222,6 +179,10 @@ class CacheOptions:
             url=self.redis_url,
             password_file=self.redis_password_file,
             ca_file=self.redis_ca_file,
+            cert_file=self.redis_cert_file,
+            key_file=self.redis_key_file,
+            sentinels=self.redis_sentinels,
+            sentinel_password_file=self.redis_sentinel_password_file,
             budget=self.redis_budget,
         )
 

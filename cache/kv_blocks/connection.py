@@ -2,20 +2,78 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-from cache.api import RedisSettings
+from cache.api import Address, RedisSettings
 from cache.kv_blocks.resp import ForeignValueError, RespConnection, RespError
 from cache.store.breaker import Breaker
+from cache.store.redis_hello import (
+    FORBIDDEN,
+    STRANGER,
+    Complaints,
+    NotMasterError,
+    UnfitError,
+    check_hello,
+    master_address,
+)
+
+CONNECT = 1.0  # seconds that connecting may take, beyond the deadline of the fetch that began it
+_SENTENCES = {"WRONGPASS": STRANGER, "NOAUTH": STRANGER, "NOPERM": FORBIDDEN}
+
+
+def connect(settings: RedisSettings, deadline: float) -> RespConnection:
+    """Raises OSError, RespError, and where nothing can be kept in what answers, UnfitError and NotMasterError."""
+    where, watched = settings.where, settings.watched is not None
+    link = RespConnection(_master(settings, deadline) if watched else where.address, settings.tls(), deadline)
+    try:
+        link.log_in(settings.login(), deadline)
+        check_hello(link.listed(b"HELLO", b"2", deadline=deadline), watched)
+        if where.database:
+            link.command(b"SELECT", b"%d" % where.database, deadline=deadline)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _master(settings: RedisSettings, deadline: float) -> Address:
+    """What the first sentinel says that knows. Each has its share of the time, since some may be silent."""
+    addresses = () if settings.watched is None else settings.watched.addresses
+    for at, address in enumerate(addresses):
+        now = time.monotonic()
+        until = now + (deadline - now) / (len(addresses) - at + 1)  # the last share is the master's own
+        try:
+            found = _asked(settings, address, until)
+        except (OSError, RespError):
+            continue
+        if found is not None:
+            return found
+    raise NotMasterError
+
+
+def _asked(settings: RedisSettings, sentinel: Address, deadline: float) -> Address | None:
+    link = RespConnection(sentinel, settings.tls(), deadline)
+    try:
+        link.log_in(settings.sentinel_login(), deadline)
+        name = settings.where.address.host.encode()
+        return master_address(link.listed(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name, deadline=deadline))
+    finally:
+        link.close()
 
 
 class BlockConnection:
-    """Used by one thread at a time."""
+    """Used by one thread at a time. Connecting may take longer than a fetch may wait (TLS, sentinels, a far server): it
+    goes on beside, and the next one finds the connection."""
 
-    def __init__(self, settings: RedisSettings, breaker: Breaker) -> None:
+    def __init__(self, settings: RedisSettings, breaker: Breaker, complaints: Complaints) -> None:
         self._settings = settings
         self._breaker = breaker
+        self._complaints = complaints
+        self._connecting = ThreadPoolExecutor(1, "redis-connect")
+        self._coming: Future[RespConnection] | None = None
         self._link: RespConnection | None = None
 
     @property
@@ -31,21 +89,52 @@ class BlockConnection:
         whole = False
         try:
             if self._link is None:
-                self._link = RespConnection(self._settings, deadline)
+                self._link = self._connected(deadline)
             yield self._link
             whole = True
         except ForeignValueError:
             whole = True
-            self.close()  # what is left of the value would be read as the next answer
+            self._drop()  # what is left of the value would be read as the next answer
+            raise
+        except UnfitError as error:
+            self._complaints.about(str(error))
+            raise RespError(type(error).__name__) from None
+        except NotMasterError as error:
+            raise RespError(type(error).__name__) from None
+        except RespError as error:
+            if sentence := _SENTENCES.get(str(error)):
+                self._complaints.about(sentence)
             raise
         finally:
             if whole:
                 self._breaker.succeeded()
             else:
                 self._breaker.failed()
-                self.close()
+                self._drop()
 
     def close(self) -> None:
+        """Nothing may be opened any more."""
+        self._connecting.shutdown(wait=False, cancel_futures=True)
+        if self._coming is not None:
+            self._coming.add_done_callback(_close_unused)
+        self._drop()
+
+    def _connected(self, deadline: float) -> RespConnection:
+        now = time.monotonic()
+        if self._coming is None:
+            self._coming = self._connecting.submit(connect, self._settings, max(deadline, now + CONNECT))
+        wait([self._coming], deadline - now)
+        if not self._coming.done():
+            raise TimeoutError("still connecting")
+        coming, self._coming = self._coming, None
+        return coming.result()
+
+    def _drop(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+def _close_unused(coming: Future[RespConnection]) -> None:
+    if not coming.cancelled() and coming.exception() is None:
+        coming.result().close()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from urllib.parse import unquote, urlsplit
 
-from cache.api import RedisSettings
+from cache.api import Address, Login
 
 LINE_LIMIT = 65_536
+LIST_LIMIT = 1024  # entries of a list, those of lists within it included
 HEAD = 4096  # bytes read while looking for a line's end; what of it belongs to a value is copied once
 
 
@@ -29,17 +29,14 @@ class RespConnection:
     """Connects when made. Every call has a deadline on `time.monotonic`. After any error but OtherTypeError the
     connection is useless."""
 
-    def __init__(self, settings: RedisSettings, deadline: float) -> None:
-        parts = urlsplit(settings.url)
-        self._socket = socket.create_connection((parts.hostname or "localhost", parts.port or 6379), _left(deadline))
+    def __init__(self, address: Address, tls: ssl.SSLContext | None, deadline: float) -> None:
+        self._socket = socket.create_connection(address, _left(deadline))
+        self._head = b""
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if parts.scheme == "rediss":
-                cafile = None if settings.ca_file is None else str(settings.ca_file)
-                context = ssl.create_default_context(cafile=cafile)
-                self._socket = context.wrap_socket(self._socket, server_hostname=parts.hostname)
-            self._head = b""
-            self._greet(settings, deadline)
+            if tls is not None:
+                self._socket.settimeout(_left(deadline))
+                self._socket = tls.wrap_socket(self._socket, server_hostname=address.host)
         except BaseException:
             self.close()
             raise
@@ -63,22 +60,7 @@ class RespConnection:
 
     def answer(self, deadline: float) -> bytes | int | None:
         """A short answer: status, number or small value. Raises RespError on an error answer."""
-        line = self._line(deadline)
-        mark, rest = line[:1], line[1:]
-        if mark == b"+":
-            return rest
-        if mark == b":":
-            return _number(rest)
-        if mark == b"-":
-            raise RespError(rest.split(b" ", 1)[0].decode("ascii", "replace"))
-        length = self._length(line)
-        if length is None:
-            return None
-        if length > LINE_LIMIT:
-            raise RespError("a long answer")
-        value = bytearray(length + 2)
-        self._fill(memoryview(value), deadline)
-        return bytes(value[:length])
+        return self._value(self._line(deadline), deadline)
 
     def bulk(self, into: memoryview, deadline: float, begin: float | None = None) -> int | None:
         """Reads a value into a buffer and returns its length, None where the key is absent. `begin` is an earlier
@@ -103,16 +85,57 @@ class RespConnection:
         self.send(*words, deadline=deadline)
         return self.answer(deadline)
 
-    def _greet(self, settings: RedisSettings, deadline: float) -> None:
-        parts = urlsplit(settings.url)
-        password = settings.password()
-        if password is None:
-            password = unquote(parts.password) if parts.password else ""
-        if password:
-            user = (unquote(parts.username).encode(),) if parts.username else ()
-            self.command(b"AUTH", *user, password.encode(), deadline=deadline)
-        if database := parts.path.strip("/"):
-            self.command(b"SELECT", database.encode(), deadline=deadline)
+    def listed(self, *words: bytes, deadline: float) -> list[bytes | int | None] | None:
+        """A command whose answer is a short list, with what lists within it hold behind one another."""
+        self.send(*words, deadline=deadline)
+        found: list[bytes | int | None] = []
+        left = self._entries(self._line(deadline))
+        if left is None:
+            return None
+        taken = 0
+        while left:
+            left, taken = left - 1, taken + 1
+            line = self._line(deadline)
+            if line[:1] == b"*":
+                left += self._entries(line) or 0
+            else:
+                found.append(self._value(line, deadline))
+            if taken + left > LIST_LIMIT:
+                raise RespError("a long list")
+        return found
+
+    def log_in(self, login: Login, deadline: float) -> None:
+        """Does nothing without a password."""
+        if login.password:
+            user = (login.user.encode(),) if login.user else ()
+            self.command(b"AUTH", *user, login.password.encode(), deadline=deadline)
+
+    def _value(self, line: bytes, deadline: float) -> bytes | int | None:
+        mark, rest = line[:1], line[1:]
+        if mark == b"+":
+            return rest
+        if mark == b":":
+            return _number(rest)
+        if mark == b"-":
+            raise RespError(rest.split(b" ", 1)[0].decode("ascii", "replace"))
+        length = self._length(line)
+        if length is None:
+            return None
+        if length > LINE_LIMIT:
+            raise RespError("a long answer")
+        value = bytearray(length + 2)
+        self._fill(memoryview(value), deadline)
+        return bytes(value[:length])
+
+    @staticmethod
+    def _entries(line: bytes) -> int | None:
+        """Of a list; None for none at all. Raises RespError, also on an error answer."""
+        if line[:1] == b"-":
+            raise RespError(line[1:].split(b" ", 1)[0].decode("ascii", "replace"))
+        if line[:1] != b"*":
+            raise RespError("not a list")
+        count = _number(line[1:])
+        return None if count < 0 else count
 
     def _line(self, deadline: float) -> bytes:
         while (end := self._head.find(b"\r\n")) < 0:

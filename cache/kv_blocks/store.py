@@ -17,6 +17,7 @@ from cache.kv_blocks.policy import SecondUse
 from cache.kv_blocks.resp import OtherTypeError, RespConnection, RespError
 from cache.seal.keyring import Keyring
 from cache.store.breaker import Breaker
+from cache.store.redis_hello import Complaints
 
 PROBE_BYTES = 1 << 18
 PROBE_EVERY = 30.0  # seconds without a fetch, after which the link is measured again
@@ -33,8 +34,10 @@ class RedisBlocks:
         self._gate = FetchGate(layout.token_bytes, settings.min_tokens)
         self._policy = SecondUse(settings.seen)
         self._run_tokens = max(1, settings.chunk_bytes // (layout.token_bytes * layout.page_size)) * layout.page_size
-        self._reader = BlockConnection(settings.redis, Breaker(settings.redis.breaker))
-        self._writer = BlockConnection(settings.redis, Breaker(settings.redis.breaker))
+        complaints = Complaints()
+        self._reader, self._writer = (
+            BlockConnection(settings.redis, Breaker(settings.redis.breaker), complaints) for _ in range(2)
+        )
         self._fetching = ThreadPoolExecutor(1, "block-fetch")
         self._queue: deque[tuple[CacheKey, BlockRun, bytes]] = deque()
         self._queued = 0  # bytes

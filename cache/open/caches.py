@@ -224,5 +224,5 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
 def _share(
     redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: SingleFlightSettings, counter: Counter
 ) -> _Shared:
-    patient = Link(redis, redis.write_budget, "flight", counter)
+    patient = Link(store.server, redis.write_budget, "flight", counter)
     return _Shared(CrossProcess(Leases(store.link, patient, settings), envelope, settings, counter), patient)

@@ -7,7 +7,6 @@ from pathlib import Path
 from cache.api import RedisSettings
 from cache.seal.keyring import Keyring
 from cache.semantic.export import missing
-from cache.store.redis_link import open_client
 
 
 def check_key_file(path: Path) -> None:
@@ -16,8 +15,10 @@ def check_key_file(path: Path) -> None:
 
 
 def check_redis(settings: RedisSettings) -> None:
-    """Reads the address and the files it names, and does not connect. Raises OSError and ValueError."""
-    open_client(settings, settings.budget)
+    """Reads the files that are named, and does not connect. Raises OSError."""
+    settings.login()
+    settings.sentinel_login()
+    settings.tls()
 
 
 def missing_for_semantic(model: Path | None) -> tuple[str, ...]:

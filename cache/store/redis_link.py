@@ -1,32 +1,24 @@
-"""One pool of connections to Redis, its time budget and its breakers. The only module that depends on how redis-py
-behaves.
-
-redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried
-and every wait is cut by a budget.
-"""
+"""One pool of connections to Redis, its time budget, which cuts every wait, and its breakers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import msgspec
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.asyncio import Redis
+from redis.exceptions import ReadOnlyError, ResponseError
 
-from cache.api import BreakerState, Counter, RedisSettings, StoreFault
+from cache.api import BreakerState, Counter, StoreFault
 from cache.store.breaker import Breaker
+from cache.store.redis_open import RedisServer, close
 
 T = TypeVar("T")
 Command = Callable[[Redis], Awaitable[object]]
 
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
-READ_SIZE = 1 << 20
 CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
 
 
@@ -52,28 +44,6 @@ def of_another_type(error: Exception) -> bool:
     return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
 
 
-def open_client(settings: RedisSettings, wait: float) -> Redis:
-    """A client with one connection that waits `wait` seconds at most on its socket, and gives replies as they came."""
-    options: dict[str, Any] = {
-        "max_connections": 1,
-        "socket_timeout": wait,
-        "socket_connect_timeout": wait,
-        "socket_read_size": READ_SIZE,
-        "retry": Retry(NoBackoff(), 0),
-        "retry_on_timeout": False,
-        "protocol": 2,
-        "driver_info": None,
-    }
-    if settings.ca_file is not None and urlsplit(settings.url).scheme == "rediss":
-        options["ssl_ca_certs"] = str(settings.ca_file)
-    pool = ConnectionPool.from_url(settings.url, **options)
-    if (password := settings.password()) is not None:
-        pool.connection_kwargs["password"] = password  # as an option, the URL's would replace it
-    client = Redis.from_pool(pool)
-    client.response_callbacks.clear()  # they take every reply for what it should be
-    return client
-
-
 class Clients:
     """At most `connections` clients. One whose command was interrupted is closed, never used again: its late answer
     would be read as that of the next command, and redis-py's own pool loses a connection whose release is cancelled.
@@ -82,10 +52,11 @@ class Clients:
     has given up.
     """
 
-    def __init__(self, settings: RedisSettings, wait: float) -> None:
-        self._settings = settings
+    def __init__(self, server: RedisServer, wait: float) -> None:
+        self._server = server
         self._wait = max(wait, CONNECT)
-        self._free = asyncio.Semaphore(settings.connections)
+        self._most = server.settings.connections
+        self._free = asyncio.Semaphore(self._most)
         self._idle: list[Redis] = []
         self._tasks: set[asyncio.Task[Any]] = set()  # that connect or close
 
@@ -98,54 +69,46 @@ class Clients:
             try:
                 yield client
                 whole = True
-            except ResponseError:
-                whole = True
+            except ResponseError as error:
+                # A master that has become a replica: the sentinels know the new one.
+                whole = not (isinstance(error, ReadOnlyError) and self._server.settings.sentinels)
                 raise
             finally:
                 if whole:
                     self._keep(client)
                 else:
-                    self._task(_close(client))
+                    self._task(close(client))
 
     async def aclose(self) -> None:
         """Closes the connections once they are idle; waits no longer than a command may take."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._wait):
-                for _ in range(self._settings.connections):
+                for _ in range(self._most):
                     await self._free.acquire()
         if self._tasks:
             await asyncio.wait(self._tasks)
         while self._idle:
-            self._task(_close(self._idle.pop()))
+            self._task(close(self._idle.pop()))
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def _connected(self) -> Redis:
-        task = self._task(self._connect())
+        task = self._task(self._server.client(self._wait))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(self._left_behind)
             raise
 
-    async def _connect(self) -> Redis:
-        client = open_client(self._settings, self._wait)
-        try:
-            await cast("Awaitable[object]", client.ping())
-        except BaseException:
-            await _close(client)
-            raise
-        return client
-
     def _left_behind(self, task: asyncio.Task[Redis]) -> None:
         if not task.cancelled() and task.exception() is None:
             self._keep(task.result())
 
     def _keep(self, client: Redis) -> None:
-        if len(self._idle) < self._settings.connections:
+        if len(self._idle) < self._most:
             self._idle.append(client)
         else:
-            self._task(_close(client))
+            self._task(close(client))
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work, name="redis connection")
@@ -154,21 +117,17 @@ class Clients:
         return task
 
 
-async def _close(client: Redis) -> None:
-    with suppress(RedisError, OSError):
-        await client.aclose(close_connection_pool=True)
-
-
 class Link:
     """Commands under a budget and behind breakers, one for reads and one for writes: a full Redis can still be read."""
 
-    def __init__(self, settings: RedisSettings, budget: float, name: str, counter: Counter) -> None:
-        self._clients = Clients(settings, budget)
+    def __init__(self, server: RedisServer, budget: float, name: str, counter: Counter) -> None:
+        self._server = server
+        self._clients = Clients(server, budget)
         self._budget = budget
         self._name = name
         self._counter = counter
-        self._reads = Breaker(settings.breaker)
-        self._writes = Breaker(settings.breaker)
+        self._reads = Breaker(server.settings.breaker)
+        self._writes = Breaker(server.settings.breaker)
         self._closed = False
 
     @property
@@ -208,6 +167,7 @@ class Link:
     def _fault(self, breaker: Breaker, error: Exception) -> StoreFault:
         word = type(error).__name__
         self._counter.count("cache_fault", word)
+        self._server.refused(error)
         if of_another_type(error):
             breaker.succeeded()
         else:

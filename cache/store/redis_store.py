@@ -10,6 +10,7 @@ from redis.exceptions import ResponseError
 
 from cache.api import DIRECTORY_MEMBERS, BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings, is_name
 from cache.store.redis_link import Command, Link, OddReply, ignored, of_another_type, reply_as
+from cache.store.redis_open import RedisServer
 from cache.store.writer import Write, WriteQueue
 
 CLOSE_WITHIN = 1.0
@@ -50,9 +51,10 @@ class RedisStore:
         self._settings = settings
         self._members = members  # of a directory; the oldest goes first
         self._counter = counter
-        self._small = Link(settings, settings.budget, "small", counter)
-        self._bulk = Link(settings, settings.write_budget, "bulk", counter)
-        self._admin = Link(settings, settings.admin_budget, "admin", counter)
+        self.server = RedisServer(settings)
+        self._small = Link(self.server, settings.budget, "small", counter)
+        self._bulk = Link(self.server, settings.write_budget, "bulk", counter)
+        self._admin = Link(self.server, settings.admin_budget, "admin", counter)
         self._queue = WriteQueue(self._flush, settings.queue_items, settings.queue_bytes, counter)
         self._random = random.Random()
 
@@ -155,6 +157,7 @@ class RedisStore:
         await self._queue.aclose(CLOSE_WITHIN)
         for link in (self._small, self._bulk, self._admin):
             await link.aclose()
+        await self.server.aclose()
 
     async def _flush(self, writes: Sequence[Write]) -> None:
         async def command(client: Redis) -> object:

@@ -30,16 +30,7 @@ def checked(options: CacheOptions) -> CacheOptions:
             check_key_file(options.key_file)
         except InvalidKeyFile as error:
             raise BadSettings(f"cache.key-file: {error}") from None
-    for name, path in (("redis-password", options.redis_password_file), ("redis-ca", options.redis_ca_file)):
-        if path is not None and not path.is_file():
-            raise BadSettings(f"cache.{name}-file: {path} is no file")
-    redis = options.front().redis
-    if redis is not None:
-        try:
-            check_redis(redis)
-        except (OSError, ValueError) as error:
-            # The URL may hold a password: what is wrong with it is not repeated.
-            raise BadSettings(f"cache.redis-url: not the address of a Redis ({type(error).__name__})") from None
+    _check_redis(options)
     absent = missing_for_semantic(options.semantic.model) if options.semantic.mode is not Mode.OFF else ()
     if not absent:
         return options
@@ -47,6 +38,23 @@ def checked(options: CacheOptions) -> CacheOptions:
         raise BadSettings(f"cache.semantic.mode: `on` needs {', '.join(absent)}: {_EXTRA}")
     _log.info("cache: no semantic cache, since %s is not installed: %s", absent[0], _EXTRA)
     return replace(options, semantic=replace(options.semantic, mode=Mode.OFF))
+
+
+def _check_redis(options: CacheOptions) -> None:
+    """Raises BadSettings. Does not connect: a server starts without its Redis."""
+    named = {name: getattr(options, f"redis_{name}_file") for name in ("password", "ca", "cert", "key")}
+    for name, path in (named | {"sentinel-password": options.redis_sentinel_password_file}).items():
+        if path is not None and not path.is_file():
+            raise BadSettings(f"cache.redis-{name}-file: {path} is no file")
+    redis = options.front().redis
+    if redis is None:
+        return
+    try:
+        check_redis(redis)
+    except (OSError, ValueError) as error:
+        raise BadSettings(
+            f"cache.redis-…-file: cannot be used ({getattr(error, 'reason', type(error).__name__)})"
+        ) from None
 
 
 class AnswerCaches:

@@ -18,6 +18,7 @@ from cache.open.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
 from cache.store.redis_link import Link
+from cache.store.redis_open import RedisServer
 from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask, read, spelled
 
 QUICK = SingleFlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
@@ -40,8 +41,8 @@ async def make_shared(redis_server: Any, keyring: Keyring, counters: Counters) -
     def make(
         url: str = redis_server.url, settings: SingleFlightSettings = QUICK, budget: float = 1.0, most: int = 1 << 20
     ) -> CrossProcess:
-        redis = RedisSettings(url=url)
-        pair = (Link(redis, budget, "small", counters), Link(redis, budget, "flight", counters))
+        server = RedisServer(RedisSettings(url=url))
+        pair = (Link(server, budget, "small", counters), Link(server, budget, "flight", counters))
         links.extend(pair)
         made.append(CrossProcess(Leases(*pair, settings), Envelope(keyring, most, counters), settings, counters))
         return made[-1]

@@ -17,9 +17,10 @@ import pytest
 
 from cache.api import BlockLayout, BlockRun, BlockSettings, BreakerSettings, BreakerState, InvalidKeyFile, RedisSettings
 from cache.kv_blocks.codec import OVERHEAD, RunCodec
+from cache.kv_blocks.connection import connect
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.policy import SecondUse
-from cache.kv_blocks.resp import RespConnection, RespError
+from cache.kv_blocks.resp import RespError
 from cache.kv_blocks.store import RedisBlocks
 from cache.open.blocks import open_blocks
 from cache.open.counters import Counters
@@ -293,7 +294,7 @@ def test_runs_are_whole_pages(make_blocks: Make) -> None:
 
 def test_the_raw_client_against_the_server(redis_server: Any) -> None:
     settings = RedisSettings(url=redis_server.url)
-    link = RespConnection(settings, time.monotonic() + 5)
+    link = connect(settings, time.monotonic() + 5)
     deadline = time.monotonic() + 5
     assert link.command(b"PING", deadline=deadline) == b"PONG"
     assert link.command(b"INCR", b"n", deadline=deadline) == 1

@@ -273,7 +273,7 @@ REPLIES = (
 
 @asynccontextmanager
 async def answering(reply: bytes) -> AsyncIterator[str]:
-    """A server that says the same to every command but PING. Gives its address."""
+    """A server that says the same to every command but HELLO. Gives its address."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -282,7 +282,7 @@ async def answering(reply: bytes) -> AsyncIterator[str]:
                 for _ in range(int(head[1:])):
                     size = int((await reader.readline())[1:])
                     words.append((await reader.readexactly(size + 2))[:-2])
-                writer.write(b"+PONG\r\n" if words[0] == b"PING" else reply)
+                writer.write(b"*0\r\n" if words[0] == b"HELLO" else reply)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:

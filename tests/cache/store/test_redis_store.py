@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -18,6 +17,7 @@ from cache.api import BreakerSettings, BreakerState, CacheKey, Kind, RedisSettin
 from cache.open.counters import Counters
 from cache.store.redis_store import RedisStore
 from tests.cache.waiting import plain_wait, until
+from tests.redis_guarded import certify, tls_flags
 
 PARTITION = "ab" * 16
 BUDGET = 0.020
@@ -280,33 +280,13 @@ async def test_password(make_redis: Callable[..., Any], tmp_path: Path, counters
         await wrong.get_many([key(1)])
 
 
-@pytest.fixture
-def certificates(tmp_path: Path) -> Path:
-    """An authority and a server's certificate, made by openssl."""
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
-    openssl("req", "-x509", *curve, "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
-    openssl("req", *curve[:-2], "-subj", "/CN=localhost", "-keyout", "redis.key", "-out", "redis.csr")
-    (tmp_path / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
-    openssl("x509", "-req", "-in", "redis.csr", *sign, "-out", "redis.pem")
-    return tmp_path
-
-
 async def test_tls(
-    make_redis: Callable[..., Any], certificates: Path, counters: Counters, open_store: Open, unused_port: int
+    make_redis: Callable[..., Any], tmp_path: Path, counters: Counters, open_store: Open, unused_port: int
 ) -> None:
-    files = [f"--tls-{name}-file" for name in ("cert", "key", "ca-cert")]
-    paths = [str(certificates / name) for name in ("redis.pem", "redis.key", "ca.pem")]
-    pairs = [word for pair in zip(files, paths, strict=True) for word in pair]
-    server = make_redis(
-        "--port", "0", "--tls-port", str(unused_port), "--tls-auth-clients", "no", *pairs, port=unused_port
-    )
+    certify(tmp_path)
+    server = make_redis(*tls_flags(tmp_path, unused_port, "no"), port=unused_port)
     url = f"rediss://127.0.0.1:{server.port}/0"
-    trusting = await warmed(open_store(url, ca_file=certificates / "ca.pem", budget=2.0))
+    trusting = await warmed(open_store(url, ca_file=tmp_path / "ca.pem", budget=2.0))
     await trusting.set(key(1), b"sealed twice", 60)
     assert await trusting.get_many([key(1)]) == (b"sealed twice",)
     wary = open_store(url, budget=2.0)

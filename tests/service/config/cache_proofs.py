@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from cache.seal.partition import Epochs, Partitions
 from cache.store.memory import MemoryStore
 from engine.kv.open_tier import open_tier
 from service.config.settings import Settings
+from tests.redis_guarded import certify, tls_flags
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
@@ -171,11 +171,10 @@ async def front_reaches(options: CacheOptions, wait: float) -> bool:
     return ("response_lookup", "miss") in counters.counts()
 
 
-async def both_reach(server: RedisServer, options: CacheOptions, scheme: str) -> tuple[bool, bool]:
-    """Whether front and engine can work with a Redis."""
-    options = replace(options, redis_url=f"{scheme}:{server.port}/0", redis_budget=1.0)
-    given = options.redis_password_file or options.redis_ca_file
-    wait = 0.5 if given is None else 10.0  # seconds to try
+async def both_reach(url: str, options: CacheOptions, hopeful: bool) -> tuple[bool, bool]:
+    """Whether front and engine can work with a Redis; looked for long where it should be so."""
+    options = replace(options, redis_url=url, redis_budget=1.0)
+    wait = 10.0 if hopeful else 0.5  # seconds to try
     return await front_reaches(options, wait), await fetched(options, wait)
 
 
@@ -183,40 +182,45 @@ async def reaches_secured(settings: Settings, tools: Tools) -> tuple[bool, bool]
     """A Redis with a password, where the URL has another one."""
     (tools.folder / "password").write_text("right\n")
     server = RedisServer(tools.folder, arguments=("--requirepass", "right")).start()
+    url = f"redis://:wrong@127.0.0.1:{server.port}/0"
     try:
-        return await both_reach(server, settings.cache, "redis://:wrong@127.0.0.1")
+        return await both_reach(url, settings.cache, settings.cache.redis_password_file is not None)
     finally:
         server.stop()
-
-
-def certify(folder: Path) -> None:
-    """An authority and the server's certificate."""
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *curve, "-days", "2", "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
-    openssl("req", *curve, "-subj", "/CN=localhost", "-keyout", "redis.key", "-out", "redis.csr")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
-    openssl("x509", "-req", "-in", "redis.csr", *sign, "-out", "redis.pem")
 
 
 async def reaches_certified(settings: Settings, tools: Tools) -> tuple[bool, bool]:
-    """A Redis whose certificate the system does not trust."""
-    folder = tools.folder
-    if not (folder / "ca.pem").exists():
-        certify(folder)
-    files = {"cert": "redis.pem", "key": "redis.key", "ca-cert": "ca.pem"}
-    words: Sequence[str] = [word for kind, file in files.items() for word in (f"--tls-{kind}-file", f"{folder}/{file}")]
+    """A Redis whose certificate the system does not trust; it wants one of ours where we name any."""
+    options = settings.cache
+    if not (tools.folder / "ca.pem").exists():
+        certify(tools.folder)
+    cert, key = options.redis_cert_file, options.redis_key_file
+    matching = cert is None or key is None or cert.stem == key.stem
     port = free_port()
-    listen = ("--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no")
-    server = RedisServer(folder, port, (*listen, *words)).start()
+    server = RedisServer(tools.folder, port, tls_flags(tools.folder, port, "yes" if cert else "no")).start()
     try:
-        return await both_reach(server, settings.cache, "rediss://127.0.0.1")
+        return await both_reach(f"rediss://127.0.0.1:{port}", options, matching and options.redis_ca_file is not None)
     finally:
         server.stop()
+
+
+async def reaches_watched(settings: Settings, tools: Tools) -> tuple[bool, bool]:
+    """A master whose port only a sentinel knows; that one wants a password where we have any."""
+    options, folder, port = settings.cache, tools.folder, free_port()
+    secret = options.redis_sentinel_password_file
+    for name in ("right", "wrong"):
+        (folder / name).write_text(f"{name}\n")
+    lines = [f"port {port}", f"sentinel monitor main 127.0.0.1 {tools.redis.port} 1"]
+    lines += [] if secret is None else ["requirepass right"]
+    (folder / "sentinel.conf").write_text("\n".join(lines))
+    sentinel = RedisServer(folder, port, (str(folder / "sentinel.conf"), "--sentinel")).start()
+    try:
+        if options.redis_sentinels is not None:
+            options = replace(options, redis_sentinels=f"{options.redis_sentinels}:{port}")
+        right = secret is None or secret.name == "right"
+        return await both_reach("redis://main:1", options, right and options.redis_sentinels is not None)
+    finally:
+        sentinel.stop()
 
 
 async def waits(settings: Settings, tools: Tools) -> tuple[float, float]:
@@ -261,12 +265,25 @@ def longer(before: tuple[float, float], after: tuple[float, float]) -> bool:
 
 KEYLESS = (*FAKE, "--cache.redis-url={redis}", "--cache.redis-budget=1")
 PATIENT = (*SHARED, "--cache.redis-budget=1")
+TLS = (
+    *FAKE,
+    "--cache.redis-url=rediss://127.0.0.1",
+    "--cache.key-file={keys}",
+    "--cache.redis-ca-file={folder}/ca.pem",
+)
+PAIR = (*TLS, "--cache.redis-cert-file={folder}/redis.pem", "--cache.redis-key-file={folder}/client.key")
+OURS = (*TLS, "--cache.redis-cert-file={folder}/client.pem", "--cache.redis-key-file={folder}/client.key")
+WATCHED = (*SHARED, "--cache.redis-sentinels=127.0.0.1", "--cache.redis-sentinel-password-file={folder}/wrong")
 NEITHER, BOTH = (False, False), (True, True)
 
 PROOFS = {
     "cache.redis-url": Proof("{redis}", in_redis, becomes(False, True), (*FAKE, "--cache.key-file={keys}")),
     "cache.redis-password-file": Proof("{folder}/password", reaches_secured, becomes(NEITHER, BOTH), SHARED),
     "cache.redis-ca-file": Proof("{folder}/ca.pem", reaches_certified, becomes(NEITHER, BOTH), SHARED),
+    "cache.redis-cert-file": Proof("{folder}/client.pem", reaches_certified, becomes(NEITHER, BOTH), PAIR),
+    "cache.redis-key-file": Proof("{folder}/redis.key", reaches_certified, becomes(BOTH, NEITHER), OURS),
+    "cache.redis-sentinels": Proof("127.0.0.1", reaches_watched, becomes(NEITHER, BOTH), SHARED),
+    "cache.redis-sentinel-password-file": Proof("{folder}/right", reaches_watched, becomes(NEITHER, BOTH), WATCHED),
     "cache.redis-budget": Proof("0.8", waits, longer, SHARED),
     "cache.key-file": Proof("{keys}", another_finds_it, becomes(False, True), KEYLESS),
     "cache.memory-bytes": Proof("1048576", held, lambda before, after: before > 2_400_000 > 1_048_576 >= after),

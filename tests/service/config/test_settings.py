@@ -196,6 +196,10 @@ def test_every_setting_of_shared_prefixes_comes_from_the_tree(tmp_path: Path) ->
     assert tier("--cache.redis-url=redis://other").redis.url == "redis://other"
     assert tier("--cache.redis-password-file=p").redis.password_file == Path("p")
     assert tier("--cache.redis-ca-file=c").redis.ca_file == Path("c")
+    named = tier("--cache.redis-url=rediss://h", "--cache.redis-cert-file=c", "--cache.redis-key-file=k").redis
+    assert (named.cert_file, named.key_file) == (Path("c"), Path("k"))
+    watched = tier("--cache.redis-sentinels=a:1,b", "--cache.redis-sentinel-password-file=s").redis
+    assert (watched.sentinels, watched.sentinel_password_file) == ("a:1,b", Path("s"))
     assert tier("--cache.redis-budget=0.5").redis.budget == 0.5
     assert tier("--cache.key-file=other").key_file == Path("other")
     assert tier("--cache.prefix.ttl=9").ttl == 9

@@ -1,0 +1,184 @@
+"""How to reach Redis: where it is, who we are, and how long a request waits for it."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Self
+from urllib.parse import SplitResult, unquote, urlsplit
+
+LOOKUP_BUDGET = 0.020  # seconds
+REDIS_PORT, SENTINEL_PORT = 6379, 26379
+NO_PASSWORD = ""  # of a private key: without one OpenSSL would ask on the terminal
+
+
+def positive(**values: float) -> None:
+    """Raises ValueError, with the name of one that is not."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be greater than 0, not {value}")
+
+
+class Address(NamedTuple):
+    """Of a server."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """What AUTH is sent; nothing, where both are empty."""
+
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerSettings:
+    """When to stop sending commands to a store that fails."""
+
+    failures: int = 3  # within `window`, to open
+    window: float = 1.0  # seconds
+    cooldown: float = 1.0  # seconds open, then one probe
+
+    def __post_init__(self) -> None:
+        positive(failures=self.failures, window=self.window, cooldown=self.cooldown)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """`redis://[user[:password]@]host[:port][/database]`. The host keeps its case, since it may be a master's name."""
+
+    tls: bool
+    address: Address
+    login: Login
+    database: int
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Raises ValueError. The message repeats nothing of the URL, which may hold a password."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("redis", "rediss"):
+            raise ValueError("redis url must begin with redis:// or rediss://")
+        if parts.query or parts.fragment:
+            raise ValueError("redis url takes nothing behind the database's number")
+        database = parts.path.strip("/")
+        if database and not (database.isascii() and database.isdigit()):
+            raise ValueError("redis url must end in the number of a database, if in anything")
+        login = Login(unquote(parts.username or ""), unquote(parts.password or ""))
+        address = Address(_host(parts) or "localhost", _port(parts) or REDIS_PORT)
+        return cls(parts.scheme == "rediss", address, login, int(database or 0))
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port
+    except ValueError:
+        raise ValueError("what stands behind the host of redis is no port") from None
+
+
+def _host(parts: SplitResult) -> str:
+    authority = parts.netloc.rpartition("@")[2]
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    return authority.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Sentinels:
+    """`[user@]host[:port],host[:port],…`"""
+
+    addresses: tuple[Address, ...]
+    user: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError."""
+        user, _, listed = text.rpartition("@")
+        found = []
+        for one in listed.split(","):
+            parts = urlsplit(f"//{one.strip()}")
+            if not _host(parts) or parts.path or parts.query:
+                raise ValueError("redis sentinels are host:port, with commas between them")
+            found.append(Address(_host(parts), _port(parts) or SENTINEL_PORT))
+        return cls(tuple(found), user)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisSettings:
+    """How to reach Redis and how long to wait for it. Files are read for each new connection, so that what is replaced
+    on disk is taken up."""
+
+    url: str  # as `RedisUrl` has it; with sentinels, its host is the name of the master that they watch
+    password_file: Path | None = None  # replaces a password in the URL
+    ca_file: Path | None = None  # for rediss://; None: the system's
+    cert_file: Path | None = None  # for rediss://: who we are, with `key_file`
+    key_file: Path | None = None
+    sentinels: str | None = None  # as `Sentinels` has them; by TLS where the URL is rediss://
+    sentinel_password_file: Path | None = None
+    budget: float = LOOKUP_BUDGET  # seconds that a request waits for all its lookups, a prefix fetch for its first byte
+    write_budget: float = 0.250  # seconds; writes are off the request's path
+    admin_budget: float = 5.0  # seconds; scans and flushes
+    connections: int = 16  # small values; as many again for bulk
+    queue_items: int = 1024
+    queue_bytes: int = 64 * 2**20
+    jitter: float = 0.1  # share of a TTL, both ways, so that entries do not expire together
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+
+    def __post_init__(self) -> None:
+        positive(
+            budget=self.budget,
+            write_budget=self.write_budget,
+            admin_budget=self.admin_budget,
+            connections=self.connections,
+            queue_items=self.queue_items,
+            queue_bytes=self.queue_bytes,
+        )
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter must be in [0, 1), not {self.jitter}")
+        tls = self.where.tls
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("redis cert file and redis key file go together")
+        if self.cert_file is not None and not tls:
+            raise ValueError("a redis cert file needs a rediss:// url")
+        if self.watched is None and self.sentinel_password_file is not None:
+            raise ValueError("a redis sentinel password file needs redis sentinels")
+
+    @property
+    def where(self) -> RedisUrl:
+        """The URL, parsed."""
+        return RedisUrl.parse(self.url)
+
+    @property
+    def watched(self) -> Sentinels | None:
+        """The sentinels, parsed."""
+        return None if self.sentinels is None else Sentinels.parse(self.sentinels)
+
+    def login(self) -> Login:
+        """At the server that keeps entries. Raises OSError."""
+        given = self.where.login
+        return given if self.password_file is None else Login(given.user, _secret(self.password_file))
+
+    def sentinel_login(self) -> Login:
+        """At the sentinels. Raises OSError."""
+        user = "" if self.watched is None else self.watched.user
+        secret = self.sentinel_password_file
+        return Login(user, "" if secret is None else _secret(secret))
+
+    def tls(self) -> ssl.SSLContext | None:
+        """For a new connection; None where none is wanted. Raises OSError, of which SSLError is one."""
+        if not self.where.tls:
+            return None
+        context = ssl.create_default_context(cafile=None if self.ca_file is None else str(self.ca_file))
+        if self.cert_file is not None and self.key_file is not None:
+            context.load_cert_chain(self.cert_file, self.key_file, password=NO_PASSWORD)
+        return context
+
+
+def _secret(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except UnicodeDecodeError:
+        raise OSError(f"{path} is no text") from None

@@ -1,0 +1,73 @@
+"""What a Redis says of itself when a connection is new, and whether entries can be kept there. Knows no client.
+
+`HELLO 2` needs no right of an ACL user, and gives name and value in turns: mode (standalone, sentinel, cluster), role.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from cache.api import Address
+
+log = logging.getLogger(__name__)
+
+AGAIN = 3600.0  # seconds until the same is said again
+CLUSTER = (
+    "redis-url names a Redis Cluster, which is not supported: nothing is cached there. "
+    "Name a single Redis, or use sentinels"
+)
+SENTINEL = (
+    "redis-url names a sentinel: nothing is cached there. "
+    "Name sentinels in redis-sentinels, and their master in redis-url"
+)
+STRANGER = "Redis does not take our user name and password: nothing is cached there"
+FORBIDDEN = "Redis forbids our user a command or a key that is needed: see the rules in the documentation, under caches"
+
+
+class UnfitError(Exception):
+    """A server that answers and in which nothing can be kept."""
+
+
+class NotMasterError(Exception):
+    """What sentinels named is no master, or not yet."""
+
+
+def check_hello(reply: object, watched: bool) -> None:
+    """Raises UnfitError and NotMasterError. `watched`: whether sentinels named the server."""
+    words = [word for word in reply if isinstance(word, bytes)] if isinstance(reply, list) else []
+    says = dict(list(itertools.pairwise(words))[::-1])  # the first of a name counts: modules come last
+    if says.get(b"mode") == b"cluster":
+        raise UnfitError(CLUSTER)
+    if says.get(b"mode") == b"sentinel":
+        raise UnfitError(SENTINEL)
+    if watched and says.get(b"role") != b"master":
+        raise NotMasterError
+
+
+def master_address(reply: object) -> Address | None:
+    """Of a sentinel's answer to GET-MASTER-ADDR-BY-NAME; None where it does not know."""
+    match reply:
+        case [bytes(host), bytes(port)] if port.isdigit() and int(port) < 65_536:
+            return Address(host.decode("ascii", "replace"), int(port))
+    return None
+
+
+class Complaints:
+    """Says in the log what is wrong for good, each sentence once an hour. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said: dict[str, float] = {}
+
+    def about(self, sentence: str) -> None:
+        now = self._clock()
+        with self._lock:
+            if now - self._said.get(sentence, -AGAIN) < AGAIN:
+                return
+            self._said[sentence] = now
+        log.error("cache: %s", sentence)

@@ -1,0 +1,134 @@
+"""New connections to Redis: to a server, or to whichever one sentinels name as master. With `redis_link` the only
+module that depends on how redis-py behaves.
+
+redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any, cast
+
+from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, AuthenticationWrongNumberOfArgsError, NoPermissionError, RedisError
+
+from cache.api import Address, Login, RedisSettings
+from cache.api.redis_settings import NO_PASSWORD
+from cache.store.redis_hello import (
+    FORBIDDEN,
+    STRANGER,
+    Complaints,
+    NotMasterError,
+    UnfitError,
+    check_hello,
+    master_address,
+)
+
+READ_SIZE = 1 << 20
+
+
+def client_of(settings: RedisSettings, address: Address, login: Login, database: int, wait: float) -> Redis:
+    """A client with one connection, not connected yet, that waits `wait` seconds at most on its socket, and gives
+    replies as they came."""
+    options: dict[str, Any] = {
+        "host": address.host,
+        "port": address.port,
+        "db": database,
+        "username": login.user or None,
+        "password": login.password or None,
+        "socket_timeout": wait,
+        "socket_connect_timeout": wait,
+        "socket_read_size": READ_SIZE,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+        "protocol": 2,
+        "driver_info": None,
+    }
+    if settings.where.tls:
+        files = {"ca_certs": settings.ca_file, "certfile": settings.cert_file, "keyfile": settings.key_file}
+        options |= {f"ssl_{name}": str(path) for name, path in files.items() if path is not None}
+        options["ssl_password"] = NO_PASSWORD
+    kind = SSLConnection if settings.where.tls else Connection
+    client = Redis.from_pool(ConnectionPool(connection_class=kind, max_connections=1, **options))
+    client.response_callbacks.clear()  # they take every reply for what it should be
+    return client
+
+
+async def close(client: Redis) -> None:
+    with suppress(RedisError, OSError):
+        await client.aclose(close_connection_pool=True)
+
+
+class RedisServer:
+    """Where the entries are. Opens clients for all links of a store."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self.settings = settings
+        self._complaints = Complaints()
+        self._asking: set[asyncio.Task[Address | None]] = set()
+
+    async def client(self, wait: float) -> Redis:
+        """Connected to a server that entries can be kept in. No step of it waits longer than `wait` seconds. Raises
+        what redis-py raises, OSError, UnfitError and NotMasterError."""
+        try:
+            where, watched = self.settings.where, self.settings.watched
+            address = where.address if watched is None else await self._master(wait)
+            client = client_of(self.settings, address, self.settings.login(), where.database, wait)
+            try:
+                check_hello(await _asked(client, "HELLO", 2), watched is not None)
+            except BaseException:
+                await close(client)
+                raise
+        except Exception as error:
+            self.refused(error)
+            raise
+        return client
+
+    def refused(self, error: Exception) -> None:
+        """Tells the operator, if it is something that only he can change."""
+        match error:
+            case UnfitError():
+                self._complaints.about(str(error))
+            case AuthenticationError() | AuthenticationWrongNumberOfArgsError():
+                self._complaints.about(STRANGER)
+            case NoPermissionError():
+                self._complaints.about(FORBIDDEN)
+
+    async def aclose(self) -> None:
+        """Waits for what is still asked of sentinels."""
+        if self._asking:
+            await asyncio.wait(self._asking)
+
+    async def _master(self, wait: float) -> Address:
+        """What the first sentinel says that knows. All are asked at once, since some may be gone or silent; nobody is
+        cancelled, since a connection that is being made would be left open."""
+        watched = self.settings.watched
+        login, name = self.settings.sentinel_login(), self.settings.where.address.host
+        asked = [] if watched is None else [self._ask(one, login, name, wait) for one in watched.addresses]
+        tasks = [asyncio.get_running_loop().create_task(one, name="redis sentinel") for one in asked]
+        self._asking.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._asking.discard)
+        for answer in asyncio.as_completed(tasks):
+            if (found := await answer) is not None:
+                return found
+        raise NotMasterError
+
+    async def _ask(self, sentinel: Address, login: Login, name: str, wait: float) -> Address | None:
+        client = client_of(self.settings, sentinel, login, 0, wait)
+        try:
+            return master_address(await _asked(client, "SENTINEL GET-MASTER-ADDR-BY-NAME", name))
+        except (RedisError, OSError) as error:
+            self.refused(error)
+            return None
+        finally:
+            await close(client)
+
+
+async def _asked(client: Redis, *words: str | int) -> object:
+    untyped: Any = client
+    return await cast("Awaitable[object]", untyped.execute_command(*words))
