@@ -6,10 +6,13 @@ Times are seconds on the clock of `time.monotonic`, which all processes of one L
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from engine.errors import EngineUnavailable
+
+TRIAL_STEPS: Final = 256  # after which a switch is no longer blamed for steps that fail
 
 
 class Priority(enum.IntEnum):
@@ -139,6 +142,15 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reverted:
+    """A switch that was turned back, since what ran with it failed."""
+
+    name: str
+    enabled: bool  # as it is now
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What was loaded and how it is run."""
 
@@ -225,6 +237,14 @@ class Engine(Protocol):
     @property
     def restarts(self) -> int: ...
 
+    @property
+    def reverted(self) -> Mapping[str, Reverted]:
+        """Switches that were turned back and not set since, by name."""
+
+    @property
+    def reverts(self) -> Mapping[str, int]:
+        """How often that happened, by name."""
+
     async def start(self) -> None:
         """Returns when the engine is ready. Raises InvalidModel or Unsupported where it never will be."""
 
@@ -235,7 +255,7 @@ class Engine(Protocol):
         """What to raise while it is not ready: why, and when to come back."""
 
     async def set_optimization(self, name: str, enabled: bool) -> None:
-        """Returns when it is in force. Raises Unsupported for a name that the engine does not have."""
+        """Returns when it is set. Raises Unsupported for a name that the engine does not have."""
 
     async def profile(self, seconds: float) -> str:
         """Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""

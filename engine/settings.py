@@ -6,7 +6,7 @@ An `…Options` or `…Switches` class is what a user may set; it is mounted int
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from cache.api import BlockSettings
@@ -28,7 +28,8 @@ Quantization = Literal["auto", "int8"]
 
 
 def setting(default: object, help: str = "", **bounds: object) -> Any:
-    """A field of an options class. `help` names the unit; `bounds` are read by the tree's validation."""
+    """A field of an options class. `help` names the unit; `bounds` are read by the tree's validation, but for `needs`,
+    the switch without which this one does nothing."""
     return field(default=default, metadata={"description": help, **bounds})
 
 
@@ -82,9 +83,11 @@ class ExecutionSwitches:
     """Optimisations of steps. None of them changes greedy output."""
 
     batching: bool = setting(True, "run several sequences in one step")
-    graphs: bool = setting(True, "launch whole steps on a GPU at once; off, kernel by kernel")
+    graphs: bool = setting(True, "launch whole steps on a GPU at once; off, kernel by kernel", needs="fused_kernels")
     fused_kernels: bool = setting(True, "decode with kernels of our own where they fit the GPU")
-    two_pass_head: bool = setting(True, "read half of a large head's bytes a step, for a copy of half its size")
+    two_pass_head: bool = setting(
+        True, "read half of a large head's bytes a step, for a copy of half its size", needs="fused_kernels"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,9 @@ class PrefixSwitches:
     """Optimisations of prompts that begin alike. Neither changes greedy output."""
 
     prefix_cache: bool = setting(True, "compute what prompts begin with once")
-    prefix_redis: bool = setting(True, "keep it in Redis too, given cache.redis-url and cache.key-file")
+    prefix_redis: bool = setting(
+        True, "keep it in Redis too, given cache.redis-url and cache.key-file", needs="prefix_cache"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +121,9 @@ class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelO
     log_level: LogLevel = "info"
     shared_tier: BlockSettings | None = None  # None: keys and values stay on the device
     fake: FakeSettings = FakeSettings()
+
+
+def switches_of(settings: EngineSettings) -> dict[str, bool]:
+    """Each of the engine's switches as the settings have it."""
+    names = [one.name for kind in (ExecutionSwitches, PrefixSwitches) for one in fields(kind)]
+    return {name: getattr(settings, name) for name in names}

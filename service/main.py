@@ -220,8 +220,8 @@ def _use_cases(
 
     admission = Admission(settings.limits, capacity, refusals=refusals)
     model = ServedModel(settings.served_name, tokenizer, engine, processes)
-    switches = Switches(settings.optimizations, engine)
-    caches = AnswerCaches(cache_options, engine, tokenizer.digest)
+    caches = AnswerCaches(cache_options, engine, tokenizer.digest, wished=settings.cache.semantic.mode)
+    switches = Switches(settings.optimizations, engine, caches.unused)
     sources = AnswerSources(model, engine, caches, switches, admission.slots)
     cases = UseCases(
         engine=engine,

@@ -67,6 +67,7 @@ class Caches:
         self._single_flight = SingleFlight(context.counter)
         self._semantic: SimilarCache | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._failed = ""  # why the embedder could not be loaded
         self._prefixes = Epochs(context.store, context.partitions, PREFIXES)
         self.responses = ExactCache(context, settings.response)
 
@@ -74,6 +75,11 @@ class Caches:
     def semantic(self) -> SemanticCache | None:
         """None where it is off, or while its embedder is loading."""
         return self._semantic
+
+    @property
+    def why_no_semantic(self) -> str:
+        """Empty where there is one."""
+        return "" if self._semantic is not None else self._failed or "its embedder is being loaded"
 
     @property
     def states(self) -> dict[str, BreakerState]:
@@ -194,6 +200,7 @@ class Caches:
             embedder = await asyncio.get_running_loop().run_in_executor(worker, lambda: open_embedder(exported(model)))
         except (ExportFailed, ImportError, OSError, ValueError) as error:
             log.error("cache: no semantic cache: %s", error)
+            self._failed = f"its embedder cannot be loaded ({type(error).__name__}); the log says why"
             self._context.counter.count("semantic_unavailable", type(error).__name__)
             return
         finally:

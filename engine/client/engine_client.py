@@ -1,5 +1,4 @@
-"""The engine as the front uses it. Owns the switches that were set; `supervisor` owns the process, `stream` the
-requests.
+"""The engine as the front uses it. `supervisor` owns the process, `streams` the requests, `switching` the switches.
 
 All of it belongs to one event loop. `cancel` may be called from a `finally`, since nothing here waits but `start`,
 `set_optimization`, `close` and reading a stream.
@@ -8,22 +7,20 @@ All of it belongs to one event loop. `cancel` may be called from a `finally`, si
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo
+from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo, Reverted
 from engine.client.profiles import Profiles
 from engine.client.streams import Stream, Streams
 from engine.client.supervisor import Backoff, Supervisor
-from engine.errors import EngineUnavailable, InvalidModel, Unsupported
-from engine.ipc.frames import Profiled, Progress, Step, Switch, Switched
+from engine.client.switching import Switching
+from engine.errors import EngineUnavailable, InvalidModel
+from engine.ipc.frames import Profiled, Progress, Step, Switched, TurnedBack
 from engine.settings import EngineSettings
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
 
-_log = logging.getLogger(__name__)
 _BACKOFF = Backoff()
 
 
@@ -49,9 +46,7 @@ class EngineClient:
         self._replaced = False  # the model's files, by others
         self._closing = False
         self._load = EngineLoad()
-        self._tickets = itertools.count(1)
-        self._switching: dict[int, tuple[Switch, asyncio.Future[None]]] = {}
-        self._switched: dict[str, bool] = {}  # for the process after this one
+        self._switching = Switching(settings, self._supervisor.send)
 
     @property
     def state(self) -> EngineState:
@@ -68,6 +63,14 @@ class EngineClient:
     @property
     def restarts(self) -> int:
         return self._supervisor.restarts
+
+    @property
+    def reverted(self) -> Mapping[str, Reverted]:
+        return self._switching.reverted
+
+    @property
+    def reverts(self) -> Mapping[str, int]:
+        return self._switching.reverts
 
     @property
     def live(self) -> int:
@@ -105,14 +108,7 @@ class EngineClient:
     async def set_optimization(self, name: str, enabled: bool) -> None:
         if self._supervisor.state is not EngineState.READY:
             raise self.unavailable()
-        switch = Switch(next(self._tickets), name, enabled)
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._switching[switch.ticket] = switch, answer
-        self._supervisor.send(switch)
-        try:
-            await answer
-        finally:
-            self._switching.pop(switch.ticket, None)
+        await self._switching.set(name, enabled, self._load.steps)
 
     async def profile(self, seconds: float) -> str:
         if self._supervisor.state is not EngineState.READY:
@@ -137,45 +133,32 @@ class EngineClient:
             raise InvalidModel(f"{self._folder}: {change} since this server started; start it again to serve them")
         self._info = info
         self._load = EngineLoad(total_pages=info.total_pages)
-        for name, enabled in self._switched.items():
-            self._supervisor.send(Switch(next(self._tickets), name, enabled))
+        self._switching.tell()
 
     def on_lost(self) -> None:
+        if self.live and not self._closing:  # one that dies without work does not die of a switch
+            self._switching.lost(self._load.steps)
         self._load = EngineLoad()
         self._streams.fail(self.unavailable)
         self._profiles.fail(self.unavailable)
-        for _, answer in self._switching.values():
-            if not answer.done():
-                answer.set_exception(self.unavailable())
+        self._switching.fail(self.unavailable)
 
     def on_progress(self, progress: Progress) -> None:
         if self._progress is not None:
             self._progress(progress.stage, progress.done, progress.total)
 
-    def on_report(self, report: Step | Switched | Profiled) -> None:
-        if isinstance(report, Switched):
-            self._settle(report)
-            return
-        if isinstance(report, Profiled):
-            self._profiles.settle(report)
-            return
-        if report.load is not None:
-            self._load = report.load
-        self._streams.deliver(report.events)
-
-    def _settle(self, report: Switched) -> None:
-        switch, answer = self._switching.get(report.ticket, (None, None))
-        if switch is None or answer is None:
-            if report.refusal is not None:
-                _log.warning("a restarted engine would not be switched: %s", report.refusal)
-            return
-        if report.refusal is None:
-            self._switched[switch.name] = switch.enabled
-        if not answer.done():
-            if report.refusal is None:
-                answer.set_result(None)
-            else:
-                answer.set_exception(Unsupported(report.refusal))
+    def on_report(self, report: Step | Switched | TurnedBack | Profiled) -> None:
+        match report:
+            case Switched():
+                self._switching.settle(report)
+            case TurnedBack(what=what):
+                self._switching.turned_back(what)
+            case Profiled():
+                self._profiles.settle(report)
+            case Step(events=events, load=load):
+                if load is not None:
+                    self._load = load
+                self._streams.deliver(events)
 
     def _change(self, info: ModelInfo) -> str | None:
         """What this process has loaded otherwise than the front and the processes before it have."""

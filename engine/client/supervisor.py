@@ -13,7 +13,19 @@ from typing import Protocol
 from engine.api import EngineState, ModelInfo
 from engine.client.child import Child
 from engine.errors import EngineError, EngineFailed, InvalidModel, Unsupported
-from engine.ipc.frames import Command, Ping, Pong, Profiled, Progress, Ready, Refused, Report, Step, Switched
+from engine.ipc.frames import (
+    Command,
+    Ping,
+    Pong,
+    Profiled,
+    Progress,
+    Ready,
+    Refused,
+    Report,
+    Step,
+    Switched,
+    TurnedBack,
+)
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -53,7 +65,7 @@ class Listener(Protocol):
     def on_progress(self, progress: Progress) -> None:
         """It is loading."""
 
-    def on_report(self, report: Step | Switched | Profiled) -> None:
+    def on_report(self, report: Step | Switched | TurnedBack | Profiled) -> None:
         """It has said something else."""
 
 
@@ -211,7 +223,7 @@ class Supervisor:
 
     def _report(self, first: asyncio.Future[None], report: Report) -> None:
         match report:
-            case Step() | Switched() | Profiled():
+            case Step() | Switched() | TurnedBack() | Profiled():
                 self._listener.on_report(report)
             case Progress():
                 self._listener.on_progress(report)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
+from types import MappingProxyType
 
 import torch
 
-from engine.errors import EngineFailed, Unsupported
+from engine.errors import EngineFailed
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.model.attention import RowSpan, StepAttention
@@ -26,6 +28,7 @@ class Eager:
 
     lookahead_tokens = 0
     max_tokens_per_row = 1
+    switches: Mapping[str, str | None] = MappingProxyType({})
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -40,7 +43,6 @@ class Eager:
 
     def switch(self, name: str, enabled: bool) -> None:
         """There is nothing that could be turned off."""
-        raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
         """There is nothing to give back."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api import Objection
+from engine.api import Objection, Unused
 from engine.errors import Unsupported
 from engine.execution import eager, forward_pass, trials
 from engine.execution.batched import executor as batched
@@ -46,8 +46,13 @@ class Executor(Protocol):
         """One step of rows that it claimed; by key, what those that sample brought. Called in torch's inference
         mode, after the sequences' slots and pages were brought up to date."""
 
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """The optimisations that can be turned on and off here; for each that then does nothing for this model on this
+        machine, why."""
+
     def switch(self, name: str, enabled: bool) -> None:
-        """Turns an optimisation on or off. Raises Unsupported for a name that it does not have."""
+        """Turns one of `switches` on or off."""
 
     def close(self) -> None: ...
 
@@ -69,6 +74,10 @@ EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS),
     ExecutorEntry("eager", "eager", eager.why_not, eager.Eager, trials.PLAIN),
 )
+
+
+# The switches that executors obey; `batching` is the scheduler's.
+SWITCHES = ("fused_kernels", "graphs", "two_pass_head")
 
 
 def leaders(registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> tuple[ExecutorEntry, ...]:
@@ -114,6 +123,18 @@ def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXEC
         raise Unsupported(f"decoder {wanted!r} is not in this build; use auto or one of {names}")
     reasons = "; ".join(f"{one.decoder}: {one.reason}" for one in objections)
     raise Unsupported(f"decoder {wanted!r} cannot serve this model here ({reasons}); use decoder auto")
+
+
+def unused(choice: Choice) -> tuple[Unused, ...]:
+    """The switches that no executor in use makes anything of, each with the reason of the first that has it."""
+    better = next((f" ({one.decoder}: {one.reason})" for one in choice.objections), "")
+    found = []
+    for name in SWITCHES:
+        said = [executor.switches[name] for _, executor in choice.executors if name in executor.switches]
+        if None not in said:
+            reason = said[0] if said else f"the {choice.decoder} decoder has no such thing{better}"
+            found.append(Unused(name=name, reason=reason or ""))
+    return tuple(found)
 
 
 def _make(entry: ExecutorEntry, parts: Parts) -> Executor | str:

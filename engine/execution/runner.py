@@ -46,15 +46,12 @@ class ModelRunner:
         return StepResult(results)
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """The executors' switches. Raises Unsupported for a name that none of them has."""
-        refused = 0
-        for executor in self._executors:
-            try:
-                executor.switch(name, enabled)
-            except Unsupported:
-                refused += 1
-        if refused == len(self._executors):
+        """The executors' switches. One that does nothing here may be set as well; Unsupported for any other name."""
+        having = [executor for executor in self._executors if name in executor.switches]
+        if not having and name not in (one.name for one in self._info.unused):
             raise Unsupported(f"the engine has no optimization {name!r}")
+        for executor in having:
+            executor.switch(name, enabled)
 
     def close(self) -> None:
         """Ends the executors."""

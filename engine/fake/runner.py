@@ -18,16 +18,17 @@ import signal
 import time
 from typing import Any
 
-from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob
+from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob, Unused
 from engine.errors import EngineFailed, Unsupported
 from engine.fake.checker import FACTOR, PRIME, Computed, PlanChecker
 from engine.fake.pages import FakePages
 from engine.fake.stamps import stamped
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceState
-from engine.settings import CPU_SEQUENCES, PAGE_SIZE, EngineSettings
+from engine.settings import CPU_SEQUENCES, PAGE_SIZE, EngineSettings, ExecutionSwitches
 
 _STOP_ODDS = 64
+_SWITCHES = tuple(one.name for one in dataclasses.fields(ExecutionSwitches) if one.name != "batching")
 
 
 class Fault(enum.IntEnum):
@@ -38,6 +39,7 @@ class Fault(enum.IntEnum):
     CRASH = 3  # the process dies
     HANG = 4  # the step never ends
     DEVICE = 5  # the step raises what the loss of a device raises
+    GRAPHS = 6  # the step raises while the switch `graphs` is on
 
 
 def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: Any) -> GenerationRequest:
@@ -89,7 +91,9 @@ class FakeRunner:
             weights_digest=hashlib.sha256(b"fake %d" % fake.vocab_size).hexdigest(),
             lookahead_tokens=fake.tokens_per_step - 1,
             max_tokens_per_row=fake.tokens_per_step,
+            unused=tuple(Unused(name=name, reason="the fake engine has no kernels") for name in _SWITCHES),
         )
+        self._graphs = settings.graphs
 
     @property
     def info(self) -> ModelInfo:
@@ -113,7 +117,10 @@ class FakeRunner:
         return stamped(result) if self._fake.stamps else result
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        raise Unsupported(f"the fake engine has no optimisation {name!r}")
+        if name not in _SWITCHES:
+            raise Unsupported(f"the fake engine has no optimisation {name!r}")
+        if name == "graphs":
+            self._graphs = enabled
 
     def close(self) -> None:
         pass
@@ -184,6 +191,8 @@ class FakeRunner:
         match fault:
             case Fault.RAISE:
                 raise EngineFailed("as asked")
+            case Fault.GRAPHS if self._graphs:
+                raise EngineFailed("as asked, with graphs")
             case Fault.DEVICE:
                 raise AcceleratorError("as asked")
             case Fault.CRASH:

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from engine.api import EngineLoad, GenerationRequest, ModelInfo
+from engine.api import EngineLoad, GenerationRequest, ModelInfo, Reverted
 from engine.ipc.events import Event
 from engine.settings import EngineSettings
 
@@ -110,6 +110,12 @@ class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
     refusal: str | None
 
 
+class TurnedBack(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """The engine took a switch back by itself."""
+
+    what: Reverted
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """The loop goes round. Nothing else sends it, so that it is no proof of life of a step that never ends."""
 
@@ -122,7 +128,7 @@ class Profiled(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 Command = Configure | Submit | Cancel | Pause | Resume | Switch | Ping | StartProfile | EndProfile  # front → engine
-Report = Progress | Ready | Refused | Step | Switched | Pong | Profiled  # engine → front
+Report = Progress | Ready | Refused | Step | Switched | TurnedBack | Pong | Profiled  # engine → front
 
 
 def _as_text(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from engine.api import ModelInfo, Unused
+from engine.api import ModelInfo
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.graph_decode.executor import GraphDecode
-from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose
+from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, unused
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
 from engine.fake import plain_request
@@ -176,23 +174,13 @@ def make_runner(
         weights_digest=prepared.digest,
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
-        unused=_unused(executors, choice.decoder),
+        unused=unused(choice),
     )
     runner = ModelRunner(info, parts, executors)
-    for name in ("graphs", "fused_kernels", "two_pass_head"):
+    for name in SWITCHES:
         if not getattr(settings, name):
-            with contextlib.suppress(Unsupported):  # an executor without it needs no turning off
-                runner.set_optimization(name, False)
+            runner.set_optimization(name, False)
     return runner
-
-
-def _unused(executors: tuple[Executor, ...], decoder: str) -> tuple[Unused, ...]:
-    """The optimisations that do nothing here."""
-    reason: str | None = f"the {decoder} decoder reads the head as it is"
-    for executor in executors:
-        if isinstance(executor, GraphDecode):
-            reason = executor.why_one_pass
-    return () if reason is None else (Unused(name="two_pass_head", reason=reason),)
 
 
 def _device_name(device: torch.device) -> str:

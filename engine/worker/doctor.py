@@ -18,7 +18,7 @@ import torch
 
 from engine.errors import EngineError, Unsupported
 from engine.execution.graph_decode.weights import why_one_pass
-from engine.execution.registry import EXECUTORS, leaders
+from engine.execution.registry import EXECUTORS, SWITCHES, leaders
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
@@ -121,7 +121,7 @@ def examine(settings: EngineSettings) -> Report:
         report.decoders = _decoders(settings, parts)
         if parts is not None:
             report.model = _model(settings, form, parts)
-            report.optimizations = [_two_passes(parts, report)]
+            report.optimizations = _switches(parts, report)
         if not any(one.chosen for one in report.decoders):
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)
             raise Unsupported(f"no decoder can serve this model here ({reasons})")
@@ -189,11 +189,14 @@ def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
     return found
 
 
-def _two_passes(parts: Parts, report: Report) -> Option:
-    """Whether a step would read a copy of the head in place of the head."""
+def _switches(parts: Parts, report: Report) -> list[Option]:
+    """Those that executors obey, and whether they would do anything."""
     graph = next((one for one in report.decoders if one.name == "graph"), None)
-    reason = "the graph decoder does not serve" if graph is None or not graph.chosen else why_one_pass(parts)
-    return Option("two_pass_head", reason is None, reason)
+    if graph is None or not graph.chosen:
+        why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
+        return [Option(name, False, f"the graph decoder {why}") for name in SWITCHES]
+    reasons = {"two_pass_head": why_one_pass(parts)}
+    return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 
 class _Shapes:

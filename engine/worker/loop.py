@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.api import EngineLoad, TierReport
-from engine.errors import EngineError, EngineFailed
+from engine.errors import EngineFailed
 from engine.ipc.events import Event, Failure
 from engine.ipc.frames import (
     Cancel,
@@ -26,6 +26,7 @@ from engine.ipc.frames import (
     Submit,
     Switch,
     Switched,
+    TurnedBack,
 )
 from engine.ipc.link import Link
 from engine.kv.shared_tier import BlockTier
@@ -34,6 +35,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.worker.profiles import Profiles
 from engine.worker.recording import StepRecorder
+from engine.worker.switches import Switches
 
 _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
@@ -50,6 +52,7 @@ class Loop:
         link: Link,
         runner: Runner,
         scheduler: Scheduler,
+        switches: Switches,
         tier: BlockTier | None = None,
         tier_report: Callable[[], TierReport] | None = None,
         recorder: StepRecorder | None = None,
@@ -57,6 +60,7 @@ class Loop:
         self._link = link
         self._runner = runner
         self._scheduler = scheduler
+        self._switches = switches
         self._tier = tier
         self._tier_report = tier_report
         self._recorder = recorder
@@ -114,29 +118,13 @@ class Loop:
             case Resume(key=key):
                 self._scheduler.resume(key)
             case Switch():
-                self._link.send(Switched(command.ticket, self._switch(command)))
+                self._link.send(Switched(command.ticket, self._switches.set(command.name, command.enabled)))
             case Ping():
                 self._link.send(Pong())
             case StartProfile() | EndProfile():
                 self._profiles.obey(command)
             case Configure():
                 raise FrameError("configured twice")
-
-    def _switch(self, command: Switch) -> str | None:
-        match command.name:
-            case "batching":
-                self._scheduler.set_batching(command.enabled)
-            case "prefix_cache":
-                self._scheduler.set_prefix_cache(command.enabled)
-            case "prefix_redis":
-                if self._tier is not None:  # else there is nothing to turn off, and turning it on waits for a Redis
-                    self._tier.set_enabled(command.enabled)
-            case _:
-                try:
-                    self._runner.set_optimization(command.name, command.enabled)
-                except EngineError as error:
-                    return str(error)
-        return None
 
     def _step(self) -> bool:
         """One step; whether there was anything to do."""
@@ -163,8 +151,12 @@ class Loop:
             _log.exception("a step of %d rows failed", len(plan.rows))
             if _device_lost(error) or self._failures == _MOST_FAILURES:
                 raise EngineFailed(f"step failure {self._failures} in a row, giving up") from error
+            if (reverted := self._switches.failed(self._failures)) is not None:
+                self._failures = 0
+                self._link.send(TurnedBack(reverted))
             return self._scheduler.fail(plan)
         self._failures = 0
+        self._switches.worked()
         if self._recorder is not None:
             self._recorder.add(plan, result)
         return events

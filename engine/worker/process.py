@@ -33,6 +33,7 @@ from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.loop import Loop
 from engine.worker.recording import StepRecorder
+from engine.worker.switches import Switches, unused
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
 
@@ -74,11 +75,13 @@ def _serve(link: Link) -> int:
         link.send(Refused(kind, str(error)))
         return 2
     scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier)
+    switches = Switches(settings, runner, scheduler, tier)
+    idle = runner.info.unused + unused(settings, runner.info.max_sequences)
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
-    link.send(Ready(replace(runner.info, texts_digest=texts)))
+    link.send(Ready(replace(runner.info, texts_digest=texts, unused=idle)))
     _log.debug("ready: %d sequences, %d pages", runner.info.max_sequences, runner.info.total_pages)
-    Loop(link, runner, scheduler, tier, tier_report, _recorder(settings, runner)).run()
+    Loop(link, runner, scheduler, switches, tier, tier_report, _recorder(settings, runner)).run()
     if tier is not None:
         tier.close()
     runner.close()

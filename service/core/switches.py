@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from engine.api import Engine
@@ -16,46 +17,66 @@ _OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # read through `on` by their users; al
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """One optimisation."""
+    """One optimisation: as it was asked for, and as it is."""
 
     name: str
-    enabled: bool
+    requested: bool
+    effective: bool
     description: str
-    why_not: str = ""  # why it does nothing here, be it on or off
+    why_not: str = ""  # why it does nothing here, be it on or off; or why it is not as requested
 
 
 class Switches:
     """Every switch of this build."""
 
-    def __init__(self, options: OptimizationOptions, engine: Engine) -> None:
+    def __init__(
+        self,
+        options: OptimizationOptions,
+        engine: Engine,
+        unused: Callable[[], Mapping[str, str]] = dict,  # of ours, those that do nothing now, and why
+    ) -> None:
         self._engine = engine
+        self._unused = unused
         self._lock = asyncio.Lock()
-        self._switches = {
-            one.name: Switch(one.name, getattr(options, one.name), one.metadata["description"])
-            for one in sorted(fields(options), key=lambda one: one.name)
-        }
+        self._options = {one.name: one.metadata for one in sorted(fields(options), key=lambda one: one.name)}
+        self._requested: dict[str, bool] = {name: getattr(options, name) for name in self._options}
 
     def all(self) -> tuple[Switch, ...]:
         """Sorted by name."""
-        return tuple(self._told(switch) for switch in self._switches.values())
+        unused = self._reasons()
+        return tuple(self._told(name, unused) for name in self._options)
 
     def on(self, name: str) -> bool:
-        """Its present state."""
-        return self._switches[name].enabled
+        """What was requested last."""
+        return self._requested[name]
+
+    @property
+    def reverts(self) -> Mapping[str, int]:
+        """How often each was turned back, because steps failed with it."""
+        return {name: self._engine.reverts.get(name, 0) for name in self._options if name not in _OURS}
 
     async def set(self, name: str, enabled: bool) -> Switch:
         """Returns once it has taken effect. Raises Unimplemented for an unknown name."""
         async with self._lock:
-            switch = self._switches.get(name)
-            if switch is None:
+            if name not in self._options:
                 raise Unimplemented("name", "this build has no optimisation of that name")
             if name not in _OURS:
                 await self._engine.set_optimization(name, enabled)
-            self._switches[name] = replace(switch, enabled=enabled)
-            return self._told(self._switches[name])
+            self._requested[name] = enabled
+            return self._told(name, self._reasons())
 
-    def _told(self, switch: Switch) -> Switch:
-        """With what the engine says of it, once it is ready."""
+    def _told(self, name: str, unused: Mapping[str, str]) -> Switch:
+        told = Switch(name, self._requested[name], self._requested[name], self._options[name]["description"])
+        if (back := self._engine.reverted.get(name)) is not None:
+            return replace(told, effective=back.enabled, why_not=back.reason)
+        reason, needed = unused.get(name, ""), self._options[name].get("needs")
+        if not reason and needed is not None and not self._told(needed, unused).effective:
+            reason = f"{needed} is off"
+        return replace(told, effective=told.requested and not reason, why_not=reason)
+
+    def _reasons(self) -> Mapping[str, str]:
+        """Why switches do nothing, by name."""
         info = self._engine.info
-        reasons = {} if info is None else {one.name: one.reason for one in info.unused}
-        return replace(switch, why_not=reasons.get(switch.name, ""))
+        if info is None:
+            return dict.fromkeys(self._options, "the engine has not been ready yet")
+        return {**self._unused(), **{one.name: one.reason for one in info.unused}}

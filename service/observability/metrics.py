@@ -53,8 +53,7 @@ class Metrics:
         states = {state.value: int(state is engine.state) for state in EngineState}
         yield _gauge("engine_state", "1 for the state that the engine is in.", states, "state")
         yield _counter("engine_restarts", "Times that the engine was started again.", engine.restarts)
-        on = {switch.name: int(switch.enabled) for switch in self._switches.all()}
-        yield _gauge("optimization_enabled", "Whether a switch is on.", on, "name")
+        yield from _optimizations(self._switches)
 
     def _requests(self) -> Iterator[Metric]:
         admission = self._admission
@@ -114,6 +113,19 @@ class Metrics:
             "cache_breaker_state", "Whether Redis is asked: 0 it is, 1 once to see, 2 it is not.", breakers, "pool"
         )
         yield _gauge("cache_bytes", "Bytes that a store holds in this process.", self._caches.held(), "store")
+
+
+def _optimizations(switches: Switches) -> Iterator[Metric]:
+    every = switches.all()
+    effective = {switch.name: int(switch.effective) for switch in every}
+    yield _gauge("optimization_enabled", "Whether a switch is on and does something.", effective, "name")
+    requested = {switch.name: int(switch.requested) for switch in every}
+    yield _gauge("optimization_requested", "Whether a switch is to be on.", requested, "name")
+    text = "Times that a switch was turned back, because steps failed soon after it was set."
+    reverts = CounterMetricFamily("whippet_optimization_reverts", text, labels=("name",))
+    for name, count in switches.reverts.items():
+        reverts.add_metric((name,), count)
+    yield reverts
 
 
 class _Rows:

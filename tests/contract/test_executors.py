@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ class Counted:
         self.rows = self.sampled = self.widest = 0
         self.lookahead_tokens = inner.lookahead_tokens
         self.max_tokens_per_row = inner.max_tokens_per_row
+        self.switches = inner.switches
         self.warmup, self.claims, self.switch, self.close = inner.warmup, inner.claims, inner.switch, inner.close
 
     def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
@@ -266,6 +268,7 @@ class Even:
 
     lookahead_tokens = 2
     max_tokens_per_row = 3
+    switches: Mapping[str, str | None] = MappingProxyType({})
 
     def __init__(self, parts: Parts) -> None:
         self._inner, self._sequences = eager.Eager(parts), parts.sequences

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 
 from engine.api import (
     EngineLoad,
     EngineState,
     GenerationRequest,
     ModelInfo,
+    Reverted,
     TokenEvents,
 )
 from engine.errors import EngineUnavailable
@@ -76,6 +78,8 @@ class ScriptedEngine:
     info = INFO
     load = EngineLoad()
     restarts = 0
+    reverted: Mapping[str, Reverted] = MappingProxyType({})
+    reverts: Mapping[str, int] = MappingProxyType({})
 
     async def start(self) -> None: ...
 

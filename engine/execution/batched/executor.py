@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
-from engine.errors import Unsupported
 from engine.execution import forward_pass
 from engine.execution.batched.pipeline import MOST_AHEAD, BatchPipeline
 from engine.execution.batched.steps import BatchedSteps
@@ -44,6 +45,7 @@ class Batched:
     """Decodes rows of one token."""
 
     lookahead_tokens = 2 * MOST_AHEAD + 1
+    switches: Mapping[str, str | None] = MappingProxyType({"graphs": None, "fused_kernels": None})
     max_tokens_per_row = MOST_AHEAD
 
     def __init__(self, parts: Parts) -> None:
@@ -85,8 +87,6 @@ class Batched:
             self._steps.graphs = enabled
         elif name == "fused_kernels":
             self._fused = enabled
-        else:
-            raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
         """Gives the graphs back."""

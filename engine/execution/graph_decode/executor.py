@@ -4,10 +4,10 @@ tokens. Up to sixteen rows are two such steps, one after the other."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 import torch
 
-from engine.errors import Unsupported
 from engine.execution.batched import executor as batched
 from engine.execution.graph_decode import weights
 from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
@@ -18,8 +18,6 @@ from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
 from engine.kernels.step import StepWeights
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
-
-SWITCHES = ("graphs", "fused_kernels", "two_pass_head")
 
 
 def why_not(parts: Parts) -> str | None:
@@ -46,7 +44,7 @@ class GraphDecode:
         with torch.inference_mode():
             try:
                 library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
-                read, self.why_one_pass = _with_two_passes(parts, weights.step_weights(parts))
+                read, self._why_one_pass = _with_two_passes(parts, weights.step_weights(parts))
                 self._devices = [
                     CapturedSteps(library, read, parts.max_context, parts.max_sequences - first) for first in rows
                 ]
@@ -79,6 +77,11 @@ class GraphDecode:
         """One token or several a row."""
         return self._pipelines.step(rows)
 
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """A step as a graph, kernels of our own, and a coarse copy of the head where there is one."""
+        return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
+
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing. `two_pass_head`:
         off, the whole head is read."""
@@ -90,8 +93,6 @@ class GraphDecode:
                 device.two_pass = enabled
         elif name == "fused_kernels":
             self._fused = enabled
-        else:
-            raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
         """Gives the graphs back."""

@@ -7,14 +7,15 @@ prefix, or in chunks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from engine.errors import Unsupported
 from engine.execution.batched.executor import can_choose
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass, why_not
@@ -43,6 +44,7 @@ class GraphPrefill:
     """Feeds chunks of several tokens, and draws the token that follows where a row samples. An `Executor`."""
 
     lookahead_tokens = 0
+    switches: Mapping[str, str | None] = MappingProxyType({"graphs": None, "fused_kernels": None})
     max_tokens_per_row = 1
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
@@ -153,8 +155,6 @@ class GraphPrefill:
                 self._one.captured = enabled
         elif name == "fused_kernels":
             self._fused = enabled
-        else:
-            raise Unsupported(f"the engine has no optimization {name!r}")
 
     def close(self) -> None:
         """Drops the graphs."""

@@ -60,9 +60,16 @@ def _check_redis(options: CacheOptions) -> None:
 class AnswerCaches:
     """The caches of the model that is served now: another model, or another version of it, has others."""
 
-    def __init__(self, options: CacheOptions, engine: Engine, tokenizer_digest: str) -> None:
+    def __init__(
+        self,
+        options: CacheOptions,
+        engine: Engine,
+        tokenizer_digest: str,
+        wished: Mode | None = None,  # of the semantic cache, if `options` have another, for want of packages
+    ) -> None:
         self.counters = Counters()
         self.semantic_mode = options.semantic.mode
+        self._lacking = wished not in (None, options.semantic.mode)
         self._settings = options.front()
         self._engine = engine
         self._tokenizer = tokenizer_digest
@@ -77,6 +84,13 @@ class AnswerCaches:
         if self._open is None or self._open[0] is not info:
             self._open = self._opened(info)
         return self._open[2]
+
+    def unused(self) -> dict[str, str]:
+        """Why a cache that is turned on does nothing now, by the name of its switch."""
+        reason = "" if self._open is None else self._open[2].why_no_semantic
+        if self.semantic_mode is Mode.OFF:
+            reason = f"it needs {_EXTRA}" if self._lacking else "cache.semantic.mode is off"
+        return {"semantic_cache": reason} if reason else {}
 
     def counts(self) -> dict[tuple[str, str], int]:
         """What the caches did since the start, the engine's shared tier since the engine's."""

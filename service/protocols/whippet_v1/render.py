@@ -176,7 +176,11 @@ def load(engine: Engine, draining: bool) -> admin_pb2.GetLoadResponse:
 
 def optimization(switch: Switch) -> admin_pb2.Optimization:
     return admin_pb2.Optimization(
-        name=switch.name, enabled=switch.enabled, description=switch.description, why_not=switch.why_not
+        name=switch.name,
+        enabled=switch.requested,
+        effective=switch.effective,
+        description=switch.description,
+        why_not=switch.why_not,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,14 @@ def test_ids_outside_the_vocabulary_never_reach_the_device(settings: EngineSetti
         runner.run(step(whole(one), admitted=[one]))
 
 
-def test_no_optimization_of_its_own_yet(settings: EngineSettings) -> None:
-    runner = build(settings, progress)
-    with pytest.raises(Unsupported, match="graphs"):
-        runner.set_optimization("graphs", False)
+def test_switches_that_do_nothing_on_a_cpu_say_so_and_may_be_set(settings: EngineSettings) -> None:
+    runner = build(replace(settings, graphs=False), progress)
+    reasons = {one.name: one.reason for one in runner.info.unused}
+    assert reasons.keys() == {"fused_kernels", "graphs", "two_pass_head"}
+    assert all("the eager decoder" in reason and "needs a CUDA device" in reason for reason in reasons.values())
+    runner.set_optimization("graphs", True)
+    with pytest.raises(Unsupported, match="warp"):
+        runner.set_optimization("warp", False)
     runner.close()
 
 

@@ -232,11 +232,16 @@ def test_faults_come_where_they_are_asked_for_and_nowhere_else() -> None:
     one = sequence(plain_request((0, Fault.SICK_ROW)))
     assert feed(runner(faults=True), whole(one), admitted=(one,)) == [RowResult(())]
     assert len(generate(runner(faults=True), plain_request((0,)), 9)) == 9
+    switched = runner(faults=True)
+    switched.set_optimization("graphs", False)
+    assert len(generate(switched, plain_request((0, Fault.GRAPHS)), 9)) == 9
+    with pytest.raises(EngineFailed):
+        generate(runner(faults=True), plain_request((0, Fault.GRAPHS)), 1)
 
 
 def test_context_is_what_settings_and_pages_allow() -> None:
     settings = EngineSettings(model="", kind="fake", max_context=100, fake=FakeSettings(total_pages=9))
     assert FakeRunner(settings).info.max_context == 100
     assert runner(total_pages=9).info.max_context == 144
-    with pytest.raises(Unsupported, match="graphs"):
-        runner().set_optimization("graphs", False)
+    with pytest.raises(Unsupported, match="warp"):
+        runner().set_optimization("warp", False)

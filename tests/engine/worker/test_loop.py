@@ -37,6 +37,7 @@ from engine.kv.page_pool import PagePool
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import EngineSettings, FakeSettings
 from engine.worker.loop import Loop
+from engine.worker.switches import Switches
 
 PATIENCE = 20.0  # seconds after which a test that waits has failed
 
@@ -56,7 +57,8 @@ class Front:
         self.reader = report_reader()
         self.seen: list[Report] = []
         limits = Limits(max_sequences=2, max_batch_tokens=64, max_context=1024)
-        self.loop = Loop(Link(theirs), FakeRunner(settings), Scheduler(limits, PagePool(64)))
+        runner, scheduler = FakeRunner(settings), Scheduler(limits, PagePool(64))
+        self.loop = Loop(Link(theirs), runner, scheduler, Switches(settings, runner, scheduler))
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(theirs,))
         self.thread.start()

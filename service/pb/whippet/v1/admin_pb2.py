@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16whippet/v1/admin.proto\x12\nwhippet.v1\x1a\x1egoogle/protobuf/duration.proto\"<\n\x16\x41\x62ortGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x19\n\x17\x41\x62ortGenerationResponse\"\x10\n\x0eGetLoadRequest\"\xed\x03\n\x0fGetLoadResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.whippet.v1.EngineState\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x0e\n\x06paused\x18\x04 \x01(\x05\x12\x12\n\nused_pages\x18\x05 \x01(\x05\x12\x13\n\x0btotal_pages\x18\x06 \x01(\x05\x12\x11\n\tpage_size\x18\x07 \x01(\x05\x12\r\n\x05steps\x18\x08 \x01(\x03\x12\x18\n\x10generated_tokens\x18\t \x01(\x03\x12\x13\n\x0bpreemptions\x18\n \x01(\x03\x12\x10\n\x08restarts\x18\x0b \x01(\x05\x12\x42\n\x0c\x63\x61\x63he_counts\x18\x14 \x03(\x0b\x32,.whippet.v1.GetLoadResponse.CacheCountsEntry\x12\x46\n\x0e\x63\x61\x63he_breakers\x18\x15 \x03(\x0b\x32..whippet.v1.GetLoadResponse.CacheBreakersEntry\x1a\x32\n\x10\x43\x61\x63heCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x34\n\x12\x43\x61\x63heBreakersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Z\n\x11\x46lushCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.whippet.v1.CacheKind\x12\x10\n\x08\x65ntry_id\x18\x03 \x01(\t\"%\n\x12\x46lushCacheResponse\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x03\"\x1a\n\x18ListOptimizationsRequest\"S\n\x0cOptimization\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x65nabled\x18\x02 \x01(\x08\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x0f\n\x07why_not\x18\x04 \x01(\t\"L\n\x19ListOptimizationsResponse\x12/\n\roptimizations\x18\x01 \x03(\x0b\x32\x18.whippet.v1.Optimization\"H\n\x16SetOptimizationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x07\x65nabled\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_enabled\"I\n\x17SetOptimizationResponse\x12.\n\x0coptimization\x18\x01 \x01(\x0b\x32\x18.whippet.v1.Optimization\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"5\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\x05\x12\x11\n\tadmitting\x18\x02 \x01(\x08\"\x10\n\x0eUndrainRequest\"\x11\n\x0fUndrainResponse\"=\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x0eProcessProfile\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0e\n\x06stacks\x18\x02 \x01(\t\x12\x0f\n\x07why_not\x18\x03 \x01(\t\"@\n\x0fProfileResponse\x12-\n\tprocesses\x18\x01 \x03(\x0b\x32\x1a.whippet.v1.ProcessProfile*\xaf\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x12\x1b\n\x17\x45NGINE_STATE_RESTARTING\x10\x04\x12\x18\n\x14\x45NGINE_STATE_STOPPED\x10\x05*p\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_KIND_RESPONSE\x10\x01\x12\x17\n\x13\x43\x41\x43HE_KIND_SEMANTIC\x10\x02\x12\x15\n\x11\x43\x41\x43HE_KIND_PREFIX\x10\x03\x32\xff\x04\n\x0c\x41\x64minService\x12Z\n\x0f\x41\x62ortGeneration\x12\".whippet.v1.AbortGenerationRequest\x1a#.whippet.v1.AbortGenerationResponse\x12\x42\n\x07GetLoad\x12\x1a.whippet.v1.GetLoadRequest\x1a\x1b.whippet.v1.GetLoadResponse\x12K\n\nFlushCache\x12\x1d.whippet.v1.FlushCacheRequest\x1a\x1e.whippet.v1.FlushCacheResponse\x12`\n\x11ListOptimizations\x12$.whippet.v1.ListOptimizationsRequest\x1a%.whippet.v1.ListOptimizationsResponse\x12Z\n\x0fSetOptimization\x12\".whippet.v1.SetOptimizationRequest\x1a#.whippet.v1.SetOptimizationResponse\x12<\n\x05\x44rain\x12\x18.whippet.v1.DrainRequest\x1a\x19.whippet.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.whippet.v1.UndrainRequest\x1a\x1b.whippet.v1.UndrainResponse\x12\x42\n\x07Profile\x12\x1a.whippet.v1.ProfileRequest\x1a\x1b.whippet.v1.ProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16whippet/v1/admin.proto\x12\nwhippet.v1\x1a\x1egoogle/protobuf/duration.proto\"<\n\x16\x41\x62ortGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x19\n\x17\x41\x62ortGenerationResponse\"\x10\n\x0eGetLoadRequest\"\xed\x03\n\x0fGetLoadResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.whippet.v1.EngineState\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x0e\n\x06paused\x18\x04 \x01(\x05\x12\x12\n\nused_pages\x18\x05 \x01(\x05\x12\x13\n\x0btotal_pages\x18\x06 \x01(\x05\x12\x11\n\tpage_size\x18\x07 \x01(\x05\x12\r\n\x05steps\x18\x08 \x01(\x03\x12\x18\n\x10generated_tokens\x18\t \x01(\x03\x12\x13\n\x0bpreemptions\x18\n \x01(\x03\x12\x10\n\x08restarts\x18\x0b \x01(\x05\x12\x42\n\x0c\x63\x61\x63he_counts\x18\x14 \x03(\x0b\x32,.whippet.v1.GetLoadResponse.CacheCountsEntry\x12\x46\n\x0e\x63\x61\x63he_breakers\x18\x15 \x03(\x0b\x32..whippet.v1.GetLoadResponse.CacheBreakersEntry\x1a\x32\n\x10\x43\x61\x63heCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x34\n\x12\x43\x61\x63heBreakersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Z\n\x11\x46lushCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.whippet.v1.CacheKind\x12\x10\n\x08\x65ntry_id\x18\x03 \x01(\t\"%\n\x12\x46lushCacheResponse\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x03\"\x1a\n\x18ListOptimizationsRequest\"f\n\x0cOptimization\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x65nabled\x18\x02 \x01(\x08\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x0f\n\x07why_not\x18\x04 \x01(\t\x12\x11\n\teffective\x18\x05 \x01(\x08\"L\n\x19ListOptimizationsResponse\x12/\n\roptimizations\x18\x01 \x03(\x0b\x32\x18.whippet.v1.Optimization\"H\n\x16SetOptimizationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x07\x65nabled\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_enabled\"I\n\x17SetOptimizationResponse\x12.\n\x0coptimization\x18\x01 \x01(\x0b\x32\x18.whippet.v1.Optimization\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"5\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\x05\x12\x11\n\tadmitting\x18\x02 \x01(\x08\"\x10\n\x0eUndrainRequest\"\x11\n\x0fUndrainResponse\"=\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x0eProcessProfile\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0e\n\x06stacks\x18\x02 \x01(\t\x12\x0f\n\x07why_not\x18\x03 \x01(\t\"@\n\x0fProfileResponse\x12-\n\tprocesses\x18\x01 \x03(\x0b\x32\x1a.whippet.v1.ProcessProfile*\xaf\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x12\x1b\n\x17\x45NGINE_STATE_RESTARTING\x10\x04\x12\x18\n\x14\x45NGINE_STATE_STOPPED\x10\x05*p\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_KIND_RESPONSE\x10\x01\x12\x17\n\x13\x43\x41\x43HE_KIND_SEMANTIC\x10\x02\x12\x15\n\x11\x43\x41\x43HE_KIND_PREFIX\x10\x03\x32\xff\x04\n\x0c\x41\x64minService\x12Z\n\x0f\x41\x62ortGeneration\x12\".whippet.v1.AbortGenerationRequest\x1a#.whippet.v1.AbortGenerationResponse\x12\x42\n\x07GetLoad\x12\x1a.whippet.v1.GetLoadRequest\x1a\x1b.whippet.v1.GetLoadResponse\x12K\n\nFlushCache\x12\x1d.whippet.v1.FlushCacheRequest\x1a\x1e.whippet.v1.FlushCacheResponse\x12`\n\x11ListOptimizations\x12$.whippet.v1.ListOptimizationsRequest\x1a%.whippet.v1.ListOptimizationsResponse\x12Z\n\x0fSetOptimization\x12\".whippet.v1.SetOptimizationRequest\x1a#.whippet.v1.SetOptimizationResponse\x12<\n\x05\x44rain\x12\x18.whippet.v1.DrainRequest\x1a\x19.whippet.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.whippet.v1.UndrainRequest\x1a\x1b.whippet.v1.UndrainResponse\x12\x42\n\x07Profile\x12\x1a.whippet.v1.ProfileRequest\x1a\x1b.whippet.v1.ProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,10 +36,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADRESPONSE_CACHECOUNTSENTRY']._serialized_options = b'8\001'
   _globals['_GETLOADRESPONSE_CACHEBREAKERSENTRY']._loaded_options = None
   _globals['_GETLOADRESPONSE_CACHEBREAKERSENTRY']._serialized_options = b'8\001'
-  _globals['_ENGINESTATE']._serialized_start=1494
-  _globals['_ENGINESTATE']._serialized_end=1669
-  _globals['_CACHEKIND']._serialized_start=1671
-  _globals['_CACHEKIND']._serialized_end=1783
+  _globals['_ENGINESTATE']._serialized_start=1513
+  _globals['_ENGINESTATE']._serialized_end=1688
+  _globals['_CACHEKIND']._serialized_start=1690
+  _globals['_CACHEKIND']._serialized_end=1802
   _globals['_ABORTGENERATIONREQUEST']._serialized_start=70
   _globals['_ABORTGENERATIONREQUEST']._serialized_end=130
   _globals['_ABORTGENERATIONRESPONSE']._serialized_start=132
@@ -59,27 +59,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTOPTIMIZATIONSREQUEST']._serialized_start=804
   _globals['_LISTOPTIMIZATIONSREQUEST']._serialized_end=830
   _globals['_OPTIMIZATION']._serialized_start=832
-  _globals['_OPTIMIZATION']._serialized_end=915
-  _globals['_LISTOPTIMIZATIONSRESPONSE']._serialized_start=917
-  _globals['_LISTOPTIMIZATIONSRESPONSE']._serialized_end=993
-  _globals['_SETOPTIMIZATIONREQUEST']._serialized_start=995
-  _globals['_SETOPTIMIZATIONREQUEST']._serialized_end=1067
-  _globals['_SETOPTIMIZATIONRESPONSE']._serialized_start=1069
-  _globals['_SETOPTIMIZATIONRESPONSE']._serialized_end=1142
-  _globals['_DRAINREQUEST']._serialized_start=1144
-  _globals['_DRAINREQUEST']._serialized_end=1202
-  _globals['_DRAINRESPONSE']._serialized_start=1204
-  _globals['_DRAINRESPONSE']._serialized_end=1257
-  _globals['_UNDRAINREQUEST']._serialized_start=1259
-  _globals['_UNDRAINREQUEST']._serialized_end=1275
-  _globals['_UNDRAINRESPONSE']._serialized_start=1277
-  _globals['_UNDRAINRESPONSE']._serialized_end=1294
-  _globals['_PROFILEREQUEST']._serialized_start=1296
-  _globals['_PROFILEREQUEST']._serialized_end=1357
-  _globals['_PROCESSPROFILE']._serialized_start=1359
-  _globals['_PROCESSPROFILE']._serialized_end=1425
-  _globals['_PROFILERESPONSE']._serialized_start=1427
-  _globals['_PROFILERESPONSE']._serialized_end=1491
-  _globals['_ADMINSERVICE']._serialized_start=1786
-  _globals['_ADMINSERVICE']._serialized_end=2425
+  _globals['_OPTIMIZATION']._serialized_end=934
+  _globals['_LISTOPTIMIZATIONSRESPONSE']._serialized_start=936
+  _globals['_LISTOPTIMIZATIONSRESPONSE']._serialized_end=1012
+  _globals['_SETOPTIMIZATIONREQUEST']._serialized_start=1014
+  _globals['_SETOPTIMIZATIONREQUEST']._serialized_end=1086
+  _globals['_SETOPTIMIZATIONRESPONSE']._serialized_start=1088
+  _globals['_SETOPTIMIZATIONRESPONSE']._serialized_end=1161
+  _globals['_DRAINREQUEST']._serialized_start=1163
+  _globals['_DRAINREQUEST']._serialized_end=1221
+  _globals['_DRAINRESPONSE']._serialized_start=1223
+  _globals['_DRAINRESPONSE']._serialized_end=1276
+  _globals['_UNDRAINREQUEST']._serialized_start=1278
+  _globals['_UNDRAINREQUEST']._serialized_end=1294
+  _globals['_UNDRAINRESPONSE']._serialized_start=1296
+  _globals['_UNDRAINRESPONSE']._serialized_end=1313
+  _globals['_PROFILEREQUEST']._serialized_start=1315
+  _globals['_PROFILEREQUEST']._serialized_end=1376
+  _globals['_PROCESSPROFILE']._serialized_start=1378
+  _globals['_PROCESSPROFILE']._serialized_end=1444
+  _globals['_PROFILERESPONSE']._serialized_start=1446
+  _globals['_PROFILERESPONSE']._serialized_end=1510
+  _globals['_ADMINSERVICE']._serialized_start=1805
+  _globals['_ADMINSERVICE']._serialized_end=2444
 # @@protoc_insertion_point(module_scope)

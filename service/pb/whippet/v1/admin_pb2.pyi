@@ -117,16 +117,18 @@ class ListOptimizationsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Optimization(_message.Message):
-    __slots__ = ("name", "enabled", "description", "why_not")
+    __slots__ = ("name", "enabled", "description", "why_not", "effective")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    EFFECTIVE_FIELD_NUMBER: _ClassVar[int]
     name: str
     enabled: bool
     description: str
     why_not: str
-    def __init__(self, name: _Optional[str] = ..., enabled: bool = ..., description: _Optional[str] = ..., why_not: _Optional[str] = ...) -> None: ...
+    effective: bool
+    def __init__(self, name: _Optional[str] = ..., enabled: bool = ..., description: _Optional[str] = ..., why_not: _Optional[str] = ..., effective: bool = ...) -> None: ...
 
 class ListOptimizationsResponse(_message.Message):
     __slots__ = ("optimizations",)

@@ -1,0 +1,88 @@
+"""The front's half of the engine's switches: what was asked for, what every new process is told, and what was turned
+back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from engine.api import TRIAL_STEPS, Reverted
+from engine.errors import EngineError, Unsupported
+from engine.ipc.frames import Command, Switch, Switched
+from engine.settings import EngineSettings, switches_of
+
+_log = logging.getLogger(__name__)
+
+
+class Switching:
+    """The switches of one engine, through all of its processes."""
+
+    def __init__(self, settings: EngineSettings, send: Callable[[Command], None]) -> None:
+        self.reverted: dict[str, Reverted] = {}
+        self.reverts = Counter[str]()
+        self._send = send
+        self._first = switches_of(settings)  # what a process starts with
+        self._on = dict(self._first)
+        self._tickets = itertools.count(1)
+        self._asked: dict[int, tuple[Switch, int, asyncio.Future[None]]] = {}  # with the engine's steps at that time
+        self._trials: dict[str, int] = {}  # the engine's steps when it was changed
+
+    async def set(self, name: str, enabled: bool, steps: int) -> None:
+        """Returns when it is set. `steps` is the engine's count. Raises EngineError."""
+        switch = Switch(next(self._tickets), name, enabled)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked[switch.ticket] = switch, steps, answer
+        self._send(switch)
+        await answer
+
+    def settle(self, report: Switched) -> None:
+        """The engine's answer, whether or not somebody still waits for it."""
+        asked = self._asked.pop(report.ticket, None)
+        if asked is None:
+            if report.refusal is not None:
+                _log.warning("a restarted engine would not be switched: %s", report.refusal)
+            return
+        switch, steps, answer = asked
+        if report.refusal is None:
+            self.reverted.pop(switch.name, None)
+            if self._on.get(switch.name) is not switch.enabled:
+                self._trials[switch.name] = steps
+            self._on[switch.name] = switch.enabled
+        if not answer.done():
+            if report.refusal is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(Unsupported(report.refusal))
+
+    def turned_back(self, what: Reverted) -> None:
+        """By the engine process."""
+        self._trials.pop(what.name, None)
+        self._on[what.name] = what.enabled
+        self.reverted[what.name] = what
+        self.reverts[what.name] += 1
+
+    def tell(self) -> None:
+        """A new process what differs from what it started with."""
+        for name, enabled in self._on.items():
+            if self._first.get(name) is not enabled:
+                self._send(Switch(next(self._tickets), name, enabled))
+
+    def lost(self, steps: int) -> None:
+        """The process has died after so many steps: what was on trial is turned back, since it may be the reason."""
+        trials, self._trials = self._trials, {}
+        for name, since in trials.items():
+            if steps - since < TRIAL_STEPS:
+                was = "on" if self._on[name] else "off"
+                reason = f"the engine process was lost soon after it was turned {was}"
+                _log.error("%s is turned %s again: %s", name, "off" if self._on[name] else "on", reason)
+                self.turned_back(Reverted(name=name, enabled=not self._on[name], reason=reason))
+
+    def fail(self, error: Callable[[], EngineError]) -> None:
+        """Whoever waits for an answer."""
+        for _, _, answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error())
+        self._asked.clear()
