@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 COMMANDS = {
     "serve": ("service.cli.serve", "serve a model over gRPC"),
     "generate": ("service.cli.generate", "ask a server and stream its answer to the terminal"),
+    "health": ("service.cli.health", "ask a server whether it serves, as a probe does"),
+    "drain": ("service.cli.drain", "take a server out of service, or back into it"),
     "profile": ("service.cli.profile", "where a running server spends its time, as stacks for a flame graph"),
     "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),

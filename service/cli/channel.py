@@ -18,6 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 MAX_MESSAGE_BYTES = 16 * 2**20
 ADMIN = "127.0.0.1:50052"
 USAGE = 2  # exit codes
+NO_ANSWER = 3
 INTERRUPTED = 130
 LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
 
@@ -50,10 +51,12 @@ class Server:
         cls._add_credentials(parser)
 
     @classmethod
-    def add_operator_flags(cls, parser: argparse.ArgumentParser) -> None:
+    def add_operator_flags(
+        cls, parser: argparse.ArgumentParser, default: str = ADMIN, port: str = "the admin port"
+    ) -> None:
         """For a command of operators: the address is its first word."""
         parser.add_argument(
-            "address", nargs="?", default=ADMIN, metavar="HOST:PORT", help="the admin port; default: %(default)s"
+            "address", nargs="?", default=default, metavar="HOST:PORT", help=f"{port}; default: %(default)s"
         )
         cls._add_credentials(parser)
 
@@ -107,6 +110,12 @@ def exit_code(error: grpc.RpcError) -> int:
     """64 and the gRPC code, as grpcurl has it."""
     number: int = cast(grpc.Call, error).code().value[0]
     return 64 + number
+
+
+def probe_code(error: grpc.RpcError) -> int:
+    """The same, with one code for a server that does not answer."""
+    silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return NO_ANSWER if cast(grpc.Call, error).code() in silent else exit_code(error)
 
 
 def explain(error: grpc.RpcError, address: str) -> str:

@@ -123,7 +123,7 @@ class Server:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait()
+                self.process.wait(20)
                 raise
 
 

@@ -28,6 +28,7 @@ EXPECTED = {
     errors.Overloaded("m", "QUEUE_FULL", 0.25): (C.RESOURCE_EXHAUSTED, {"ErrorInfo", "RetryInfo"}),
     errors.CacheUnavailable("m", 1.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
     errors.Draining(1.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
+    errors.Stopping(): (C.FAILED_PRECONDITION, {"ErrorInfo"}),
     errors.Unauthenticated("m"): (C.UNAUTHENTICATED, set()),
     errors.PermissionDenied("m"): (C.PERMISSION_DENIED, set()),
     errors.StreamStalled("m"): (C.ABORTED, {"ErrorInfo"}),

@@ -1,0 +1,65 @@
+"""`whippet health`: asks a server whether it serves, for probes and scripts.
+
+Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where nobody answers in time; 64 and
+the gRPC code for a refusal; 130 for ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from service.cli.channel import INTERRUPTED, USAGE, Parser, Server, UsageError, complain, explain, probe_code
+
+HEALTH = "127.0.0.1:50053"
+READY = "whippet.v1.GenerationService"
+NOT_SERVING = 1
+_CHECK = "/grpc.health.v1.Health/Check"
+_Status = health_pb2.HealthCheckResponse.ServingStatus
+
+
+def run(argv: Sequence[str]) -> int:
+    try:
+        flags = _parser().parse_args(argv)
+        server = Server.of(flags)
+        with server.channel() as channel:
+            return _check(channel, server, flags)
+    except UsageError as error:
+        return complain(f"{error}; see whippet health --help", USAGE)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="whippet health",
+        description="Says whether a server serves. Exit code 0: it does; 1: it does not; 2: wrong usage; 3: nobody "
+        "answers.",
+        allow_abbrev=False,
+    )
+    Server.add_operator_flags(parser, HEALTH, "the health port, or another one")
+    parser.add_argument(
+        "--service", default=READY, metavar="NAME", help="'' asks whether the process lives; default: %(default)s"
+    )
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default: %(default)s")
+    return parser
+
+
+def _check(channel: grpc.Channel, server: Server, flags: argparse.Namespace) -> int:
+    call = channel.unary_unary(
+        _CHECK, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
+    )
+    request = health_pb2.HealthCheckRequest(service=flags.service)
+    try:
+        answer = call(request, timeout=flags.timeout, metadata=server.metadata)
+    except grpc.RpcError as error:
+        return complain(explain(error, server.address), probe_code(error))
+    sys.stdout.write(f"{_Status.Name(answer.status)}\n")
+    return 0 if answer.status == _Status.SERVING else NOT_SERVING
