@@ -14,6 +14,7 @@ ARGS    ?=
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 BUFCLI := .tools/node_modules/.bin/buf
+PROMTOOL := .tools/promtool
 PYTEST := $(BIN)/python -m pytest
 # Hides vector units: from us, from torch and from oneDNN.
 HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16
@@ -85,6 +86,11 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
 $(VENV)/.test: $(VENV)/.runtime
 	@echo "Whippet: installing what the tests need"
 	$(PIP) install -c constraints.txt -e '.[test]'
+	@command -v promtool >/dev/null || test -x $(PROMTOOL) || { \
+	    echo "Whippet: the tests of the metrics ask promtool; fetching it from Debian's package, without its server"; \
+	    rm -rf .tools/prometheus; mkdir -p .tools/prometheus; cd .tools/prometheus; \
+	    { apt-get download -qq prometheus || { apt-get update -qq; apt-get download -qq prometheus; }; } && dpkg -x prometheus_*.deb . && mv usr/bin/promtool .. && rm -rf ../prometheus; } || { \
+	    echo "install promtool, of Prometheus 2.42 or newer, and call make again"; exit 1; }
 	@{ command -v redis-server && command -v cc; } >/dev/null || { \
 	    echo "Whippet: the tests of the caches start a redis-server and compile a file of C; installing what is missing"; \
 	    apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server gcc libc6-dev; } || { \

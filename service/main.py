@@ -34,6 +34,8 @@ from service.core.text import Tokenizer
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability import logs
+from service.observability.calls import CallCounts
+from service.observability.loop_lag import LoopLag
 from service.observability.metrics import Metrics
 from service.observability.progress import Progress
 from service.observability.record import Observers
@@ -103,6 +105,7 @@ class _Parts:
     data: Port
     admin: Port
     probes: Port
+    lag: LoopLag
     metrics: MetricsPort | None
 
     @property
@@ -141,7 +144,7 @@ async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: Async
     """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
     if not await stop.before(parts.engine.start()):
         return False
-    works = (parts.health.run(), parts.watch.run(), Heap().run(), parts.engine.ended())
+    works = (parts.lag.run(), parts.health.run(), parts.watch.run(), Heap().run(), parts.engine.ended())
     background = [asyncio.create_task(work) for work in works]
     for task in background:
         stack.callback(task.cancel)
@@ -159,11 +162,13 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     credentials = credentials_of(settings.tls)
     tokens = settings.auth.tokens_file
     guard: Guard = NoTokens() if tokens is None else TokenFile(tokens)
-    cases, engine = _use_cases(settings, texts, guard, processes, refusals)
+    progress = Progress()
+    cases, engine = _use_cases(settings, texts, guard, processes, refusals, progress)
     health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun)
-    observers = Observers()
+    calls, lag = CallCounts(), LoopLag()
+    observers = Observers([calls], calls.between)
     watch = StallWatch(settings.stream.stall_timeout)
-    metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name)
+    metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name, calls, lag, progress)
     limits = settings.limits
     wide = PortBounds(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
@@ -192,6 +197,7 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
         data=port("listen", settings.listen, data, prompts, wide),
         admin=port("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
         probes=port("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
+        lag=lag,
         metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
         if settings.metrics_listen
         else None,
@@ -199,7 +205,7 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
 
 
 def _use_cases(
-    settings: Settings, texts: str, guard: Guard, processes: TextProcesses, refusals: Counter[str]
+    settings: Settings, texts: str, guard: Guard, processes: TextProcesses, refusals: Counter[str], progress: Progress
 ) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
@@ -211,7 +217,7 @@ def _use_cases(
         settings.engine_settings(vocab_size),
         texts=texts,
         stream_buffer=settings.stream.buffer_bytes,
-        on_progress=Progress(),
+        on_progress=progress,
     )
 
     def capacity() -> int:

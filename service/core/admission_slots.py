@@ -79,6 +79,11 @@ class AdmissionSlots:
         return self._waiting.total()
 
     @property
+    def capacity(self) -> int:
+        """Sequences that run at once."""
+        return self._capacity()
+
+    @property
     def total(self) -> int:
         """How many there are."""
         return self._capacity() + self._limits.queued_requests

@@ -47,6 +47,7 @@ class Generator:
 
     async def stream(self, request: Request, origin: Origin, outlet: Outlet) -> None:
         """The answer in messages as the request's `delivery` says. Raises what `status` knows."""
+        origin.record.streamed = True
         await self._run(request, origin, lambda gather: Messages(outlet, request, gather))
 
     async def _run(self, request: Request, origin: Origin, make_sink: Callable[[bool], Sink]) -> None:

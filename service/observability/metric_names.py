@@ -1,12 +1,13 @@
-"""Names of metrics: every event that is counted has its family here, and every family its one sentence.
+"""Names of metrics: every family with its one sentence, and every event that is counted with its family.
 
-Labels are names of rules and states, never a caller's text.
+Labels are names of methods, rules and states, never a caller's text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -23,8 +24,9 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Counters with one name."""
+    """Metrics with one name."""
 
+    kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     help: str
 
@@ -63,31 +65,86 @@ EVENTS: Mapping[str, Counted] = {
 }
 TIMES: Mapping[str, str] = {"response_lookup": "response", "semantic_lookup": "semantic", "block_fetch": "prefix"}
 
+
+def _counter(help: str, *labels: str) -> Family:
+    return Family("counter", labels, help)
+
+
+def _gauge(help: str, *labels: str) -> Family:
+    return Family("gauge", labels, help)
+
+
+def _histogram(help: str, *labels: str) -> Family:
+    return Family("histogram", labels, help)
+
+
 FAMILIES: Mapping[str, Family] = {
-    "cache_requests": Family(("cache", "outcome"), "Lookups of requests, by what the cache had."),
-    "cache_skipped": Family(("cache", "reason"), "Requests that skipped a cache, by the reason."),
-    "cache_not_kept": Family(("cache", "reason"), "Answers that were not kept, by the reason."),
-    "cache_faults": Family(("kind",), "Commands that the caches' store did not answer in time or at all."),
-    "cache_rejected": Family(("reason",), "Entries that were damaged, foreign or of an older version."),
-    "cache_too_large": Family(("kind",), "Entries that were too large to keep."),
-    "cache_writes_lost": Family(("kind", "reason"), "Entries that were not written, under pressure or by a fault."),
-    "cache_tasks_lost": Family(("task", "reason"), "Work beside requests that was dropped under pressure, or failed."),
-    "semantic_lookups": Family(("verdict",), "Lookups of the semantic cache, by its verdict, served or not."),
-    "semantic_vetoes": Family(("rule",), "Nearest questions that a rule forbade to serve."),
-    "semantic_observations": Family(("outcome",), "Fresh answers beside what would have been served."),
-    "semantic_audits": Family(("outcome",), "Served hits that were to be generated as well."),
-    "semantic_index": Family(("event",), "Trouble in following what other servers store."),
-    "semantic_unavailable": Family(("error",), "Times that the embedder could not be loaded."),
-    "flights": Family(("role",), "Requests that could be shared: generated for all, or read along."),
-    "flights_replaced": Family((), "Generations that failed and were begun again for those who read along."),
-    "shared_flights": Family(("event",), "Generations shared with other servers, by what became of them."),
-    "prefix_gate": Family(("decision",), "Decisions of fetching keys and values or computing them, by the ground."),
-    "prefix_chunks": Family(("outcome",), "Runs of keys and values that were asked for in Redis."),
-    "prefix_chunk_bytes": Family(("direction",), "Bytes of keys and values to and from Redis."),
-    "prefix_chunks_written": Family((), "Runs of keys and values written to Redis."),
-    "prefix_writes_lost": Family(("reason",), "Runs of keys and values that were not written."),
-    "prefix_faults": Family(("kind",), "Fetches that Redis did not answer in time or at all."),
-    "prefix_rejected": Family(("reason",), "Runs of keys and values that were damaged or foreign."),
-    "requests_refused": Family(("reason",), "Requests that were not let in."),
-    "unnamed_events": Family(("event",), "Events that have no family of their own."),
+    # What runs
+    "build_info": _gauge("The version that runs.", "version"),
+    "model_info": _gauge(
+        "The model and how it is run.", "model", "architecture", "weight_format", "dtype", "device", "decoder"
+    ),
+    "limits": _gauge("How much there may be of something at once.", "kind"),
+    "optimization_enabled": _gauge("Whether a switch is on and does something.", "name"),
+    "optimization_requested": _gauge("Whether a switch is to be on.", "name"),
+    "optimization_reverts": _counter("Times that a switch was turned back, since steps failed after it.", "name"),
+    "engine_state": _gauge("1 for the state that the engine is in.", "state"),
+    "engine_restarts": _counter("Times that the engine was started again."),
+    "engine_load_progress": _gauge("How far each phase of loading is, from 0 to 1.", "phase"),
+    "event_loop_lag_seconds": _histogram("How late the front's event loop was, ten times a second."),
+    # Requests
+    "requests": _counter("Calls that have ended, by how.", "method", "code"),
+    "requests_refused": _counter("Requests that were not let in.", "reason"),
+    "requests_live": _gauge("Requests that have not ended."),
+    "requests_looking": _gauge("Of those, whose answer may yet be found in a cache."),
+    "generations": _gauge("Generations with their first token, and those that wait for it.", "state"),
+    "draining": _gauge("Whether nothing new is let in."),
+    "time_to_first_token_seconds": _histogram("From a request's arrival to its first token.", "cache"),
+    "inter_token_latency_seconds": _histogram("From token to token, as answers were read."),
+    "e2e_request_latency_seconds": _histogram("From a request's arrival to the end of its answer.", "cache"),
+    "request_queue_time_seconds": _histogram("From a request's arrival to its first step."),
+    "request_prefill_time_seconds": _histogram("From its first step to its first token."),
+    "request_decode_time_seconds": _histogram("From its first token to its last."),
+    "request_prompt_tokens": _histogram("Tokens of a request's prompt."),
+    "request_generation_tokens": _histogram("Tokens of an answer."),
+    # The engine
+    "engine_sequences": _gauge("Sequences in the engine.", "state"),
+    "engine_pages": _gauge(
+        "Key-value pages: that sequences need, that are kept for prompts to come, and free ones.", "state"
+    ),
+    "kv_cache_usage_ratio": _gauge("Share of the key-value pages that sequences need."),
+    "engine_steps": _counter("Steps."),
+    "prompt_tokens": _counter("Prompt tokens of sequences that have begun."),
+    "prompt_cached_tokens": _counter("Of those, whose keys and values were there."),
+    "generated_tokens": _counter("Tokens generated."),
+    "preemptions": _counter("Times that a sequence was put back for want of pages."),
+    # The caches
+    "cache_requests": _counter("Lookups of requests, by what the cache had.", "cache", "outcome"),
+    "cache_lookup_seconds": _histogram("How long lookups took.", "cache"),
+    "cache_breaker_state": _gauge("Whether Redis is asked: 0 it is, 1 once to see, 2 it is not.", "pool"),
+    "cache_bytes": _gauge("Bytes that a store holds in this process.", "store"),
+    "cache_skipped": _counter("Requests that skipped a cache, by the reason.", "cache", "reason"),
+    "cache_not_kept": _counter("Answers that were not kept, by the reason.", "cache", "reason"),
+    "cache_faults": _counter("Commands that the caches' store did not answer in time or at all.", "kind"),
+    "cache_rejected": _counter("Entries that were damaged, foreign or of an older version.", "reason"),
+    "cache_too_large": _counter("Entries that were too large to keep.", "kind"),
+    "cache_writes_lost": _counter("Entries that were not written, under pressure or by a fault.", "kind", "reason"),
+    "cache_tasks_lost": _counter("Work beside requests that was dropped under pressure, or failed.", "task", "reason"),
+    "semantic_lookups": _counter("Lookups of the semantic cache, by its verdict, served or not.", "verdict"),
+    "semantic_vetoes": _counter("Nearest questions that a rule forbade to serve.", "rule"),
+    "semantic_observations": _counter("Fresh answers beside what would have been served.", "outcome"),
+    "semantic_audits": _counter("Served hits that were to be generated as well.", "outcome"),
+    "semantic_index": _counter("Trouble in following what other servers store.", "event"),
+    "semantic_unavailable": _counter("Times that the embedder could not be loaded.", "error"),
+    "flights": _counter("Requests that could be shared: generated for all, or read along.", "role"),
+    "flights_replaced": _counter("Generations that failed and were begun again for those who read along."),
+    "shared_flights": _counter("Generations shared with other servers, by what became of them.", "event"),
+    "prefix_gate": _counter("Decisions of fetching keys and values or computing them, by the ground.", "decision"),
+    "prefix_chunks": _counter("Runs of keys and values that were asked for in Redis.", "outcome"),
+    "prefix_chunk_bytes": _counter("Bytes of keys and values to and from Redis.", "direction"),
+    "prefix_chunks_written": _counter("Runs of keys and values written to Redis."),
+    "prefix_writes_lost": _counter("Runs of keys and values that were not written.", "reason"),
+    "prefix_faults": _counter("Fetches that Redis did not answer in time or at all.", "kind"),
+    "prefix_rejected": _counter("Runs of keys and values that were damaged or foreign.", "reason"),
+    "unnamed_events": _counter("Events that have no family of their own.", "event"),
 }

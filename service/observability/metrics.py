@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -12,7 +12,11 @@ from engine.api import Engine, EngineLoad, EngineState
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
-from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Counted, Labels
+from service.observability.calls import CallCounts, Rows
+from service.observability.histogram import Histogram
+from service.observability.loop_lag import LoopLag
+from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Counted
+from service.observability.progress import Progress
 from service.version import version
 
 Counts = Mapping[tuple[str, str], int]  # (event, label) → count
@@ -21,6 +25,11 @@ Counts = Mapping[tuple[str, str], int]  # (event, label) → count
 # What a verdict of the semantic cache meant for the request; in shadow nothing is served.
 _OUTCOMES = {"empty": "miss", "vetoed": "miss", "unproven": "miss"}
 _FOUND = ("strict", "learned")
+_KINDS: Mapping[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 _BREAKERS = {"closed": 0, "probing": 1, "open": 2}
 
 
@@ -28,43 +37,64 @@ class Metrics:
     """Reads counters on the event loop that changes them."""
 
     def __init__(
-        self, engine: Engine, admission: Admission, caches: AnswerCaches, switches: Switches, model_name: str
+        self,
+        engine: Engine,
+        admission: Admission,
+        caches: AnswerCaches,
+        switches: Switches,
+        model_name: str,
+        calls: CallCounts,
+        lag: LoopLag,
+        progress: Progress,
     ) -> None:
         self._engine = engine
         self._admission = admission
         self._caches = caches
         self._switches = switches
         self._model_name = model_name
+        self._calls = calls
+        self._lag = lag
+        self._progress = progress
         self._version = version()  # read from a file
 
     def families(self) -> list[Metric]:
         """All families, as of now."""
         load = self._engine.load
-        return [*self._process(), *_engine(load), *self._requests(), *self._counted(load), *self._cached()]
+        return [
+            *self._process(),
+            *self._requests(),
+            *(_family(name, rows) for name, rows in self._calls.families()),
+            *_engine(load),
+            *self._counted(load),
+            *self._cached(),
+        ]
 
     def _process(self) -> Iterator[Metric]:
         engine, info = self._engine, self._engine.info
-        yield _gauge("build_info", "The version that runs.", {self._version: 1}, "version")
+        yield _by("build_info", {self._version: 1})
+        limits = {"waiting": self._admission.slots.total - self._admission.slots.capacity}
         if info is not None:
-            facts = ("architecture", "weight_format", "dtype", "device", "decoder")
-            model = GaugeMetricFamily("whippet_model_info", "The model and how it is run.", labels=("model", *facts))
-            model.add_metric((self._model_name, *(str(getattr(info, fact)) for fact in facts)), 1)
-            yield model
-        states = {state.value: int(state is engine.state) for state in EngineState}
-        yield _gauge("engine_state", "1 for the state that the engine is in.", states, "state")
-        yield _counter("engine_restarts", "Times that the engine was started again.", engine.restarts)
+            facts = (info.architecture, info.weight_format, info.dtype, info.device, info.decoder)
+            yield _family("model_info", {(self._model_name, *facts): 1})
+            limits |= {
+                "sequences": info.max_sequences,
+                "pages": info.total_pages,
+                "page_tokens": info.page_size,
+                "context_tokens": info.max_context,
+            }
+        yield _by("limits", limits)
+        yield _by("engine_state", {state.value: int(state is engine.state) for state in EngineState})
+        yield _one("engine_restarts", engine.restarts)
+        yield _by("engine_load_progress", self._progress.phases)
         yield from _optimizations(self._switches)
+        yield _one("event_loop_lag_seconds", self._lag.seconds)
 
     def _requests(self) -> Iterator[Metric]:
-        admission = self._admission
-        yield _gauge("requests_live", "Requests that have not ended.", {"": admission.live})
-        yield _gauge(
-            "requests_looking", "Of those, whose answer may yet be found in a cache.", {"": admission.in_lookup}
-        )
-        slots = admission.slots
-        waiting = {"running": slots.taken - slots.waiting, "waiting": slots.waiting}
-        yield _gauge("generations", "Generations with their first token, and those that wait for it.", waiting, "state")
-        yield _gauge("draining", "Whether nothing new is let in.", {"": int(admission.draining)})
+        admission, slots = self._admission, self._admission.slots
+        yield _one("requests_live", admission.live)
+        yield _one("requests_looking", admission.in_lookup)
+        yield _by("generations", {"running": slots.taken - slots.waiting, "waiting": slots.waiting})
+        yield _one("draining", int(admission.draining))
 
     def _counted(self, load: EngineLoad) -> Iterator[Metric]:
         rows = _Rows()
@@ -99,80 +129,72 @@ class Metrics:
                 rows.add(semantic, served if label in _FOUND else _OUTCOMES.get(label, label), count)
 
     def _cached(self) -> Iterator[Metric]:
-        times = self._caches.times()
-        histogram = HistogramMetricFamily("whippet_cache_lookup_seconds", "How long lookups took.", labels=("cache",))
-        for event, cache in TIMES.items():
-            if event in times:
-                took = times[event]
-                borders = (*map(str, BORDERS), "+Inf")
-                buckets = list(zip(borders, accumulate(took.buckets), strict=True))
-                histogram.add_metric((cache,), buckets, took.total)
-        yield histogram
-        breakers = {pool: _BREAKERS[state] for pool, state in self._caches.breakers().items()}
-        yield _gauge(
-            "cache_breaker_state", "Whether Redis is asked: 0 it is, 1 once to see, 2 it is not.", breakers, "pool"
-        )
-        yield _gauge("cache_bytes", "Bytes that a store holds in this process.", self._caches.held(), "store")
+        lookups: dict[str, Histogram] = {}
+        for event, took in self._caches.times().items():
+            if event in TIMES:
+                histogram = lookups[TIMES[event]] = Histogram(BORDERS)
+                histogram.counts, histogram.total = list(took.buckets), took.total
+        yield _by("cache_lookup_seconds", lookups)
+        yield _by("cache_breaker_state", {pool: _BREAKERS[state] for pool, state in self._caches.breakers().items()})
+        yield _by("cache_bytes", self._caches.held())
 
 
 def _optimizations(switches: Switches) -> Iterator[Metric]:
     every = switches.all()
-    effective = {switch.name: int(switch.effective) for switch in every}
-    yield _gauge("optimization_enabled", "Whether a switch is on and does something.", effective, "name")
-    requested = {switch.name: int(switch.requested) for switch in every}
-    yield _gauge("optimization_requested", "Whether a switch is to be on.", requested, "name")
-    text = "Times that a switch was turned back, because steps failed soon after it was set."
-    reverts = CounterMetricFamily("whippet_optimization_reverts", text, labels=("name",))
-    for name, count in switches.reverts.items():
-        reverts.add_metric((name,), count)
-    yield reverts
+    yield _by("optimization_enabled", {switch.name: int(switch.effective) for switch in every})
+    yield _by("optimization_requested", {switch.name: int(switch.requested) for switch in every})
+    yield _by("optimization_reverts", switches.reverts)
 
 
 class _Rows:
     """Counts by family and labels."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, dict[Labels, int]] = {}
+        self._rows: dict[str, dict[tuple[str, ...], float]] = {}
 
     def add(self, counted: Counted, value: str, count: int) -> None:
         """Counts under equal labels add up."""
         labels = {**dict(counted.fixed), **({counted.label: value} if counted.label else {})}
-        key = tuple((name, labels[name]) for name in FAMILIES[counted.family].labels)
+        key = tuple(labels[name] for name in FAMILIES[counted.family].labels)
         row = self._rows.setdefault(counted.family, {})
         row[key] = row.get(key, 0) + count
 
     def families(self) -> Iterator[Metric]:
         """Those with at least one row."""
         for name, row in self._rows.items():
-            family = CounterMetricFamily(f"whippet_{name}", FAMILIES[name].help, labels=FAMILIES[name].labels)
-            for labels, count in sorted(row.items()):
-                family.add_metric([value for _, value in labels], count)
-            yield family
+            yield _family(name, dict(sorted(row.items())))
 
 
 def _engine(load: EngineLoad) -> Iterator[Metric]:
-    sequences = {"running": load.running, "waiting": load.waiting, "paused": load.paused}
-    yield _gauge("engine_sequences", "Sequences in the engine.", sequences, "state")
+    yield _by("engine_sequences", {"running": load.running, "waiting": load.waiting, "paused": load.paused})
     free = max(0, load.total_pages - load.used_pages - load.kept_pages)
-    pages = {"used": load.used_pages, "kept": load.kept_pages, "free": free}
-    text = "Key-value pages: that sequences need, that are kept for prompts to come, and free ones."
-    yield _gauge("engine_pages", text, pages, "state")
-    yield _counter("engine_steps", "Steps.", load.steps)
-    yield _counter("prompt_tokens", "Prompt tokens of sequences that have begun.", load.prompt_tokens)
-    yield _counter("prompt_cached_tokens", "Of those, whose keys and values were there.", load.cached_tokens)
-    yield _counter("generated_tokens", "Tokens generated.", load.generated_tokens)
-    yield _counter("preemptions", "Times that a sequence was put back for want of pages.", load.preemptions)
+    yield _by("engine_pages", {"used": load.used_pages, "kept": load.kept_pages, "free": free})
+    yield _one("kv_cache_usage_ratio", load.used_pages / load.total_pages if load.total_pages else 0.0)
+    yield _one("engine_steps", load.steps)
+    yield _one("prompt_tokens", load.prompt_tokens)
+    yield _one("prompt_cached_tokens", load.cached_tokens)
+    yield _one("generated_tokens", load.generated_tokens)
+    yield _one("preemptions", load.preemptions)
 
 
-def _gauge(name: str, text: str, values: Mapping[str, float], label: str = "") -> Metric:
-    """One value for each of the label's, or the one under no label."""
-    family = GaugeMetricFamily(f"whippet_{name}", text, labels=(label,) if label else ())
-    for of, value in values.items():
-        family.add_metric((of,) if label else (), value)
-    return family
+def _one(name: str, value: float | Histogram) -> Metric:
+    """Of a family without labels."""
+    return _family(name, {(): value})
 
 
-def _counter(name: str, text: str, value: int) -> Metric:
-    family = CounterMetricFamily(f"whippet_{name}", text)
-    family.add_metric((), value)
-    return family
+def _by(name: str, values: Mapping[str, float] | Mapping[str, Histogram]) -> Metric:
+    """Of a family with one label."""
+    return _family(name, {(label,): value for label, value in values.items()})
+
+
+def _family(name: str, rows: Rows) -> Metric:
+    """Rows by label values, in the order of the family's labels."""
+    family = FAMILIES[name]
+    metric: Any = _KINDS[family.kind](f"whippet_{name}", family.help, labels=family.labels)
+    for labels, row in rows.items():
+        if isinstance(row, Histogram):
+            metric.add_metric(labels, list(row.cumulative()), row.total)
+        else:
+            metric.add_metric(labels, row)
+    shown: Metric = metric
+    return shown

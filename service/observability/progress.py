@@ -18,12 +18,17 @@ class Progress:
     """Takes reports of one phase after another; the last report of each has done == total."""
 
     def __init__(self) -> None:
+        self.phases: dict[str, float] = {}  # of this load, and how far each is, from 0 to 1
         self._bar: tqdm[NoReturn] | None = None
         self._phase = ""
         self._logged_at = 0.0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """`done` of `total` bytes or pieces of a phase."""
+        share = done / total if total else 1.0
+        if share < self.phases.get(phase, 0.0):
+            self.phases.clear()  # another load
+        self.phases[phase] = share
         if sys.stderr.isatty():
             self._draw(phase, done, total)
             return

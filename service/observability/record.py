@@ -43,6 +43,7 @@ class RequestRecord(NamedTuple):
     leader_request_id: str  # of a follower's leader in this process
     leader_trace_id: str
     leader_span_id: str
+    streamed: bool  # an answer in messages as it comes
     started_at: float  # seconds since 1970
     arrived_at: float
     read_at: float | None  # its message was there
@@ -80,6 +81,7 @@ class RecordBuilder:
     ) -> None:
         self._intervals = intervals
         self.method = method
+        self.streamed = False
         self.arrived_at = arrived_at
         self.started_at = time.time()
         self.code = self.reason = self.request_id = self.tenant = ""

@@ -6,13 +6,16 @@ import ast
 import asyncio
 import contextlib
 import re
+import shutil
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,13 +28,16 @@ from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
 from service.observability import scrape
+from service.observability.calls import CallCounts
+from service.observability.loop_lag import LoopLag
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES
 from service.observability.metrics import Metrics
+from service.observability.progress import Progress
 from service.observability.scrape import MetricsPort
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.transport.ports import PortTaken
 from tests.service.asked import QUESTION, chat, greedy, kept, learnt, loaded, probe, said
-from tests.service.conftest import PATIENCE, ROOT, Server, ask
+from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream, refused
 from tests.service.scripted import ScriptedEngine
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -108,14 +114,21 @@ def test_every_event_has_a_name_and_every_name_an_event() -> None:
         assert family.help.endswith("."), name
 
 
-async def test_the_manual_knows_every_name(metrics: tuple[Metrics, AnswerCaches, ScriptedEngine]) -> None:
+def test_the_manual_knows_every_name() -> None:
+    """As the first column of its table has them, with the labels of the second."""
     manual = (ROOT / "docs" / "operations.md").read_text()
-    section = manual[manual.index("## Metrics") : manual.index("## Stopping")]
-    told = {f"{name}_total" for name in FAMILIES}
-    for family in metrics[0].families():
-        told.add(family.name.removeprefix("whippet_") + ("_total" if family.type == "counter" else ""))
-    assert len(told) > 40
-    assert told == set(re.findall(r"`([a-z_]+)`", "".join(re.findall(r"(?m)^\| (`[^|]*) \|", section))))
+    section = manual[manual.index("## Metrics") : manual.index("### Names elsewhere")]
+    told: dict[str, list[str]] = {}
+    for names, labels in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", section):
+        of_each = labels.split(" · ")
+        for number, name in enumerate(re.findall(r"`([a-z0-9_]+)`", names)):
+            told[name] = re.findall(r"`([a-z_]+)`", of_each[min(number, len(of_each) - 1)])
+    shown = {
+        f"{name}_total" if family.kind == "counter" else name: sorted(family.labels)
+        for name, family in FAMILIES.items()
+    }
+    assert len(shown) > 40
+    assert {name: sorted(labels) for name, labels in told.items()} == shown
 
 
 @pytest.fixture
@@ -124,7 +137,9 @@ async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine
     caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
     caches.now()
     switches = Switches(OptimizationOptions(), engine)
-    yield Metrics(engine, Admission(LimitOptions(), lambda: 8), caches, switches, 'a "name"\n'), caches, engine
+    admission = Admission(LimitOptions(), lambda: 8)
+    beside = CallCounts(), LoopLag(), Progress()
+    yield Metrics(engine, admission, caches, switches, 'a "name"\n', *beside), caches, engine
     await caches.aclose()
 
 
@@ -165,6 +180,7 @@ async def test_what_the_engine_counted(metrics: tuple[Metrics, AnswerCaches, Scr
         ),
     )  # fmt: skip
     told = await told_by(page)
+    assert value(told, "kv_cache_usage_ratio") == 0.25
     assert [value(told, "engine_pages", state=s) for s in ("used", "kept", "free")] == [10, 5, 25]
     assert [value(told, "engine_sequences", state=s) for s in ("running", "waiting", "paused")] == [3, 2, 0]
     assert value(told, "cache_requests_total", cache="prefix", outcome="hit") == 2
@@ -323,6 +339,51 @@ def test_ports_that_cannot_be_had() -> None:
 
 
 # A server
+
+
+def promtool() -> str:
+    found = shutil.which("promtool") or ROOT / ".tools" / "promtool"
+    assert Path(found).exists(), "`make test` fetches promtool"
+    return str(found)
+
+
+def test_prometheus_takes_the_page_of_a_server_with_traffic(server: Server) -> None:
+    """By its own parser and linter; whatever is shown has its line in the table of names."""
+    before = page_of(server)
+    server.generation.Generate(ask("one", 4), timeout=20)
+    list(server.generation.GenerateStream(ask_stream("two", 5), timeout=20))
+    assert refused(server.generation.Generate, ask("x", 0)).code is grpc.StatusCode.INVALID_ARGUMENT
+    strange = server.channel.unary_unary("/whippet.v1.GenerationService/Secret")
+    assert refused(strange, b"").code is grpc.StatusCode.UNIMPLEMENTED
+    strangers = value(before, "requests_total", method="unknown", code="UNIMPLEMENTED")
+    told(server, "requests_total", strangers + 1, method="unknown", code="UNIMPLEMENTED")
+    text = fetch(f"http://{server.metrics}/metrics")
+    checked = subprocess.run([promtool(), "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", ""), checked
+    assert "Secret" not in text
+    page = parsed(text)
+    for name, _ in page:
+        base = re.sub(r"_(total|bucket|sum|count|created)$", "", name.removeprefix("whippet_"))
+        assert name.startswith("process_") or base in FAMILIES, name
+
+    def more(name: str, **labels: str) -> float:
+        return value(page, name, **labels) - value(before, name, **labels)
+
+    service = "whippet.v1.GenerationService"
+    assert more("requests_total", method=f"{service}/Generate", code="OK") == 1
+    assert more("requests_total", method=f"{service}/GenerateStream", code="OK") == 1
+    assert more("requests_total", method=f"{service}/Generate", code="INVALID_ARGUMENT") == 1
+    assert more("requests_total", method="unknown", code="UNIMPLEMENTED") == 1
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert more(f"{name}_count", cache="none") == 2
+        assert more(f"{name}_sum", cache="none") > 0
+    assert more("request_prompt_tokens_sum") == 6
+    assert more("request_generation_tokens_sum") == 9
+    assert more("request_queue_time_seconds_count") == more("request_decode_time_seconds_count") == 2
+    assert more("inter_token_latency_seconds_count") >= 4
+    assert value(page, "limits", kind="sequences") == 8
+    assert value(page, "limits", kind="waiting") == 256
+    assert value(page, "event_loop_lag_seconds_count") > 0
 
 
 def test_off(serve: Serve) -> None:

@@ -1,0 +1,77 @@
+"""Calls that have ended, counted; latencies and token counts of those that generated.
+
+Borders go from a millisecond to minutes, since one server may answer from a cache and the next from a CPU. They are
+classic buckets: native histograms need the protobuf format, which prometheus_client does not write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from service.observability.histogram import Histogram
+from service.observability.record import RequestRecord
+
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0),
+)
+_BETWEEN = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02),
+    *(0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5),
+)
+_TOKENS = tuple(float(2**power) for power in range(0, 18))
+_SOURCES = ("none", "response", "semantic")
+
+Rows = dict[tuple[str, ...], float | Histogram]
+
+
+class CallCounts:
+    """An observer. Rows are by label values, for the families of `metric_names`."""
+
+    def __init__(self) -> None:
+        self.between = Histogram(_BETWEEN)  # seconds from token to token, added to while answers are read
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._first = {source: Histogram(_SECONDS) for source in _SOURCES}
+        self._whole = {source: Histogram(_SECONDS) for source in _SOURCES}
+        self._queue, self._prefill, self._decode = Histogram(_SECONDS), Histogram(_SECONDS), Histogram(_SECONDS)
+        self._prompt, self._answer = Histogram(_TOKENS), Histogram(_TOKENS)
+
+    def __call__(self, record: RequestRecord) -> None:
+        self._requests[record.method, record.code] += 1
+        if not record.finish_reason:
+            return
+        source = record.cache_source
+        self._first[source].add(_until_first(record))
+        self._whole[source].add(record.ended_at - record.arrived_at)
+        self._prompt.add(record.prompt_tokens)
+        self._answer.add(record.completion_tokens)
+        for histogram, seconds in (
+            (self._queue, record.queue),
+            (self._prefill, record.prefill),
+            (self._decode, record.decode),
+        ):
+            if seconds is not None:
+                histogram.add(seconds)
+
+    def families(self) -> Iterator[tuple[str, Rows]]:
+        """Name of the family, and its rows."""
+        yield "requests", {key: count for key, count in self._requests.items()}
+        yield "time_to_first_token_seconds", {(source,): one for source, one in self._first.items()}
+        yield "e2e_request_latency_seconds", {(source,): one for source, one in self._whole.items()}
+        for name, histogram in (
+            ("inter_token_latency_seconds", self.between),
+            ("request_queue_time_seconds", self._queue),
+            ("request_prefill_time_seconds", self._prefill),
+            ("request_decode_time_seconds", self._decode),
+            ("request_prompt_tokens", self._prompt),
+            ("request_generation_tokens", self._answer),
+        ):
+            yield name, {(): histogram}
+
+
+def _until_first(record: RequestRecord) -> float:
+    """Seconds to the first token. A unary answer is read in large parts, so that the engine knows better."""
+    if not record.streamed and record.queue is not None and record.prefill is not None:
+        return record.queue + record.prefill
+    return (record.first_token_at or record.ended_at) - record.arrived_at
