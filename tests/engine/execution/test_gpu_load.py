@@ -1,0 +1,41 @@
+"""What an answer owes to what runs beside it on a GPU: a token where two are equally good but for rounding, no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.api import GenerationRequest
+from engine.worker.build import build, prepare
+from tests.engine.conftest import Drive, Request
+from tests.engine.execution.test_eager import prompts, settings
+from tests.engine.judged import judge
+from tests.engine.quantized import nothing
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 32
+GAPS = {"float32": 1e-3, "bfloat16": 0.15, "awq": 0.15, "int8": 0.15}  # logits: what rounding in every layer may change
+
+
+@pytest.mark.parametrize("form", GAPS)
+def test_answers_among_many_differ_at_near_ties_alone(form: str, request_of: Request, drive: Drive) -> None:
+    """Each answer among 2 to 64, up to its first difference from the same one alone, is held against the logits that
+    the same weights give in float32 on a CPU: neither token may be behind the best by more than rounding."""
+    runner = build(settings(form, device="cuda", max_sequences=64), nothing)
+    exact = prepare(settings(form, dtype="float32", max_sequences=1, kv_bytes=16 << 20), nothing).parts
+    requests: list[GenerationRequest] = []
+    for index, prompt in enumerate(prompts(64)):
+        sampling = {} if index % 2 else {"temperature": 0.9, "seed": index}
+        requests.append(replace(request_of(prompt, TOKENS, **sampling), request_id=str(index)))
+    alone = [drive(runner, [request]).answers[0].token_ids for request in requests]
+    for count in (2, 8, 16, 64):
+        groups = [requests[at : at + count] for at in range(0, 64, count)]
+        among = [one.token_ids for group in groups for one in drive(runner, group).answers]
+        for request, one, other in zip(requests, alone, among, strict=True):
+            at = next((at for at in range(TOKENS) if one[at : at + 1] != other[at : at + 1]), None)
+            if at is not None:
+                judge(exact, request, one[: at + 1], GAPS[form])
+                judge(exact, request, other[: at + 1], GAPS[form])
+    runner.close()
