@@ -42,18 +42,18 @@ from service.observability.record import Observers
 from service.observability.scrape import PATH as METRICS_PATH
 from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
-from service.protocols.whippet_v1.services import GENERATION, WhippetV1
+from service.protocols.whippet_v1.rights import GENERATION
+from service.protocols.whippet_v1.services import WhippetV1
 from service.transport import reflection
-from service.transport.auth import NoTokens
 from service.transport.descriptors import connections
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
 from service.transport.heap import Heap
+from service.transport.identity import guard_of, refuse_strangers
 from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, credentials_of, open_port
 from service.transport.rpc import Guard, Strangers
 from service.transport.silence import silence
-from service.transport.token_file import TokenFile
 from service.transport.writer import StallWatch
 
 PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
@@ -73,6 +73,7 @@ def serve(argv: Sequence[str]) -> int:
     """Serves until a signal comes. Returns the exit code; an error at the start is one line on stderr."""
     try:
         settings = load(argv)
+        refuse_strangers(settings)
         logs.set_up(settings.log_level)
         silence()
         return uvloop.run(_serve(settings))
@@ -160,8 +161,7 @@ async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: Async
 def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: Counter[str]) -> _Parts:
     """Everything, bound and not yet started."""
     credentials = credentials_of(settings.tls)
-    tokens = settings.auth.tokens_file
-    guard: Guard = NoTokens() if tokens is None else TokenFile(tokens)
+    guard = guard_of(settings)
     progress = Progress()
     cases, engine = _use_cases(settings, texts, guard, processes, refusals, progress)
     health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun)

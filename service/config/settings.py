@@ -96,7 +96,7 @@ class DrainOptions:
 class AuthOptions:
     """Who may call."""
 
-    tokens_file: Path | None = setting(None, "YAML of {tenant, sha256, rights}; unset: everyone may all")
+    tokens_file: Path | None = setting(None, "YAML of {tenant, rights, sha256 or san, expires}; unset: all may all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +146,7 @@ class Settings(ModelOptions, ServedOptions):
     admin_listen: Address = setting("127.0.0.1:50052", "admin port")
     health_listen: Address = setting("127.0.0.1:50053", "health alone, plaintext")
     metrics_listen: AddressOrNone = setting("127.0.0.1:9090", "Prometheus metrics over plain HTTP; empty: none")
+    insecure: bool = setting(False, "anybody may call, beyond this machine too, where there are no tokens")
     log_level: LogLevel = setting("info", "of both processes")
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()

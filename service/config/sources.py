@@ -71,14 +71,15 @@ def _flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _add_flag(group: Any, leaf: Leaf) -> None:
-    """`--engine` has `--engine.kind` as its long form, which `--help` does not repeat."""
+    """`--engine` has `--engine.kind` as its long form, which `--help` does not repeat. A switch alone is turned on."""
     shown = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
     default = leaf.default.value if isinstance(leaf.default, enum.Enum) else leaf.default
     text = f"{leaf.help} (default: {default})".strip().replace("%", "%%")
+    alone: dict[str, Any] = {"nargs": "?", "const": True} if isinstance(leaf.default, bool) else {}
     unset = argparse.SUPPRESS
-    group.add_argument(f"--{shown}", dest=leaf.name, metavar=leaf.values, default=unset, help=text)
+    group.add_argument(f"--{shown}", dest=leaf.name, metavar=leaf.values, default=unset, help=text, **alone)
     if shown != leaf.name:
-        group.add_argument(f"--{leaf.name}", dest=leaf.name, default=unset, help=argparse.SUPPRESS)
+        group.add_argument(f"--{leaf.name}", dest=leaf.name, default=unset, help=argparse.SUPPRESS, **alone)
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ ServiceError
 ├── Draining            nothing new is let in: try another server, or later
 ├── Stopping            the process ends, and no operator can undo that
 ├── CacheUnavailable    the caches' store does not answer an operator
-├── Unauthenticated     no token, or one that nobody has
-├── PermissionDenied    the token lacks the right
+├── Unauthenticated     who calls is not known
+├── PermissionDenied    the caller lacks the right
 ├── StreamStalled       the reader took no message for too long
 ├── MessageStalled      the caller's own message did not come
 └── AnswerTooLarge      the whole answer does not fit into one message
@@ -107,11 +107,19 @@ class CacheUnavailable(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """No token, or one that nobody has."""
+    """Who calls is not known."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason  # UPPER_SNAKE_CASE, for programs
 
 
 class PermissionDenied(ServiceError):
-    """The token lacks the right."""
+    """The caller lacks the right."""
+
+    def __init__(self, rights: tuple[str, ...]) -> None:
+        super().__init__(f"the caller lacks the right to {' or '.join(rights)}")
+        self.rights = rights  # any of which would do
 
 
 class StreamStalled(ServiceError):

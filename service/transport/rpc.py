@@ -19,7 +19,7 @@ import grpc
 from service.core.errors import AnswerTooLarge
 from service.core.request import Origin
 from service.observability.record import UNKNOWN_METHOD, Observers, RecordBuilder
-from service.transport.auth import Caller, Metadata, Right
+from service.transport.auth import Caller, Presented, Rights
 from service.transport.inbox import Inbox, Incoming
 from service.transport.status import ResourceTypes, failure_of
 from service.transport.writer import Context
@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 class Guard(Protocol):
     """Says who calls."""
 
-    def authorize(self, metadata: Metadata, right: Right) -> Caller: ...
+    def authorize(self, call: Presented, permitted: Rights) -> Caller:
+        """The caller, who has one of the rights. Raises Unauthenticated or PermissionDenied."""
 
     def tenants(self) -> frozenset[str]:
         """Everybody who may call."""
@@ -81,12 +82,12 @@ class Endpoints:
         self._inbox = inbox
         self._resources = resources
 
-    def unary(self, right: Right, body: UnaryBody) -> Method:
+    def unary(self, permitted: Rights, body: UnaryBody) -> Method:
         """A body that returns its one response."""
 
         async def handle(record: RecordBuilder, context: Context) -> bytes:
             try:
-                origin = self._origin(right, record, context)
+                origin = self._origin(permitted, record, context)
                 with self._inbox.open(context, origin.tenant) as incoming:
                     response = await body(Call(context, origin, incoming))
                 if len(response) > MAX_ANSWER_BYTES:
@@ -98,12 +99,12 @@ class Endpoints:
 
         return Method(handle, streams=False)
 
-    def stream(self, right: Right, body: StreamBody) -> Method:
+    def stream(self, permitted: Rights, body: StreamBody) -> Method:
         """A body that writes its responses to the context."""
 
         async def handle(record: RecordBuilder, context: Context) -> None:
             try:
-                origin = self._origin(right, record, context)
+                origin = self._origin(permitted, record, context)
                 with self._inbox.open(context, origin.tenant) as incoming:
                     await body(Call(context, origin, incoming))
             except Exception as error:
@@ -111,10 +112,10 @@ class Endpoints:
 
         return Method(handle, streams=True)
 
-    def _origin(self, right: Right, record: RecordBuilder, context: Context) -> Origin:
+    def _origin(self, permitted: Rights, record: RecordBuilder, context: Context) -> Origin:
         now = time.monotonic()
         remaining = context.time_remaining()
-        caller = self._guard.authorize(context.invocation_metadata() or (), right)
+        caller = self._guard.authorize(context, permitted)
         record.tenant = caller.tenant
         deadline = None if remaining is None else now + remaining
         return Origin(caller.tenant, now, deadline, caller.name, record)

@@ -127,6 +127,14 @@ def _engine_unavailable(error: engine_errors.EngineUnavailable) -> list[Message]
     return [_info("ENGINE_UNAVAILABLE"), _retry(error.retry_after)]
 
 
+def _unauthenticated(error: errors.Unauthenticated) -> list[Message]:
+    return [_info(error.reason)]
+
+
+def _denied(error: errors.PermissionDenied) -> list[Message]:
+    return [_info("RIGHT_MISSING", rights=",".join(error.rights))]
+
+
 def _only(reason: str) -> Callable[[Exception], list[Message]]:
     return lambda error: [_info(reason)]
 
@@ -147,8 +155,8 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.Draining: (_C.UNAVAILABLE, _draining),
     errors.Stopping: (_C.FAILED_PRECONDITION, _only("STOPPING")),
     errors.CacheUnavailable: (_C.UNAVAILABLE, _cache_unavailable),
-    errors.Unauthenticated: (_C.UNAUTHENTICATED, _nothing),
-    errors.PermissionDenied: (_C.PERMISSION_DENIED, _nothing),
+    errors.Unauthenticated: (_C.UNAUTHENTICATED, _unauthenticated),
+    errors.PermissionDenied: (_C.PERMISSION_DENIED, _denied),
     errors.StreamStalled: (_C.ABORTED, _only("STREAM_STALLED")),
     errors.MessageStalled: (_C.ABORTED, _only("MESSAGE_STALLED")),
     errors.AnswerTooLarge: (_C.RESOURCE_EXHAUSTED, _only("ANSWER_TOO_LARGE")),

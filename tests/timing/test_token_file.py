@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from service.transport.token_file import read_tokens
-from tests.service.transport.test_token_file import entry
+from service.transport.token_entries import read_entries
+from tests.service.transport.presented import entry
 
 
 def test_other_threads_run_while_a_large_file_is_read(tmp_path: Path) -> None:
@@ -29,6 +29,6 @@ def test_other_threads_run_while_a_large_file_is_read(tmp_path: Path) -> None:
         reader.join()
         return longest
 
-    ours = min(longest_pause(lambda: read_tokens(path)) for _ in range(3))
+    ours = min(longest_pause(lambda: read_entries(path)) for _ in range(3))
     library = min(longest_pause(lambda: yaml.load(path.read_text(), Loader=yaml.CSafeLoader)) for _ in range(2))
     assert ours < library / 3

@@ -25,6 +25,7 @@ from service.core.draining import Drain
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
+from service.transport.identity import refuse_strangers
 from service.transport.ports import SIDE_BOUNDS, credentials_of, open_port
 from service.transport.writer import StallWatch
 from tests.service.asked import chat
@@ -251,6 +252,14 @@ def other_certificate(before: Any, after: Any) -> bool:
     return len({before, after, "refused"}) == 3
 
 
+async def lets_strangers_in(settings: Settings, tools: Tools) -> bool:
+    try:
+        refuse_strangers(settings)
+    except BadSettings:
+        return False
+    return True
+
+
 SHADOW = (*FAKE, "--cache.semantic.mode=shadow")
 TLS = (*FAKE, "--tls.cert={folder}/server.pem", "--tls.key={folder}/server.key")
 ELSEWHERE = becomes("127.0.0.1", "127.0.0.2")
@@ -263,6 +272,7 @@ PROOFS = {
     "admin-listen": Proof("127.0.0.2:0", server("admin"), ELSEWHERE),
     "health-listen": Proof("127.0.0.2:0", server("health"), ELSEWHERE),
     "metrics-listen": Proof("127.0.0.2:0", server("metrics"), ELSEWHERE),
+    "insecure": Proof("true", lets_strangers_in, becomes(False, True), (*FAKE, "--listen=0.0.0.0:0")),
     "log-level": Proof("error", server("informs"), becomes(True, False)),
     "auth.tokens-file": Proof("{folder}/tokens.yaml", server("refusal"), becomes(None, UNAUTHENTICATED)),
     "optimizations.response-cache": Proof("on", server("cached"), becomes(False, True)),

@@ -17,7 +17,7 @@ from service.core.errors import UnknownModel
 from service.observability.record import RecordBuilder
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.services import RESOURCES, as_it_is, unary
-from service.transport.auth import NoTokens, Right
+from service.transport.auth import ALL_RIGHTS, NoTokens
 from service.transport.inbox import SMALL, Inbox
 from service.transport.rpc import MAX_ANSWER_BYTES, Call, Endpoints
 from service.transport.writer import Context
@@ -56,7 +56,7 @@ async def call(body: Any, data: bytes = b"", context: Recorder | None = None) ->
     context = context or Recorder()
     context.message = data
     endpoints = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES)
-    method = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
+    method = endpoints.unary(ALL_RIGHTS, unary(pb.TokenizeRequest, as_it_is, body))
     try:
         return await method.handle(RecordBuilder(), cast(Context, context)), context
     except Ended:
@@ -101,7 +101,7 @@ async def test_a_refusal_holds_nothing_of_what_it_refused() -> None:
         raise UnknownModel("x")
 
     endpoints, context = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES), Recorder()
-    method = endpoints.unary(Right.GENERATE, unary(pb.TokenizeRequest, as_it_is, body))
+    method = endpoints.unary(ALL_RIGHTS, unary(pb.TokenizeRequest, as_it_is, body))
     gc.disable()
     try:
         with pytest.raises(Ended) as kept:  # as gRPC keeps it
