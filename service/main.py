@@ -44,6 +44,8 @@ from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.whippet_v1.rights import GENERATION
 from service.protocols.whippet_v1.services import WhippetV1
+from service.tracing.start import Traces
+from service.tracing.start import start as start_traces
 from service.transport import reflection
 from service.transport.descriptors import connections
 from service.transport.health import SERVICE as HEALTH
@@ -108,6 +110,7 @@ class _Parts:
     probes: Port
     lag: LoopLag
     metrics: MetricsPort | None
+    traces: Traces
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -125,6 +128,7 @@ async def _serve(settings: Settings) -> int:
         texts = texts_digest(settings.model or "")  # before they are read here
         parts = _build(settings, texts, processes, refusals)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parts.guard.reload)
+        stack.push_async_callback(parts.traces.close)
         stack.push_async_callback(parts.caches.aclose)
         stack.push_async_callback(parts.engine.close)
         for port in parts.ports:
@@ -165,8 +169,9 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     progress = Progress()
     cases, engine = _use_cases(settings, texts, guard, processes, refusals, progress)
     health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun)
+    traces = start_traces(settings.traces, settings.served_name)
     calls, lag = CallCounts(), LoopLag()
-    observers = Observers([calls], calls.between)
+    observers = Observers([calls, *traces.observers], calls.between)
     watch = StallWatch(settings.stream.stall_timeout)
     metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name, calls, lag, progress)
     limits = settings.limits
@@ -201,6 +206,7 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
         metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
         if settings.metrics_listen
         else None,
+        traces=traces,
     )
 
 

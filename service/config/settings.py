@@ -41,7 +41,16 @@ def _address(address: str) -> str:
     return address
 
 
+def _endpoint(endpoint: str | None) -> str | None:
+    scheme, _, address = (endpoint or "http://collector:4317").partition("://")
+    if scheme not in ("http", "https"):
+        raise ValueError("write http://HOST:PORT or https://HOST:PORT")
+    _address(address)
+    return endpoint
+
+
 Address = Annotated[str, AfterValidator(_address)]
+EndpointOrNone = Annotated[str | None, AfterValidator(_endpoint)]
 AddressOrNone = Annotated[str, AfterValidator(lambda address: address and _address(address))]
 
 
@@ -115,6 +124,14 @@ class TlsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """OpenTelemetry traces of calls."""
+
+    endpoint: EndpointOrNone = setting(None, "collector of OTLP over gRPC, http://HOST:PORT or https://…; unset: none")
+    sample: float = setting(0.01, "share of calls traced where the caller does not say", ge=0, le=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerSwitches:
     """Optimisations of whole answers. Neither changes greedy output."""
 
@@ -156,6 +173,7 @@ class Settings(ModelOptions, ServedOptions):
     tls: TlsOptions = TlsOptions()
     cache: CacheOptions = field(default_factory=CacheOptions)
     optimizations: OptimizationOptions = OptimizationOptions()
+    traces: TraceOptions = TraceOptions()
     fake: FakeSettings = FakeSettings()
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from service.core.answers.sources import AnswerSource
 from service.core.delivery import Messages, Outlet, Sink, Whole
 from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
-from service.core.request import CacheSource, Ending, ModelFacts, Origin, PromptFacts, Request
+from service.core.request import CacheSource, ChatPrompt, Ending, ModelFacts, Origin, Prompt, PromptFacts, Request
 from service.core.validation import too_long
 from service.observability.record import RecordBuilder
 
@@ -52,7 +52,7 @@ class Generator:
 
     async def _run(self, request: Request, origin: Origin, make_sink: Callable[[bool], Sink]) -> None:
         facts, record = self._model.facts(), origin.record
-        record.request_id = request.request_id
+        record.request_id, record.operation = request.request_id, _operation(request.prompt)
         with self._admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket:
             record.admitted_at = self._clock()
             if self._admission.slots.many_misses or not self._sources.may_know(request):
@@ -157,6 +157,11 @@ def _note(record: RecordBuilder, found: Findings, source: AnswerSource) -> None:
         record.decode = source.finish.decode
     if found.shared:
         record.role = "leader" if source.submitted_at is not None else "follower"
+
+
+def _operation(prompt: Prompt) -> str:
+    """As the semantic conventions of OpenTelemetry have it."""
+    return "chat" if isinstance(prompt, ChatPrompt) else "text_completion"
 
 
 def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, facts: ModelFacts) -> GenerationRequest:

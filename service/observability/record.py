@@ -34,10 +34,11 @@ class RequestRecord(NamedTuple):
     reason: str  # of a refusal, as callers get it in ErrorInfo; empty where there is none
     request_id: str  # the caller's or ours; empty where a call has none
     tenant: str  # empty where it is not known who calls
+    operation: str  # `chat`, `text_completion`; empty where nothing is generated
     client_request_id: str  # metadata `x-request-id`; empty unless printable and short
     traceparent: str  # metadata of that name; empty unless well-formed
-    trace_id: str  # 32 hexadecimal digits; empty where neither the caller nor a link asked for one
-    span_id: str  # 16 hexadecimal digits, of this call; empty where no link asked for one
+    trace_id: str  # 32 hexadecimal digits; empty unless the caller gave one or others may read this call's generation
+    span_id: str  # 16 hexadecimal digits, of this call; empty unless others may read its generation
     # Identical requests at one time: `leader`, `follower`, or empty where the answer could not be shared.
     role: str
     leader_request_id: str  # of a follower's leader in this process
@@ -84,7 +85,7 @@ class RecordBuilder:
         self.streamed = False
         self.arrived_at = arrived_at
         self.started_at = time.time()
-        self.code = self.reason = self.request_id = self.tenant = ""
+        self.code = self.reason = self.request_id = self.tenant = self.operation = ""
         self.client_request_id = self.traceparent = self.trace_id = self.span_id = ""
         self.role = self.leader_request_id = self.leader_trace_id = self.leader_span_id = ""
         self.read_at: float | None = None

@@ -1,2 +1,1 @@
-"""OpenTelemetry traces: calls that have ended as spans, sent to a collector beside them. Imported only where an endpoint
-is set."""
+"""OpenTelemetry traces: calls that have ended, as spans, to a collector. Imported only where they are on."""

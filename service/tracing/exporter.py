@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class TraceExporter:
-    """An observer of calls. `counts`: what became of those that were sampled, by `exported` or why they were dropped."""
+    """An observer of calls. `counts`: those that were sampled, by `exported` or why they were dropped."""
 
     def __init__(self, endpoint: str, ratio: float, model: str, resource: Mapping[str, Value]) -> None:
         """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`. To be made inside the event loop."""

@@ -78,7 +78,8 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
     if record.admitted_at is not None:
         begun.append(("tokenize", record.admitted_at))
     if record.looked_up_at is not None:
-        begun.append(("cache lookup", record.looked_up_at - record.lookup))
+        if record.lookup:
+            begun.append(("cache lookup", record.looked_up_at - record.lookup))
         begun.append((_source(record), record.looked_up_at))
     if record.submitted_at is not None and record.queue is not None:
         planned = record.arrived_at + record.queue
@@ -125,7 +126,7 @@ def _rpc(record: RequestRecord) -> dict[str, Value]:
 
 def _generation(record: RequestRecord, model: str) -> dict[str, Value]:
     """Of a call that generates, as far as it came."""
-    if record.admitted_at is None or not record.cache:
+    if not record.operation:
         return {}
     found: dict[str, Value] = {
         "gen_ai.operation.name": record.operation,
@@ -134,8 +135,9 @@ def _generation(record: RequestRecord, model: str) -> dict[str, Value]:
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
-        "whippet.cache": record.cache,
     }
+    if record.cache:
+        found["whippet.cache"] = record.cache
     if record.finish_reason:
         found["gen_ai.response.finish_reasons"] = [record.finish_reason]
         found["gen_ai.response.model"] = model

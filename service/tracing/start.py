@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from service.config.settings import BadSettings, TraceOptions
+from service.observability.record import Observer
 from service.version import version
 
 if TYPE_CHECKING:
@@ -16,10 +18,24 @@ if TYPE_CHECKING:
 _EXTRA = "pip install 'whippet-serve[otel]'"
 
 
-def start(options: TraceOptions, model: str) -> TraceExporter | None:
-    """None where they are off. To be called inside the event loop. Raises BadSettings."""
+class Traces:
+    """An exporter, or none where traces are off."""
+
+    def __init__(self, exporter: TraceExporter | None) -> None:
+        self.observers: tuple[Observer, ...] = () if exporter is None else (exporter,)
+        self.counts: Mapping[str, int] = {} if exporter is None else exporter.counts
+        self._exporter = exporter
+
+    async def close(self) -> None:
+        """Sends what waits, for two seconds at most."""
+        if self._exporter is not None:
+            await self._exporter.close()
+
+
+def start(options: TraceOptions, model: str) -> Traces:
+    """To be called inside the event loop. Raises BadSettings."""
     if options.endpoint is None:
-        return None
+        return Traces(None)
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.proto") is None:
         raise BadSettings(f"traces.endpoint: needs opentelemetry-proto: {_EXTRA}")
     from service.tracing.exporter import TraceExporter  # protobuf's classes for OTLP, which nobody else needs
@@ -29,4 +45,4 @@ def start(options: TraceOptions, model: str) -> TraceExporter | None:
         "service.version": version(),
         "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
     }
-    return TraceExporter(options.endpoint, options.sample, model, resource)
+    return Traces(TraceExporter(options.endpoint, options.sample, model, resource))

@@ -12,7 +12,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Question, Refused, SemanticLookup, Turn
 from cache.open.caches import Caches
@@ -27,6 +29,7 @@ from service.core.errors import Overloaded
 from service.core.model import ServedModel
 from service.core.request import Access, CacheOutcome, CacheSource, Delivery, Origin, Request
 from service.core.switches import RESPONSE_CACHE, SEMANTIC_CACHE, Switches
+from service.observability.record import RecordBuilder
 
 _NO = Access(False, False)
 _BOTH = Access(True, True)
@@ -70,6 +73,14 @@ class Findings:
         return self.shared or self.hit is not None
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Led:
+    """What others read along with: one call's generation."""
+
+    answer: EngineAnswer
+    record: RecordBuilder
+
+
 class AnswerSources:
     """Finds answers, or has them generated."""
 
@@ -81,6 +92,7 @@ class AnswerSources:
         self._engine = engine
         self._caches = caches
         self._switches = switches
+        self._leading: WeakValueDictionary[Question, Led] = WeakValueDictionary()
 
     @property
     def semantic(self) -> bool:
@@ -142,9 +154,19 @@ class AnswerSources:
                 self._slots.check(found.engine_request.priority, origin.deadline, after_lookup=True)
             shared, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
             own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin.deadline)
-            joined = plan.caches.join(plan.question, lambda: own, plan.allowance)
+            lead = partial(self._lead, plan.question, Led(own, origin.record))
+            joined = plan.caches.join(plan.question, lead, plan.allowance)
             async with joined as parts, _reading(parts, own, origin) as source:
+                leader = self._leading.get(plan.question)
+                if leader is not None and leader.answer is not own:
+                    origin.record.follows(leader.record)
                 yield source
+
+    def _lead(self, question: Question, led: Led) -> EngineAnswer:
+        """From here on others may read this call's generation, also when it has just ended."""
+        led.record.span()
+        self._leading[question] = led
+        return led.answer
 
     def _generated(
         self,

@@ -1,0 +1,31 @@
+"""Proofs for traces."""
+
+from __future__ import annotations
+
+from service.config.settings import Settings
+from service.observability.record import RecordBuilder
+from service.tracing.start import start
+from tests.service.config.proofs import FAKE, Proof, Tools
+
+COLLECTOR = (*FAKE, "--traces.endpoint=http://127.0.0.1:1")
+
+
+async def waiting(settings: Settings, tools: Tools) -> int | None:
+    """How many of a thousand calls wait to be sent; None where traces are off."""
+    traces = start(settings.traces, "m")
+    record = RecordBuilder("whippet.v1.ModelService/ListModels").build()
+    for _ in range(1000):
+        for observe in traces.observers:
+            observe(record)
+    await traces.close()
+    return sum(traces.counts.values()) if traces.observers else None
+
+
+def some(before: object, after: object) -> bool:
+    return before is None and isinstance(after, int)
+
+
+PROOFS = {
+    "traces.endpoint": Proof("https://127.0.0.1:1", waiting, some),
+    "traces.sample": Proof("0", waiting, lambda before, after: before > after == 0, COLLECTOR),
+}
