@@ -173,7 +173,9 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     calls, lag = CallCounts(), LoopLag()
     observers = Observers([calls, *traces.observers], calls.between)
     watch = StallWatch(settings.stream.stall_timeout)
-    metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name, calls, lag, progress)
+    metrics = Metrics(
+        engine, cases.admission, cases.caches, cases.switches, settings.served_name, calls, lag, progress, traces.counts
+    )
     limits = settings.limits
     wide = PortBounds(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age

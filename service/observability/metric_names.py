@@ -97,6 +97,7 @@ FAMILIES: Mapping[str, Family] = {
     "requests_refused": _counter("Requests that were not let in.", "reason"),
     "requests_live": _gauge("Requests that have not ended."),
     "requests_looking": _gauge("Of those, whose answer may yet be found in a cache."),
+    "traces": _counter("Calls that were to be traced: exported, or dropped for a reason.", "outcome"),
     "generations": _gauge("Generations with their first token, and those that wait for it.", "state"),
     "draining": _gauge("Whether nothing new is let in."),
     "time_to_first_token_seconds": _histogram("From a request's arrival to its first token.", "cache"),

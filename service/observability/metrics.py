@@ -46,6 +46,7 @@ class Metrics:
         calls: CallCounts,
         lag: LoopLag,
         progress: Progress,
+        traces: Mapping[str, int],
     ) -> None:
         self._engine = engine
         self._admission = admission
@@ -55,6 +56,7 @@ class Metrics:
         self._calls = calls
         self._lag = lag
         self._progress = progress
+        self._traces = traces
         self._version = version()  # read from a file
 
     def families(self) -> list[Metric]:
@@ -95,6 +97,7 @@ class Metrics:
         yield _one("requests_looking", admission.in_lookup)
         yield _by("generations", {"running": slots.taken - slots.waiting, "waiting": slots.waiting})
         yield _one("draining", int(admission.draining))
+        yield _by("traces", self._traces)
 
     def _counted(self, load: EngineLoad) -> Iterator[Metric]:
         rows = _Rows()

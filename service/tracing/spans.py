@@ -46,8 +46,9 @@ def spans_of(record: RequestRecord, model: str) -> list[Span]:
         attributes=attributes({**_rpc(record), **_generation(record, model)}),
         status=Status(code=Status.STATUS_CODE_ERROR) if record.code in _ERRORS else None,
     )
-    if record.first_token_at is not None:
-        call.events.add(time_unix_nano=_wall(record, record.first_token_at), name="first token")
+    first = _first_token(record)
+    if first is not None:
+        call.events.add(time_unix_nano=_wall(record, first), name="first token")
     if record.leader_span_id:
         call.links.add(
             trace_id=bytes.fromhex(record.leader_trace_id),
@@ -97,6 +98,13 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
         yield name, begin, end
 
 
+def _first_token(record: RequestRecord) -> float | None:
+    """A unary answer is read in large parts, so that the engine knows better."""
+    if record.streamed or record.queue is None or record.prefill is None:
+        return record.first_token_at
+    return min(record.ended_at, record.arrived_at + record.queue + record.prefill)
+
+
 def _source(record: RequestRecord) -> str:
     """What it waits for once the caches were asked."""
     if record.submitted_at is not None:
@@ -141,7 +149,7 @@ def _generation(record: RequestRecord, model: str) -> dict[str, Value]:
     if record.finish_reason:
         found["gen_ai.response.finish_reasons"] = [record.finish_reason]
         found["gen_ai.response.model"] = model
-    if record.first_token_at is not None:
+    if record.first_token_at is not None and record.streamed:
         found["gen_ai.response.time_to_first_chunk"] = record.first_token_at - record.arrived_at
     if record.role:
         found["whippet.single_flight"] = record.role

@@ -139,7 +139,7 @@ async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine
     switches = Switches(OptimizationOptions(), engine)
     admission = Admission(LimitOptions(), lambda: 8)
     beside = CallCounts(), LoopLag(), Progress()
-    yield Metrics(engine, admission, caches, switches, 'a "name"\n', *beside), caches, engine
+    yield Metrics(engine, admission, caches, switches, 'a "name"\n', *beside, {"exported": 0}), caches, engine
     await caches.aclose()
 
 
