@@ -6,13 +6,14 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from bench.redis_server import RedisServer, free_port
 from cache.api import Address, Login, RedisSettings
-from cache.kv_blocks.resp import RespConnection
+from cache.kv_blocks.resp import RespConnection, RespError
+from cache.store.redis_tls import TlsFiles
 
 NAME = "Answers"  # of the master that sentinels watch; names have two cases
 PASSWORD, ROOT = "of whippet", "of-the-operator"
@@ -116,7 +117,7 @@ class GuardedRedis:
 
     def root_link(self, port: int) -> RespConnection:
         """An operator's connection."""
-        link = RespConnection(Address("127.0.0.1", port), self.settings().tls(), self.soon())
+        link = RespConnection(Address("127.0.0.1", port), TlsFiles(self.settings()).context(), self.soon())
         link.log_in(Login("root", ROOT), self.soon())
         return link
 
@@ -132,6 +133,12 @@ class GuardedRedis:
     def masters(self) -> list[RedisServer]:
         """Of the servers that run; there may be two for a moment, or none."""
         return [one for one in self.servers if one.process and self.root(one.port, "ROLE")[0] == b"master"]
+
+    def fail_over(self) -> bool:
+        """Whether a sentinel begins to, as an operator asks; not while it takes the replica for lost."""
+        with closing(self.root_link(self.sentinels[0].port)) as link, suppress(RespError):
+            return link.command(b"SENTINEL", b"FAILOVER", NAME.encode(), deadline=self.soon()) == b"OK"
+        return False
 
     def whole(self) -> None:
         """Returns once a failover would be possible (again)."""

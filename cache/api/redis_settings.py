@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -10,7 +9,6 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 LOOKUP_BUDGET = 0.020  # seconds
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
-NO_PASSWORD = ""  # of a private key: without one OpenSSL would ask on the terminal
 
 
 def positive(**values: float) -> None:
@@ -61,12 +59,12 @@ class RedisUrl:
         """Raises ValueError. The message repeats nothing of the URL, which may hold a password."""
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss"):
-            raise ValueError("redis url must begin with redis:// or rediss://")
+            raise ValueError("redis-url must begin with redis:// or rediss://")
         if parts.query or parts.fragment:
-            raise ValueError("redis url takes nothing behind the database's number")
+            raise ValueError("redis-url takes nothing behind the database's number")
         database = parts.path.strip("/")
         if database and not (database.isascii() and database.isdigit()):
-            raise ValueError("redis url must end in the number of a database, if in anything")
+            raise ValueError("redis-url must end in the number of a database, if in anything")
         login = Login(unquote(parts.username or ""), unquote(parts.password or ""))
         address = Address(_host(parts) or "localhost", _port(parts) or REDIS_PORT)
         return cls(parts.scheme == "rediss", address, login, int(database or 0))
@@ -76,7 +74,7 @@ def _port(parts: SplitResult) -> int | None:
     try:
         return parts.port
     except ValueError:
-        raise ValueError("what stands behind the host of redis is no port") from None
+        raise ValueError("redis-url or redis-sentinels: what stands behind a host is no port") from None
 
 
 def _host(parts: SplitResult) -> str:
@@ -101,7 +99,7 @@ class Sentinels:
         for one in listed.split(","):
             parts = urlsplit(f"//{one.strip()}")
             if not _host(parts) or parts.path or parts.query:
-                raise ValueError("redis sentinels are host:port, with commas between them")
+                raise ValueError("redis-sentinels are host:port, with commas between them")
             found.append(Address(_host(parts), _port(parts) or SENTINEL_PORT))
         return cls(tuple(found), user)
 
@@ -140,11 +138,11 @@ class RedisSettings:
             raise ValueError(f"jitter must be in [0, 1), not {self.jitter}")
         tls = self.where.tls
         if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("redis cert file and redis key file go together")
+            raise ValueError("redis-cert-file and redis-key-file go together")
         if self.cert_file is not None and not tls:
-            raise ValueError("a redis cert file needs a rediss:// url")
+            raise ValueError("redis-cert-file needs a redis-url that begins with rediss://")
         if self.watched is None and self.sentinel_password_file is not None:
-            raise ValueError("a redis sentinel password file needs redis sentinels")
+            raise ValueError("redis-sentinel-password-file needs redis-sentinels")
 
     @property
     def where(self) -> RedisUrl:
@@ -166,15 +164,6 @@ class RedisSettings:
         user = "" if self.watched is None else self.watched.user
         secret = self.sentinel_password_file
         return Login(user, "" if secret is None else _secret(secret))
-
-    def tls(self) -> ssl.SSLContext | None:
-        """For a new connection; None where none is wanted. Raises OSError, of which SSLError is one."""
-        if not self.where.tls:
-            return None
-        context = ssl.create_default_context(cafile=None if self.ca_file is None else str(self.ca_file))
-        if self.cert_file is not None and self.key_file is not None:
-            context.load_cert_chain(self.cert_file, self.key_file, password=NO_PASSWORD)
-        return context
 
 
 def _secret(path: Path) -> str:

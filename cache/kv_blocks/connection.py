@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 
 from cache.api import Address, RedisSettings
 from cache.kv_blocks.resp import ForeignValueError, RespConnection, RespError
@@ -19,18 +20,21 @@ from cache.store.redis_hello import (
     check_hello,
     master_address,
 )
+from cache.store.redis_tls import TlsFiles
 
 CONNECT = 1.0  # seconds that connecting may take, beyond the deadline of the fetch that began it
 _SENTENCES = {"WRONGPASS": STRANGER, "NOAUTH": STRANGER, "NOPERM": FORBIDDEN}
 
 
-def connect(settings: RedisSettings, deadline: float) -> RespConnection:
+def connect(settings: RedisSettings, deadline: float, tls: TlsFiles | None = None) -> RespConnection:
     """Raises OSError, RespError, and where nothing can be kept in what answers, UnfitError and NotMasterError."""
-    where, watched = settings.where, settings.watched is not None
-    link = RespConnection(_master(settings, deadline) if watched else where.address, settings.tls(), deadline)
+    where, watched = settings.where, settings.watched
+    context = (tls or TlsFiles(settings)).context()
+    address = where.address if watched is None else _master(settings, watched.addresses, context, deadline)
+    link = RespConnection(address, context, deadline)
     try:
         link.log_in(settings.login(), deadline)
-        check_hello(link.listed(b"HELLO", b"2", deadline=deadline), watched)
+        check_hello(link.listed(b"HELLO", b"2", deadline=deadline), watched is not None)
         if where.database:
             link.command(b"SELECT", b"%d" % where.database, deadline=deadline)
     except BaseException:
@@ -39,29 +43,20 @@ def connect(settings: RedisSettings, deadline: float) -> RespConnection:
     return link
 
 
-def _master(settings: RedisSettings, deadline: float) -> Address:
+def _master(
+    settings: RedisSettings, sentinels: Sequence[Address], tls: ssl.SSLContext | None, deadline: float
+) -> Address:
     """What the first sentinel says that knows. Each has its share of the time, since some may be silent."""
-    addresses = () if settings.watched is None else settings.watched.addresses
-    for at, address in enumerate(addresses):
+    login, name = settings.sentinel_login(), settings.where.address.host.encode()
+    for at, address in enumerate(sentinels):
         now = time.monotonic()
-        until = now + (deadline - now) / (len(addresses) - at + 1)  # the last share is the master's own
-        try:
-            found = _asked(settings, address, until)
-        except (OSError, RespError):
-            continue
-        if found is not None:
-            return found
+        until = now + (deadline - now) / (len(sentinels) - at + 1)  # the last share is the master's own
+        with suppress(OSError, RespError), closing(RespConnection(address, tls, until)) as link:
+            link.log_in(login, until)
+            found = master_address(link.listed(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name, deadline=until))
+            if found is not None:
+                return found
     raise NotMasterError
-
-
-def _asked(settings: RedisSettings, sentinel: Address, deadline: float) -> Address | None:
-    link = RespConnection(sentinel, settings.tls(), deadline)
-    try:
-        link.log_in(settings.sentinel_login(), deadline)
-        name = settings.where.address.host.encode()
-        return master_address(link.listed(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name, deadline=deadline))
-    finally:
-        link.close()
 
 
 class BlockConnection:
@@ -70,6 +65,7 @@ class BlockConnection:
 
     def __init__(self, settings: RedisSettings, breaker: Breaker, complaints: Complaints) -> None:
         self._settings = settings
+        self._tls = TlsFiles(settings)
         self._breaker = breaker
         self._complaints = complaints
         self._connecting = ThreadPoolExecutor(1, "redis-connect")
@@ -122,7 +118,7 @@ class BlockConnection:
     def _connected(self, deadline: float) -> RespConnection:
         now = time.monotonic()
         if self._coming is None:
-            self._coming = self._connecting.submit(connect, self._settings, max(deadline, now + CONNECT))
+            self._coming = self._connecting.submit(connect, self._settings, max(deadline, now + CONNECT), self._tls)
         wait([self._coming], deadline - now)
         if not self._coming.done():
             raise TimeoutError("still connecting")

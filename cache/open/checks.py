@@ -7,6 +7,7 @@ from pathlib import Path
 from cache.api import RedisSettings
 from cache.seal.keyring import Keyring
 from cache.semantic.export import missing
+from cache.store.redis_tls import TlsFiles
 
 
 def check_key_file(path: Path) -> None:
@@ -18,7 +19,7 @@ def check_redis(settings: RedisSettings) -> None:
     """Reads the files that are named, and does not connect. Raises OSError."""
     settings.login()
     settings.sentinel_login()
-    settings.tls()
+    TlsFiles(settings).context()
 
 
 def missing_for_semantic(model: Path | None) -> tuple[str, ...]:

@@ -70,8 +70,10 @@ class Clients:
                 yield client
                 whole = True
             except ResponseError as error:
-                # A master that has become a replica: the sentinels know the new one.
-                whole = not (isinstance(error, ReadOnlyError) and self._server.settings.sentinels)
+                whole = True
+                if isinstance(error, ReadOnlyError) and self._server.settings.sentinels:
+                    whole = False  # a master that has become a replica: the sentinels know the new one
+                    self._server.doubt()
                 raise
             finally:
                 if whole:

@@ -7,17 +7,17 @@ redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, cast
 
-from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
+from redis.asyncio import ConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthenticationWrongNumberOfArgsError, NoPermissionError, RedisError
 
 from cache.api import Address, Login, RedisSettings
-from cache.api.redis_settings import NO_PASSWORD
 from cache.store.redis_hello import (
     FORBIDDEN,
     STRANGER,
@@ -27,11 +27,21 @@ from cache.store.redis_hello import (
     check_hello,
     master_address,
 )
+from cache.store.redis_tls import TlsFiles
 
 READ_SIZE = 1 << 20
 
 
-def client_of(settings: RedisSettings, address: Address, login: Login, database: int, wait: float) -> Redis:
+class _TlsConnection(SSLConnection):
+    """With a context that is there already. redis-py would make one for each connection, on the event loop, and trust
+    the system's authorities beside the one that is named."""
+
+    def __init__(self, context: ssl.SSLContext, **options: Any) -> None:
+        super().__init__(**options)
+        self.ssl_context.context = context
+
+
+def client_of(address: Address, login: Login, database: int, tls: ssl.SSLContext | None, wait: float) -> Redis:
     """A client with one connection, not connected yet, that waits `wait` seconds at most on its socket, and gives
     replies as they came."""
     options: dict[str, Any] = {
@@ -48,12 +58,9 @@ def client_of(settings: RedisSettings, address: Address, login: Login, database:
         "protocol": 2,
         "driver_info": None,
     }
-    if settings.where.tls:
-        files = {"ca_certs": settings.ca_file, "certfile": settings.cert_file, "keyfile": settings.key_file}
-        options |= {f"ssl_{name}": str(path) for name, path in files.items() if path is not None}
-        options["ssl_password"] = NO_PASSWORD
-    kind = SSLConnection if settings.where.tls else Connection
-    client = Redis.from_pool(ConnectionPool(connection_class=kind, max_connections=1, **options))
+    if tls is not None:
+        options |= {"connection_class": _TlsConnection, "context": tls}
+    client = Redis.from_pool(ConnectionPool(max_connections=1, **options))
     client.response_callbacks.clear()  # they take every reply for what it should be
     return client
 
@@ -64,29 +71,39 @@ async def close(client: Redis) -> None:
 
 
 class RedisServer:
-    """Where the entries are. Opens clients for all links of a store."""
+    """Where the entries are. Opens clients for all links of a store. Sentinels are asked for the master when it is not
+    known, or could not be used."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self.settings = settings
+        self._tls = TlsFiles(settings)
         self._complaints = Complaints()
+        self._master: Address | None = None if settings.sentinels else settings.where.address
+        self._finding: asyncio.Task[Address] | None = None  # for all who wait for it
         self._asking: set[asyncio.Task[Address | None]] = set()
 
     async def client(self, wait: float) -> Redis:
         """Connected to a server that entries can be kept in. No step of it waits longer than `wait` seconds. Raises
         what redis-py raises, OSError, UnfitError and NotMasterError."""
+        settings = self.settings
         try:
-            where, watched = self.settings.where, self.settings.watched
-            address = where.address if watched is None else await self._master(wait)
-            client = client_of(self.settings, address, self.settings.login(), where.database, wait)
+            address = self._master or await self._found(wait)
+            client = client_of(address, settings.login(), settings.where.database, self._tls.context(), wait)
             try:
-                check_hello(await _asked(client, "HELLO", 2), watched is not None)
+                check_hello(await _asked(client, "HELLO", 2), settings.sentinels is not None)
             except BaseException:
+                self.doubt()
                 await close(client)
                 raise
         except Exception as error:
             self.refused(error)
             raise
         return client
+
+    def doubt(self) -> None:
+        """The next connection asks for the master again."""
+        if self.settings.sentinels:
+            self._master = None
 
     def refused(self, error: Exception) -> None:
         """Tells the operator, if it is something that only he can change."""
@@ -103,23 +120,28 @@ class RedisServer:
         if self._asking:
             await asyncio.wait(self._asking)
 
-    async def _master(self, wait: float) -> Address:
+    async def _found(self, wait: float) -> Address:
+        if self._finding is None or self._finding.done():
+            self._finding = asyncio.get_running_loop().create_task(self._find(wait), name="redis master")
+        return await asyncio.shield(self._finding)
+
+    async def _find(self, wait: float) -> Address:
         """What the first sentinel says that knows. All are asked at once, since some may be gone or silent; nobody is
         cancelled, since a connection that is being made would be left open."""
-        watched = self.settings.watched
-        login, name = self.settings.sentinel_login(), self.settings.where.address.host
-        asked = [] if watched is None else [self._ask(one, login, name, wait) for one in watched.addresses]
+        login, watched = self.settings.sentinel_login(), self.settings.watched
+        asked = [] if watched is None else [self._ask(one, login, wait) for one in watched.addresses]
         tasks = [asyncio.get_running_loop().create_task(one, name="redis sentinel") for one in asked]
         self._asking.update(tasks)
         for task in tasks:
             task.add_done_callback(self._asking.discard)
         for answer in asyncio.as_completed(tasks):
             if (found := await answer) is not None:
+                self._master = found
                 return found
         raise NotMasterError
 
-    async def _ask(self, sentinel: Address, login: Login, name: str, wait: float) -> Address | None:
-        client = client_of(self.settings, sentinel, login, 0, wait)
+    async def _ask(self, sentinel: Address, login: Login, wait: float) -> Address | None:
+        name, client = self.settings.where.address.host, client_of(sentinel, login, 0, self._tls.context(), wait)
         try:
             return master_address(await _asked(client, "SENTINEL GET-MASTER-ADDR-BY-NAME", name))
         except (RedisError, OSError) as error:

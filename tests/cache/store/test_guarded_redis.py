@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
 from cache.store.redis_link import Link
 from cache.store.redis_store import RedisStore
+from cache.store.redis_tls import TlsFiles
 from tests.cache.waiting import until
 from tests.redis_guarded import GuardedRedis, guarded_redis, ours, rules, users
 
@@ -183,8 +185,7 @@ async def test_a_master_that_has_become_a_replica_is_left(guarded: GuardedRedis,
     async with front(settings, counters) as store:
         await until(lambda: answered(store))
         before = guarded.master()
-        with contextlib.closing(guarded.root_link(guarded.sentinels[0].port)) as link:
-            link.command(b"SENTINEL", b"FAILOVER", b"Answers", deadline=guarded.soon())
+        await until(lambda: asyncio.to_thread(guarded.fail_over))
         await until(lambda: asyncio.to_thread(lambda: guarded.masters() not in ([], [before])))
         await until(lambda: answered(store))
 
@@ -245,6 +246,17 @@ async def test_what_the_rules_forbid_is_said_once(make_redis: Callable[..., Any]
     assert "forbids our user a command" in said
 
 
+def test_only_the_named_authority_is_trusted_and_files_are_read_when_they_change(guarded: GuardedRedis) -> None:
+    """By both kinds of connection: redis-py's own context would trust the system's authorities as well."""
+    files = TlsFiles(guarded.settings())
+    first = files.context()
+    assert first is not None
+    assert first.cert_store_stats()["x509_ca"] == 1
+    assert files.context() is first
+    os.utime(guarded.folder / "client.pem", (1, 1))
+    assert files.context() is not first
+
+
 def test_a_password_is_read_anew_for_each_connection(tmp_path: Path) -> None:
     secret = tmp_path / "password"
     settings = RedisSettings(url="redis://us@h", password_file=secret)
@@ -265,7 +277,7 @@ def test_a_password_is_read_anew_for_each_connection(tmp_path: Path) -> None:
         ({"sentinels": "a:x"}, "no port"),
         ({"url": "rediss://h", "cert_file": Path("c")}, "go together"),
         ({"cert_file": Path("c"), "key_file": Path("k")}, "rediss://"),
-        ({"sentinel_password_file": Path("p")}, "needs redis sentinels"),
+        ({"sentinel_password_file": Path("p")}, "needs redis-sentinels"),
     ],
 )
 def test_addresses_are_refused_without_being_repeated(changes: dict[str, Any], named: str) -> None:
