@@ -5,6 +5,8 @@ EngineError
 ├── Unsupported         a setting or a live switch that this build or machine lacks
 ├── EngineUnavailable   loading, restarting or stopped: try again later
 ├── EngineFailed        a step failed: this request is lost, the server is not
+├── OutOfMemory         a step had no memory for this request alone: it is lost, the others are not
+├── Quarantined         the request has ended the engine process twice: it is not run any more
 ├── DeadlineExceeded    the caller's deadline passed
 └── Aborted             an operator, or a reader that stalled, ended the request
 """
@@ -34,6 +36,14 @@ class EngineUnavailable(EngineError):
 
 class EngineFailed(EngineError):
     """A step failed. What failed is in the engine's log, not here."""
+
+
+class OutOfMemory(EngineError):
+    """A step that was run for this request alone, and for few of its tokens, found no memory."""
+
+
+class Quarantined(EngineError):
+    """The request has ended the engine process twice, with nobody else in the step. Trying again is no use."""
 
 
 class DeadlineExceeded(EngineError):

@@ -44,6 +44,12 @@ class EngineOptions:
         ge=0.5,
         le=86_400,
     )
+    give_up: float = setting(
+        600.0,
+        "seconds of failing restarts after which liveness fails, so that the whole server is started again; 0: never",
+        ge=0,
+        le=86_400,
+    )
     record_steps: bool = setting(
         False, "keep the last steps and write them to a file on a fault; they hold prompts' token ids"
     )

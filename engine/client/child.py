@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
 from engine.ipc.frames import Command, Configure, FrameError, Report, encode, report_reader
+from engine.ipc.step_mark import MarkedStep, StepMark
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ _EXIT_POLL = 0.01  # seconds between two looks at a process that is about to end
 class Child(asyncio.Protocol):
     """Reports are passed to `on_report` as they come. `closed` is done once no more can come."""
 
-    def __init__(self, process: subprocess.Popen[bytes], on_report: Callable[[Report], None]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], mark: StepMark, on_report: Callable[[Report], None]) -> None:
         self._process = process
+        self._mark = mark
         self._on_report = on_report
         self._reader = report_reader()
         self._loop = asyncio.get_running_loop()
@@ -39,8 +41,8 @@ class Child(asyncio.Protocol):
         """Starts a process and tells it what to load."""
         ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                child = cls(_launch(theirs.fileno()), on_report)
+            with theirs, _step_mark() as (fd, mark):
+                child = cls(_launch(theirs.fileno(), fd), mark, on_report)
         except OSError:
             ours.close()
             raise
@@ -63,12 +65,13 @@ class Child(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         self._unsent.append(encode(command))
 
-    def showed_life(self, loading: bool) -> bool:
-        """Whether anything came from it since this was last asked. While it loads it may have nothing to say for long,
-        but it computes."""
+    def was_heard(self) -> bool:
+        """Whether anything came from it since this was last asked."""
         heard, self._heard = self._heard, False
-        if heard or not loading:
-            return heard
+        return heard
+
+    def has_worked(self) -> bool:
+        """Whether it has computed since this was last asked: while it loads it may have nothing to say for long."""
         worked = _processor_time(self.pid)
         before, self._worked = self._worked, worked
         return worked is None or worked != before
@@ -82,8 +85,13 @@ class Child(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def end(self, grace: float) -> str:
-        """Closes the socket, which asks the process to go, kills it after `grace` seconds and says how it ended."""
+    def last_step(self) -> MarkedStep:
+        """Of a process that has ended: the step that it did not end."""
+        return self._mark.read()
+
+    async def end(self, grace: float) -> int:
+        """Closes the socket, which asks the process to go, kills it after `grace` seconds and returns how it ended: its
+        exit code, or minus the signal."""
         if grace and self._transport is not None:
             self._flush()
             self._transport.close()
@@ -99,7 +107,7 @@ class Child(asyncio.Protocol):
             self.kill()
             await self._exit_code(None)  # nobody else would take it off the kernel's hands
             raise
-        return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        return code
 
     async def _exit_code(self, within: float | None) -> int:
         """Looks for it, which needs neither a thread nor a kernel with pidfd_open. Raises TimeoutError."""
@@ -142,7 +150,26 @@ def _processor_time(pid: int) -> float | None:
         return None
 
 
-def _launch(fd: int) -> subprocess.Popen[bytes]:
+def oom_kills() -> int | None:
+    """How many processes this machine has killed for lack of memory; None where that cannot be told."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@contextlib.contextmanager
+def _step_mark() -> Iterator[tuple[int, StepMark]]:
+    """A fresh one, and the descriptor for the other end."""
+    fd = StepMark.create()
+    try:
+        yield fd, StepMark(fd)
+    finally:
+        os.close(fd)
+
+
+def _launch(fd: int, mark: int) -> subprocess.Popen[bytes]:
     """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
     environment = dict(os.environ)
     home = Path(__file__).resolve().parents[2]
@@ -152,10 +179,10 @@ def _launch(fd: int) -> subprocess.Popen[bytes]:
     # front wants one (docs/perf-log.md).
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.worker.process", "--fd", str(fd)],
+        [sys.executable, "-P", "-m", "engine.worker.process", "--fd", str(fd), "--step-mark", str(mark)],
         stdin=subprocess.DEVNULL,
         stdout=2,  # stdout is the front's
-        pass_fds=[fd],
+        pass_fds=[fd, mark],
         env=environment,
         start_new_session=True,  # a terminal's ctrl-C is the front's to handle
     )

@@ -17,6 +17,7 @@ from engine.client.supervisor import Backoff, Supervisor
 from engine.client.switching import Switching
 from engine.errors import EngineUnavailable, InvalidModel
 from engine.ipc.frames import Profiled, Progress, Step, Switched, TurnedBack
+from engine.ipc.step_mark import MarkedStep
 from engine.settings import EngineSettings
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
@@ -73,6 +74,11 @@ class EngineClient:
         return self._switching.reverts
 
     @property
+    def alive(self) -> bool:
+        """Whether an engine that is not there may still be expected; see `engine.give_up`."""
+        return self._supervisor.alive
+
+    @property
     def live(self) -> int:
         """Streams that have not ended."""
         return len(self._streams)
@@ -122,7 +128,7 @@ class EngineClient:
     async def close(self) -> None:
         """Ends what still runs and the process with it."""
         self._closing = True
-        self.on_lost()
+        self.on_ended()
         await self._supervisor.close()
 
     # What the supervisor tells
@@ -134,14 +140,29 @@ class EngineClient:
         self._info = info
         self._load = EngineLoad(total_pages=info.total_pages)
         self._switching.tell()
+        self._streams.resume()
 
     def on_lost(self) -> None:
         if self.live and not self._closing:  # one that dies without work does not die of a switch
             self._switching.lost(self._load.steps)
         self._load = EngineLoad()
-        self._streams.fail(self.unavailable)
+        self._streams.lose(self.unavailable)
         self._profiles.fail(self.unavailable)
         self._switching.fail(self.unavailable)
+
+    def on_death(self, step: MarkedStep | None) -> None:
+        info = self._info
+        if step is None or info is None:
+            self._streams.acquit()
+        else:
+            self._streams.judge(step, info.lookahead_tokens + info.max_tokens_per_row, self.unavailable)
+
+    def on_late(self) -> None:
+        self._streams.give_up(self.unavailable)
+
+    def on_ended(self) -> None:
+        self.on_lost()
+        self._streams.fail(self.unavailable)
 
     def on_progress(self, progress: Progress) -> None:
         if self._progress is not None:

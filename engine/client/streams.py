@@ -6,15 +6,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from engine.api import GenerationRequest, TokenEvents
-from engine.errors import Aborted, DeadlineExceeded, EngineError, EngineFailed
+from engine.api import Finish, FinishReason, GenerationRequest, TokenEvents
+from engine.client.suspects import Suspects
+from engine.errors import Aborted, DeadlineExceeded, EngineError, EngineFailed, OutOfMemory, Quarantined
 from engine.ipc.events import Event, Failure
 from engine.ipc.frames import Cancel, Command, Pause, Resume, Submit
+from engine.ipc.step_mark import MarkedStep
 
 Send = Callable[[Command], None]
+_MOST_DEATHS = 3  # of processes that had it, after which a request is kept no more
 
 
 def _size(event: Event) -> int:
@@ -39,13 +43,19 @@ class Inbox:
         "_tokens",
         "_waiter",
         "_want",
+        "deaths",
         "key",
         "live",
+        "made",
+        "request",
         "streams",
     )
 
-    def __init__(self, key: int, streams: Streams, cap: int) -> None:
+    def __init__(self, key: int, request: GenerationRequest, streams: Streams, cap: int) -> None:
         self.key = key
+        self.request = request
+        self.made = 0  # tokens that came
+        self.deaths = 0  # of processes that had it and that it may have to do with
         self.streams = streams
         self.live = True  # the engine has it
         self._cap = cap  # bytes
@@ -73,6 +83,7 @@ class Inbox:
         self._events.append(event)
         self._queued += _size(event)
         self._tokens += len(event.token_ids)
+        self.made += len(event.token_ids)
         if event.finish is not None:
             self.live = False
         elif self._queued + self._held > self._cap and not self._paused:
@@ -183,39 +194,52 @@ class Stream:
 
 
 class Streams:
-    """All live requests of one front."""
+    """All live requests of one front. Those without a first token outlive the engine process that had them: they are
+    kept for the next one, within their deadlines."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send, cap: int) -> None:
         self.loop = loop
         self.send = send
         self._cap = cap
         self._keys = itertools.count(1)
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, Inbox] = {}  # that a process has
+        self._kept: dict[int, tuple[Inbox, asyncio.TimerHandle | None]] = {}  # that none has
+        self._lost: dict[int, Inbox] = {}  # that the last one had, until it is known how it died
+        self._leaving: dict[int, Inbox] = {}  # cancelled since the last step, which may yet be at them
+        self._left: dict[int, Inbox] = {}  # and those before it
+        self._suspects = Suspects()
 
     def __len__(self) -> int:
-        return len(self._inboxes)
+        return len(self._inboxes) + len(self._kept)
 
     def open(self, request: GenerationRequest) -> Stream:
-        """Hands the request to the engine."""
-        inbox = Inbox(next(self._keys), self, self._cap)
-        self.send(Submit(inbox.key, request))
+        """Hands the request to the engine. Raises Quarantined."""
+        solo = self._suspects.solo(request)
+        inbox = Inbox(next(self._keys), request, self, self._cap)
+        self.send(Submit(inbox.key, request, solo))
         self._inboxes[inbox.key] = inbox
         return Stream(inbox)
 
     def deliver(self, events: list[Event]) -> None:
         """What a step brought. Events for streams that were cancelled meanwhile go nowhere."""
         inboxes = self._inboxes
+        if self._leaving or self._left:
+            self._left, self._leaving = self._leaving, {}
         for event in events:
             inbox = inboxes.get(event.key)
             if inbox is not None:
                 inbox.put(event)
                 if not inbox.live:
                     del inboxes[event.key]
+                    if event.finish is not None:
+                        self._suspects.ended(inbox.request)
 
     def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""
         if self._inboxes.pop(inbox.key, None) is not None:
             self.send(Cancel(inbox.key))
+            self._leaving[inbox.key] = inbox
+        self._keep_no_more(inbox)
         inbox.drop(error)
 
     def fail(self, error: Callable[[], EngineError]) -> None:
@@ -223,6 +247,85 @@ class Streams:
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
             inbox.end(error())
+        self.give_up(error)
+
+    def lose(self, error: Callable[[], EngineError]) -> None:
+        """The process is gone: those that had a token end, the others are kept."""
+        inboxes, self._inboxes = self._inboxes, {}
+        self._lost = {**self._left, **self._leaving, **inboxes}
+        self._left, self._leaving = {}, {}
+        for inbox in inboxes.values():
+            if inbox.made:
+                inbox.end(error())
+            else:
+                self._keep(inbox)
+
+    def judge(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
+        """It died of itself, and this is what it was at. Steps begin up to `ahead` tokens before those that came."""
+        lost, self._lost = self._lost, {}
+        named = [lost[key] for key in step.keys if key in lost]
+        if step.alone:
+            for inbox in named:
+                self._suspects.died_alone(inbox.request, inbox.made, ahead)
+        else:
+            self._suspects.died_together([(inbox.request, inbox.made) for inbox in named], ahead)
+        for inbox in named if step.keys else lost.values():  # outside a step anyone may have to do with it
+            inbox.deaths += 1
+            if inbox.deaths == _MOST_DEATHS and self._keep_no_more(inbox):
+                inbox.end(error())
+
+    def acquit(self) -> None:
+        """It did not die of anything that it was given."""
+        self._lost = {}
+
+    def resume(self) -> None:
+        """There is another process: it gets what was kept, in the old order."""
+        kept, self._kept = self._kept, {}
+        for inbox, timer in kept.values():
+            if timer is not None:
+                timer.cancel()
+            try:
+                solo = self._suspects.solo(inbox.request)
+            except Quarantined as error:
+                inbox.end(error)
+                continue
+            inbox.key = next(self._keys)  # so that nothing from the old process is taken for its own
+            self._inboxes[inbox.key] = inbox
+            self.send(Submit(inbox.key, inbox.request, solo))
+
+    def give_up(self, error: Callable[[], EngineError]) -> None:
+        """Ends those that are kept."""
+        for inbox, _ in list(self._kept.values()):
+            self._keep_no_more(inbox)
+            inbox.end(error())
+
+    def _keep(self, inbox: Inbox) -> None:
+        request = inbox.request
+        limits = [limit for limit in (request.deadline, request.expires_at) if limit is not None]
+        timer = None
+        if limits:
+            timer = self.loop.call_later(max(0.0, min(limits) - time.monotonic()), self._expire, inbox)
+        self._kept[inbox.key] = inbox, timer
+
+    def _keep_no_more(self, inbox: Inbox) -> bool:
+        """Whether it was kept."""
+        kept = self._kept.pop(inbox.key, None)
+        if kept is not None and kept[1] is not None:
+            kept[1].cancel()
+        return kept is not None
+
+    def _expire(self, inbox: Inbox) -> None:
+        """Its time is up while no engine looks at it: it ends as the engine would end it."""
+        self._keep_no_more(inbox)
+        request, now = inbox.request, time.monotonic()
+        if request.deadline is not None and (request.expires_at is None or request.deadline <= request.expires_at):
+            inbox.end(_exception(Failure.DEADLINE))
+            return
+        waited = now - request.arrived_at
+        over = Finish(
+            reason=FinishReason.TIME_BUDGET, stop_token_id=None, cached_tokens=0, queue=waited, prefill=0.0, decode=0.0
+        )
+        inbox.put(Event(inbox.key, finish=over))
 
 
 def _exception(failure: Failure) -> EngineError:
@@ -231,3 +334,5 @@ def _exception(failure: Failure) -> EngineError:
             return DeadlineExceeded("the deadline passed")
         case Failure.STEP:
             return EngineFailed("a step failed")
+        case Failure.MEMORY:
+            return OutOfMemory("the engine has no memory for this request")

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import logging
 import random
+import signal
 import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.api import EngineState, ModelInfo
-from engine.client.child import Child
+from engine.client.child import Child, oom_kills
 from engine.errors import EngineError, EngineFailed, InvalidModel, Unsupported
 from engine.ipc.frames import (
     Command,
@@ -26,12 +27,16 @@ from engine.ipc.frames import (
     Switched,
     TurnedBack,
 )
+from engine.ipc.step_mark import MarkedStep
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 _LOOKS = 16  # at an engine in its hang timeout; it is found hung in the last of them
-_FIRST_ATTEMPTS = 3  # deaths while loading for the first time after which start() gives up
+_FIRST_ATTEMPTS = (
+    3  # starts that fail in a row, after which start() gives up, and requests wait no longer for a restart
+)
 _STEADY = 60.0  # seconds of readiness after which earlier deaths are forgotten
+_LONGEST_WORK = 10  # hang timeouts for which a process that loads may compute without reporting progress
 _STOP_GRACE = 5.0  # seconds, for one that is asked to go
 _EXIT_GRACE = 1.0  # seconds, for one that goes by itself
 _UNKNOWN_LOAD_TIME = 5.0  # seconds, as a retry hint before any load was timed
@@ -60,7 +65,16 @@ class Listener(Protocol):
         """An engine can be used from now on. Raises InvalidModel where it must not be: supervision then ends."""
 
     def on_lost(self) -> None:
-        """It cannot be used any more, and whatever it had is lost."""
+        """It cannot be used any more, and whatever it had is lost. Another is started."""
+
+    def on_death(self, step: MarkedStep | None) -> None:
+        """It is gone, and this is what it was at; None where it was ended from outside."""
+
+    def on_late(self) -> None:
+        """Starts have failed again and again: nobody should wait for the next."""
+
+    def on_ended(self) -> None:
+        """No other is started."""
 
     def on_progress(self, progress: Progress) -> None:
         """It is loading."""
@@ -86,7 +100,9 @@ class Supervisor:
         self._spawned_at = 0.0
         self._ready_at: float | None = None  # of the present process
         self._next_spawn = 0.0
-        self._deaths = 0  # in a row
+        self._failed_starts = 0  # in a row
+        self._deaths = 0  # since one was steady, or the beginning
+        self._ill_since = 0.0  # the first of them
 
     @property
     def retry_after(self) -> float:
@@ -98,6 +114,16 @@ class Supervisor:
         took = _UNKNOWN_LOAD_TIME if self._load_time is None else self._load_time
         expected = max(begins + took - now, _OVERDUE * max(took, now - begins))
         return min(_LONGEST_HINT, expected * random.uniform(1.0, _SPREAD))
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine that is not there may still be expected. False once nobody starts another, or none was
+        ready for a minute since two or more have died in `engine.give_up` seconds."""
+        if self._task is None or self.state is EngineState.READY:
+            return True
+        give_up = self._settings.give_up
+        failing = self._deaths > 1 and 0 < give_up <= time.monotonic() - self._ill_since
+        return not (failing or self._task.done())
 
     @property
     def pid(self) -> int | None:
@@ -157,11 +183,12 @@ class Supervisor:
             return
         if not isinstance(task.exception(), EngineError):  # which is told where it is awaited
             _log.critical("the engine is no longer supervised", exc_info=task.exception())
-        self._listener.on_lost()
+        self._listener.on_ended()
 
     async def _live(self, first: asyncio.Future[None]) -> str:
         """One process from start to end; how it ended."""
         self._spawned_at, self._ready_at, self._refusal = time.monotonic(), None, None
+        short_of_memory = oom_kills()
         try:
             child = await Child.spawn(self._settings, functools.partial(self._report, first))
         except OSError as error:
@@ -177,49 +204,68 @@ class Supervisor:
             grace = 0.0 if self._ready_at is None else _STOP_GRACE  # while loading it does not listen
             raise
         finally:
-            how = await child.end(grace)
+            code = await child.end(grace)
             self._child = None
-        return how if silence is None else f"gave no sign of life for {silence:.1f} s"
+        killed = silence is None and code == -signal.SIGKILL and oom_kills() == short_of_memory
+        self._listener.on_death(None if killed else child.last_step())
+        if silence is not None:
+            return f"gave no sign of life for {silence:.1f} s"
+        return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     async def _watch(self, child: Child) -> float | None:
-        """Until the process has closed its socket, or has shown no life for the hang timeout: then, for how long.
+        """Until the process has closed its socket, or has shown no life for the hang timeout: then, for how long. While
+        it loads, processor time is life as well, for ten times as long.
 
         A process that is ready is asked for an answer at every look, whether or not anybody waits for one, so that
         silence does not depend on who calls. Looks are counted, not seconds, so that an event loop that was itself held
         up does not take that for a hang.
         """
         interval = self._settings.hang_timeout / _LOOKS
-        alive_at = time.monotonic()
-        missed = 0
+        alive_at = heard_at = time.monotonic()
+        missed = worked = 0  # looks
         while not child.closed.done():
             if self._ready_at is not None:
                 child.send(Ping())
             await asyncio.wait([child.closed], timeout=interval)
-            if child.showed_life(loading=self._ready_at is None):
+            if child.was_heard():
+                missed = worked = 0
+                alive_at = heard_at = time.monotonic()
+            elif self._ready_at is None and child.has_worked():
                 missed, alive_at = 0, time.monotonic()
+                worked += 1
             else:
                 missed += 1
             if missed == _LOOKS - 1:  # the last sign may be as old as one look more
                 return time.monotonic() - alive_at
+            if worked == _LONGEST_WORK * _LOOKS:
+                return time.monotonic() - heard_at
         return None
+
+    def _steady(self, now: float) -> bool:
+        return self._ready_at is not None and now - self._ready_at > _STEADY
 
     def _lose(self) -> None:
         """Tells at once, before the process is quite gone."""
         now = time.monotonic()
-        steady = self._ready_at is not None and now - self._ready_at > _STEADY
-        self._deaths = 1 if steady else self._deaths + 1
-        self._next_spawn = now + self._backoff.delay(self._deaths)
+        if self._steady(now) or not self._deaths:
+            self._deaths, self._ill_since = 0, now
+        self._deaths += 1
+        self._failed_starts = 0 if self._ready_at is not None else self._failed_starts + 1
+        self._next_spawn = now + self._backoff.delay(max(1, self._failed_starts))
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
             self._listener.on_lost()
+        elif self._failed_starts == _FIRST_ATTEMPTS:
+            self._listener.on_late()
 
     def _hopeless(self, how: str) -> EngineError | None:
         """What start() raises, if another attempt is no use."""
         if self._refusal is not None:
             return self._refusal
-        if self._deaths < _FIRST_ATTEMPTS:
+        if self._failed_starts < _FIRST_ATTEMPTS:
             return None
-        return EngineFailed(f"the engine process {how} while loading, {self._deaths} times in a row; see its log above")
+        times = f"{self._failed_starts} times in a row"
+        return EngineFailed(f"the engine process {how} while loading, {times}; see its log above")
 
     def _report(self, first: asyncio.Future[None], report: Report) -> None:
         match report:

@@ -14,7 +14,6 @@ import dataclasses
 import enum
 import hashlib
 import os
-import signal
 import time
 from typing import Any
 
@@ -40,6 +39,7 @@ class Fault(enum.IntEnum):
     HANG = 4  # the step never ends
     DEVICE = 5  # the step raises what the loss of a device raises
     GRAPHS = 6  # the step raises while the switch `graphs` is on
+    MEMORY = 7  # a step that feeds this row finds no memory
 
 
 def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: Any) -> GenerationRequest:
@@ -195,12 +195,18 @@ class FakeRunner:
                 raise EngineFailed("as asked, with graphs")
             case Fault.DEVICE:
                 raise AcceleratorError("as asked")
+            case Fault.MEMORY:
+                raise OutOfMemoryError("as asked")
             case Fault.CRASH:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os._exit(1)  # as after a fault that a library does not survive
             case Fault.HANG:
                 while True:
                     time.sleep(3600)
         return fault == Fault.SICK_ROW
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch names the lack of memory."""
 
 
 class AcceleratorError(RuntimeError):

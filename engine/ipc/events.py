@@ -14,6 +14,7 @@ class Failure(enum.StrEnum):
 
     DEADLINE = "deadline"
     STEP = "step"
+    MEMORY = "memory"
 
 
 class Event(NamedTuple):

@@ -26,10 +26,14 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A sequence to generate. Keys are never used again in the life of a process."""
+    """A sequence to generate. Keys are never used again in the life of a process.
+
+    A step that begins with at least solo[0] and fewer than solo[1] tokens of output is run for it alone.
+    """
 
     key: int
     request: GenerationRequest
+    solo: tuple[int, int] = (0, 0)
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):

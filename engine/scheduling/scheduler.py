@@ -21,6 +21,7 @@ from engine.scheduling.plan import Released, Row, StepPlan, StepResult
 from engine.scheduling.rank import rank, timer
 from engine.scheduling.rows import admission_of, row_of
 from engine.scheduling.sequence import PrefixPage, Sequence
+from engine.scheduling.turns import Turns
 from engine.settings import PAGE_SIZE
 
 
@@ -60,6 +61,7 @@ class Scheduler:
         self._admitted: dict[int, Sequence] = {}  # by slot; in no plan yet
         self._released: list[Released] = []  # likewise
         self._width = limits.max_sequences if batching else 1
+        self._turns = Turns(limits.max_batch_tokens)
         self._paused = 0
         self._fetching: dict[int, Sequence] = {}
         self._steps = 0
@@ -82,6 +84,7 @@ class Scheduler:
         if request.stopping.max_tokens < 1:
             raise ValueError("max_tokens is below 1")
         self._live[sequence.key] = sequence
+        self._turns.admitted(sequence)
         if self._tier is not None and self._tier.ask(sequence):
             sequence.fetching = True
             self._fetching[sequence.key] = sequence
@@ -159,10 +162,10 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None where nobody can be fed."""
         self._start_waiting()
-        budget = self._limits.max_batch_tokens
+        budget = self._turns.budget
         lookahead = self._limits.lookahead_tokens
         rows = []
-        for sequence in tuple(self._running):  # lowest rank first, so that no planned row loses its pages
+        for sequence in self._turns.next(self._running):  # lowest rank first, so that no planned row loses its pages
             if sequence.paused or sequence.slot < 0:
                 continue
             if sequence.first_token_at is None:
@@ -187,6 +190,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
         """Takes in what the step brought. ValueError, and nothing is taken in, where that is not what was planned."""
         self._check(plan, result)
+        self._turns.went_well()
         self._steps += 1
         events = []
         for row in plan.rows:
@@ -209,18 +213,21 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[Event]:
         """Ends all that a broken step was to feed."""
-        released = self._released
-        self._released = [*plan.released, *released]  # nobody knows whether the runner got the plan: it is said again
-        for admitted in plan.admitted:
-            sequence = self._live.get(admitted.key)
-            if sequence is not None and sequence.slot == admitted.slot:
+        return [self._fail(sequence, Failure.STEP) for sequence in self._take_back(plan)]
+
+    def out_of_memory(self, plan: StepPlan) -> list[Event]:
+        """Takes back a step that found no memory, so that its rows are fed again, fewer at a time. A row that is alone
+        and still finds none, time after time, ends."""
+        fed = self._take_back(plan)
+        if not self._turns.split(plan.rows):
+            return [self._fail(sequence, Failure.MEMORY) for sequence in fed]
+        for sequence in fed:
+            if sequence.slot not in self._admitted:  # begins anew there, behind the full pages that it has
+                self._released.append(Released(sequence.key, sequence.slot))
                 self._admitted[sequence.slot] = sequence
                 sequence.planned_pages = 0
-        fed = [self._live.get(row.key) for row in plan.rows]
-        sequences = [sequence for sequence in fed if sequence is not None and sequence.slot >= 0]
-        for sequence in sequences:
-            self._remove(sequence, sound=False)
-        return [Event(sequence.key, failure=Failure.STEP) for sequence in sequences]
+                sequence.computed -= sequence.computed % PAGE_SIZE
+        return []
 
     @property
     def live(self) -> int:
@@ -248,6 +255,22 @@ class Scheduler:
         )
 
     # Slots and pages
+
+    def _take_back(self, plan: StepPlan) -> list[Sequence]:
+        """Says again what a step that did not come back was to take in, as nobody knows whether the runner did. Whom it
+        was to feed and who still holds a slot."""
+        self._released = [*plan.released, *self._released]
+        for admitted in plan.admitted:
+            sequence = self._live.get(admitted.key)
+            if sequence is not None and sequence.slot == admitted.slot:
+                self._admitted[sequence.slot] = sequence
+                sequence.planned_pages = 0
+        fed = [self._live.get(row.key) for row in plan.rows]
+        return [sequence for sequence in fed if sequence is not None and sequence.slot >= 0]
+
+    def _fail(self, sequence: Sequence, failure: Failure) -> Event:
+        self._remove(sequence, sound=False)
+        return Event(sequence.key, failure=failure)
 
     def _plan(self, rows: list[Row]) -> StepPlan:
         if not self._admitted and not self._released:
@@ -344,6 +367,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence, sound: bool = True) -> None:
         """Ends a live sequence, wherever it is."""
         del self._live[sequence.key]
+        self._turns.ended(sequence)
         when = timer(sequence)
         if when is not None:
             self._timers.discard(when, sequence.key)

@@ -49,6 +49,7 @@ class Sequence:
     prefix: Prefix = field(default_factory=Prefix)
     reached: int = 0  # the most that `computed` ever was
     cached_tokens: int = 0  # of the prompt, that others had computed
+    solo: tuple[int, int] = (0, 0)  # steps that begin with so many output tokens, from and up to, feed nobody else
 
     @property
     def prompt_length(self) -> int:
@@ -59,6 +60,11 @@ class Sequence:
     def output_length(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - len(self.request.token_ids)
+
+    @property
+    def in_solo(self) -> bool:
+        """Whether the next step that feeds it may feed nobody else."""
+        return self.solo[0] <= self.output_length < self.solo[1]
 
     def advance(self, computed: int) -> None:
         """So many tokens are computed now."""

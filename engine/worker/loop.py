@@ -33,6 +33,7 @@ from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.worker.marking import Marking
 from engine.worker.profiles import Profiles
 from engine.worker.recording import StepRecorder
 from engine.worker.switches import Switches
@@ -56,6 +57,7 @@ class Loop:
         tier: BlockTier | None = None,
         tier_report: Callable[[], TierReport] | None = None,
         recorder: StepRecorder | None = None,
+        marking: Marking | None = None,
     ) -> None:
         self._link = link
         self._runner = runner
@@ -65,6 +67,7 @@ class Loop:
         self._tier_report = tier_report
         self._recorder = recorder
         self._profiles = Profiles(link.send)
+        self._marking = marking
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
         self._failures = 0  # steps in a row
@@ -105,9 +108,9 @@ class Loop:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(key=key, request=request):
+            case Submit(key=key, request=request, solo=solo):
                 try:
-                    self._scheduler.admit(Sequence(request, list(request.token_ids), key=key))
+                    self._scheduler.admit(Sequence(request, list(request.token_ids), key=key, solo=solo))
                 except ValueError as error:
                     _log.error("a request that cannot run came through: %s", error)
                     self._refused.append(Event(key, failure=Failure.STEP))
@@ -133,7 +136,11 @@ class Loop:
         events += self._scheduler.expire(now)
         plan = self._scheduler.plan(now)
         if plan is not None:
+            if self._marking is not None:
+                self._marking.begin(plan)
             events += self._run(plan)
+            if self._marking is not None:
+                self._marking.end()
             now = time.monotonic()
         self._publish(events, now, idle=plan is None)
         return plan is not None
@@ -144,6 +151,9 @@ class Loop:
             result = self._runner.run(plan)
             events = self._scheduler.commit(plan, result, time.monotonic())
         except Exception as error:
+            if out_of_memory(error):
+                _log.warning("a step of %d rows found no memory and is done in parts", len(plan.rows))
+                return self._scheduler.out_of_memory(plan)
             self._failures += 1
             if self._recorder is not None:
                 self._recorder.add(plan, result)
@@ -177,8 +187,16 @@ class Loop:
         return load if self._tier_report is None else replace(load, tier=self._tier_report())
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for lack of memory alone: what torch and Python raise on a device and on a CPU."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(error))
+    )
+
+
 def _device_lost(error: BaseException) -> bool:
-    """Whether it is an error of CUDA itself: after one nothing on the device works. Lack of memory is none."""
+    """Whether it is an error of CUDA itself: after one nothing on the device works."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)

@@ -7,6 +7,7 @@ where it refused to load, 1 where something broke, which the front answers by st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import logging
@@ -25,6 +26,7 @@ from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.fake import FakeRunner
 from engine.ipc.frames import Configure, FrameError, Progress, Ready, Refused
 from engine.ipc.link import Link
+from engine.ipc.step_mark import StepMark
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.kv.shared_tier import BlockTier
@@ -32,6 +34,7 @@ from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.loop import Loop
+from engine.worker.marking import Marking
 from engine.worker.recording import StepRecorder
 from engine.worker.switches import Switches, unused
 from quant.checkpoint.digest import of_texts
@@ -40,17 +43,21 @@ from quant.checkpoint.errors import BadFile
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _PROGRESS_INTERVAL = 0.05  # seconds
+_OOM_SCORE = 300  # above the front's
 
 
 def main() -> int:
     """The exit code."""
     arguments = argparse.ArgumentParser(prog="engine.worker.process")
     arguments.add_argument("--fd", type=int, required=True, help="the socket to the front")
+    arguments.add_argument("--step-mark", type=int, required=True, help="memory that says whom a step is run for")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     _die_with_parent()
-    link = Link(socket.socket(fileno=arguments.parse_args().fd))
+    _die_before_parent()
+    given = arguments.parse_args()
+    link = Link(socket.socket(fileno=given.fd))
     try:
-        return _serve(link)
+        return _serve(link, Marking(StepMark(given.step_mark)))
     except (EOFError, ConnectionError):
         return 0
     except FrameError as error:
@@ -62,7 +69,7 @@ def main() -> int:
     return 1
 
 
-def _serve(link: Link) -> int:
+def _serve(link: Link, marking: Marking) -> int:
     settings = _settings(link)
     logging.getLogger().setLevel(settings.log_level.upper())
     try:
@@ -81,7 +88,7 @@ def _serve(link: Link) -> int:
     gc.freeze()  # what was loaded stays; later collections need not look at it
     link.send(Ready(replace(runner.info, texts_digest=texts, unused=idle)))
     _log.debug("ready: %d sequences, %d pages", runner.info.max_sequences, runner.info.total_pages)
-    Loop(link, runner, scheduler, switches, tier, tier_report, _recorder(settings, runner)).run()
+    Loop(link, runner, scheduler, switches, tier, tier_report, _recorder(settings, runner), marking).run()
     if tier is not None:
         tier.close()
     runner.close()
@@ -159,6 +166,14 @@ def _die_with_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_before_parent() -> None:
+    """Where memory runs out, the kernel takes what can be replaced: this process rather than the front, and a text
+    process, which has 500, rather than this one."""
+    with contextlib.suppress(OSError, ValueError):
+        own = Path("/proc/self/oom_score_adj")
+        own.write_text(str(min(1000, int(own.read_text()) + _OOM_SCORE)))
 
 
 if __name__ == "__main__":

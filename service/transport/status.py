@@ -163,6 +163,8 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     engine_errors.Unsupported: (_C.UNIMPLEMENTED, _only("UNIMPLEMENTED_OPTION")),
     engine_errors.EngineUnavailable: (_C.UNAVAILABLE, _engine_unavailable),
     engine_errors.EngineFailed: (_C.INTERNAL, _only("ENGINE_FAILED")),
+    engine_errors.OutOfMemory: (_C.RESOURCE_EXHAUSTED, _only("OUT_OF_MEMORY")),
+    engine_errors.Quarantined: (_C.FAILED_PRECONDITION, _only("QUARANTINED")),
     engine_errors.DeadlineExceeded: (_C.DEADLINE_EXCEEDED, _nothing),
     engine_errors.Aborted: (_C.ABORTED, _only("REQUEST_ABORTED")),
 }

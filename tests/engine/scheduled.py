@@ -53,13 +53,20 @@ class Bench:
         self.events: dict[int, list[Event]] = {}
         self.plans: list[StepPlan] = []
 
-    def admit(self, prompt: int = 5, output: int = 8, text: object = None, **changes: object) -> int:
+    def admit(
+        self,
+        prompt: int = 5,
+        output: int = 8,
+        text: object = None,
+        solo: tuple[int, int] = (0, 0),
+        **changes: object,
+    ) -> int:
         """Prompts with the same `text` begin alike."""
         key = len(self.sequences) + 1
         rng = random.Random(key if text is None else str(text))
         ids = tuple(rng.randrange(1, 256) for _ in range(prompt))
         request = dataclasses.replace(plain_request(ids, output, arrived_at=self.now), **changes)  # type: ignore[arg-type]
-        self.sequences[key] = Sequence(request, list(request.token_ids), key=key)
+        self.sequences[key] = Sequence(request, list(request.token_ids), key=key, solo=solo)
         self.scheduler.admit(self.sequences[key])
         self.events[key] = []
         return key

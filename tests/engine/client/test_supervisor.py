@@ -23,6 +23,7 @@ from engine.client.supervisor import Backoff
 from engine.errors import EngineFailed, EngineUnavailable, Unsupported
 from engine.fake import Fault, plain_request
 from engine.ipc.frames import Cancel, Configure, Ready, encode, report_reader
+from engine.ipc.step_mark import StepMark
 from engine.settings import EngineSettings, FakeSettings, LogLevel
 
 PATIENCE = 20.0  # seconds after which a test that waits has failed
@@ -257,13 +258,15 @@ async def test_no_orphan_survives_the_front(prompt: tuple[int, ...]) -> None:
 async def bare_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, socket.socket]]:
     """An engine process whose front is the test."""
     ours, theirs = socket.socketpair()
+    mark = StepMark.create()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.worker.process", "--fd", str(theirs.fileno())),
+        *(sys.executable, "-m", "engine.worker.process", "--fd", str(theirs.fileno()), "--step-mark", str(mark)),
         cwd=ROOT,
-        pass_fds=[theirs.fileno()],
+        pass_fds=[theirs.fileno(), mark],
         stderr=subprocess.PIPE,
     )
     theirs.close()
+    os.close(mark)
     ours.settimeout(PATIENCE)
     with ours:
         yield process, ours
@@ -323,12 +326,13 @@ async def test_it_logs_at_the_level_that_it_is_given(level: LogLevel, speaks: bo
 async def test_nonsense_from_the_process_ends_it() -> None:
     process = subprocess.Popen(["/bin/sleep", "60"])  # noqa: ASYNC220
     ours, theirs = socket.socketpair()
-    one = child.Child(process, lambda report: None)
+    with child._step_mark() as (_, mark):
+        one = child.Child(process, mark, lambda report: None)
     await asyncio.get_running_loop().create_unix_connection(lambda: one, sock=ours)
     with theirs:
         theirs.sendall(b"\x00\x00\x00\x01\xc1")
         await asyncio.wait_for(one.closed, PATIENCE)
-        assert await one.end(grace=5.0) == "was ended by SIGKILL"
+        assert await one.end(grace=5.0) == -signal.SIGKILL
 
 
 def test_delays_grow_to_a_cap_and_scatter() -> None:

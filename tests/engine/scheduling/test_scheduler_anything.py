@@ -55,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             text=data.draw(st.sampled_from([None, 1, 1, 2])),
             prefix_root=data.draw(st.sampled_from([b"", b"", b"other"])),
             bypass_prefix=data.draw(st.integers(0, 9)) == 0,
+            solo=data.draw(st.sampled_from([(0, 0), (0, 0), (0, 5), (3, 9)])),
         )
 
     @rule(data=st.data())
@@ -76,8 +77,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, seconds: float, count: int) -> None:
         for _ in range(count):
             slotless = {key for key in self.live() if self.bench.sequences[key].slot < 0}
+            in_solo = {key for key in self.live() if self.bench.sequences[key].in_solo}
             plan = self.bench.step(seconds)
             self.check_order(plan, slotless)
+            assert plan is None or len(plan.rows) == 1 or in_solo.isdisjoint(row.key for row in plan.rows)
 
     def check_order(self, plan: StepPlan | None, slotless: set[int]) -> None:
         """Whoever got a slot goes before all that still wait for one."""
@@ -119,6 +122,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             self.bench.take(self.bench.scheduler.fail(plan))
             self.sick.update(row.key for row in plan.rows)
+
+    @rule(computed=st.booleans())
+    def run_out_of_memory(self, computed: bool) -> None:
+        """Before the runner has done anything, or after all of it."""
+        plan = self.bench.scheduler.plan(self.bench.now)
+        if plan is not None:
+            if computed:
+                self.bench.runner.run(sent(plan))
+            events = self.bench.scheduler.out_of_memory(plan)
+            assert not events or (len(plan.rows) == 1 and plan.rows[0].count <= PAGE_SIZE)
+            self.bench.take(events)
+            self.sick.update(event.key for event in events)
 
     @rule(data=st.data())
     def break_a_row(self, data: st.DataObject) -> None:

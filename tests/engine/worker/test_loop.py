@@ -36,7 +36,7 @@ from engine.ipc.link import Link
 from engine.kv.page_pool import PagePool
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import EngineSettings, FakeSettings
-from engine.worker.loop import Loop
+from engine.worker.loop import Loop, out_of_memory
 from engine.worker.switches import Switches
 
 PATIENCE = 20.0  # seconds after which a test that waits has failed
@@ -171,6 +171,35 @@ def test_a_broken_step_costs_its_own_requests(front: Front, caplog: pytest.LogCa
     front.send(Submit(3, plain_request((7,) * 3, 5)))
     assert front.read_to_end(3)[-1].finish is not None
     front.wait_for_load(running=0, used_pages=0)
+
+
+def test_a_row_that_finds_no_memory_costs_itself_alone(front: Front) -> None:
+    """Nor is it one of the failures after which the process gives up."""
+    for key in range(1, 6):
+        front.send(Submit(key, plain_request((0, Fault.MEMORY, 3))))
+    front.send(Submit(6, plain_request((7,) * 3, 50)))
+    for key in range(1, 6):
+        events = front.read_to_end(key)
+        assert events[-1].failure is Failure.MEMORY
+        assert sum(len(event.token_ids) for event in events) == 3
+    assert sum(len(event.token_ids) for event in front.read_to_end(6)) == 50
+    front.wait_for_load(running=0, used_pages=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "lack"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you"),
+            True,
+        ),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (EngineFailed("out of memory"), False),
+    ],
+)
+def test_what_is_a_lack_of_memory(error: Exception, lack: bool) -> None:
+    assert out_of_memory(error) is lack
 
 
 def test_a_sick_row_costs_itself_alone(front: Front) -> None:
