@@ -168,7 +168,7 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     guard = guard_of(settings)
     progress = Progress()
     cases, engine = _use_cases(settings, texts, guard, processes, refusals, progress)
-    health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun)
+    health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
     traces = start_traces(settings.traces, settings.served_name)
     calls, lag = CallCounts(), LoopLag()
     observers = Observers([calls, *traces.observers], calls.between)

@@ -1,4 +1,5 @@
-"""grpc.health.v1: `""` is SERVING while the process lives, the generation service while requests are accepted.
+"""grpc.health.v1: `""` is SERVING while the process lives and its engine may be expected, the generation service while
+requests are accepted.
 
 No token is needed: probes have none.
 """
@@ -30,8 +31,9 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class Health:
     """Status of the two names, and the calls that watch them."""
 
-    def __init__(self, ready: Callable[[], bool]) -> None:
+    def __init__(self, ready: Callable[[], bool], alive: Callable[[], bool]) -> None:
         self._ready = ready
+        self._alive = alive
         self._status: dict[str, int] = {"": _SERVING, GENERATION: _NOT_SERVING}
         self._changed: set[asyncio.Event] = set()  # one a watcher
         self._closed = False
@@ -56,9 +58,12 @@ class Health:
 
     def refresh(self) -> None:
         """Polls now."""
-        status = _SERVING if not self._closed and self._ready() else _NOT_SERVING
-        if status != self._status[GENERATION]:
-            self._status[GENERATION] = status
+        if self._closed:
+            return
+        holds = {"": self._alive(), GENERATION: self._ready()}
+        status = {name: _SERVING if one else _NOT_SERVING for name, one in holds.items()}
+        if status != self._status:
+            self._status = status
             self._wake()
 
     def close(self) -> None:

@@ -79,11 +79,19 @@ class Server:
 
     def engine_pid(self) -> int:
         """Of its engine process."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-        engines = [pid for pid, line in lines.items() if b"engine.worker.process" in line]
+        engines = self.engine_pids()
         assert len(engines) == 1, engines
         return engines[0]
+
+    def engine_pids(self) -> list[int]:
+        """The same, or none where there is none now."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = []
+        for pid in children:
+            with contextlib.suppress(OSError):  # it has just ended
+                if b"engine.worker.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
+        return found
 
     def load(self) -> admin_pb2.GetLoadResponse:
         return self.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=10)

@@ -19,10 +19,18 @@ Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-def readiness(server: Server) -> int:
+def health_of(server: Server, name: str) -> int:
     with grpc.insecure_channel(server.health) as channel:
-        request = health_pb2.HealthCheckRequest(service="whippet.v1.GenerationService")
+        request = health_pb2.HealthCheckRequest(service=name)
         return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
+
+
+def readiness(server: Server) -> int:
+    return health_of(server, "whippet.v1.GenerationService")
+
+
+def liveness(server: Server) -> int:
+    return health_of(server, "")
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -44,6 +52,21 @@ def test_a_stopped_engine_is_found_out_by_callers_who_give_up_early(serve: Serve
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
         assert refusal.retry_ms > 0
         wait_for(lambda: readiness(server) == SERVING)
+        assert server.generation.Generate(ask("x", 5), timeout=PATIENCE).text
+
+
+def test_liveness_fails_where_restarts_do_and_comes_back(serve: Serve) -> None:
+    """So that whoever started the server starts it again as a whole, on another machine perhaps."""
+    with serve("--engine.give-up=1") as server:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        wait_for(lambda: readiness(server) != SERVING)
+        assert liveness(server) == SERVING, "one death is none that failed"
+        while liveness(server) == SERVING:
+            for pid in server.engine_pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        wait_for(lambda: liveness(server) == readiness(server) == SERVING)
         assert server.generation.Generate(ask("x", 5), timeout=PATIENCE).text
 
 

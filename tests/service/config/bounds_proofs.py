@@ -35,7 +35,7 @@ async def data_port(settings: Settings) -> AsyncIterator[str]:
     bounds = PortBounds(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
     )
-    health = Health(lambda: True).handlers(Inbox(SMALL, Counter()), Observers())
+    health = Health(lambda: True, lambda: True).handlers(Inbox(SMALL, Counter()), Observers())
     port = open_port("listen", "127.0.0.1:0", [health], None, bounds)
     await port.server.start()
     try:

@@ -184,6 +184,21 @@ async def seconds_unnoticed(settings: Settings, tools: Tools) -> float:
         await client.close()
 
 
+async def seconds_alive(settings: Settings, tools: Tools) -> float:
+    """For which liveness holds while every engine process is killed as it comes."""
+    clock = asyncio.get_running_loop().time
+    client = EngineClient(settings.engine_settings())
+    try:
+        await client.start()
+        begun = clock()
+        while client.alive:
+            client.kill()
+            await asyncio.sleep(0.01)
+        return clock() - begun
+    finally:
+        await client.close()
+
+
 async def looks_in_redis(settings: Settings, tools: Tools) -> bool:
     """Whether a prompt that the device lacks is looked for beyond it."""
     counts = (await process(settings, (PROMPT * 16,), 2))[2].tier.counts
@@ -195,6 +210,9 @@ PROOFS = {
     "engine.kind": Proof("fake", kind, becomes("Qwen3ForCausalLM", "fake"), MODEL),
     "engine.hang-timeout": Proof(
         "0.5", seconds_unnoticed, lambda before, after: before > after, (*FAKE, "--engine.hang-timeout=2")
+    ),
+    "engine.give-up": Proof(
+        "0.2", seconds_alive, lambda before, after: before > after, (*FAKE, "--engine.give-up=2.5")
     ),
     "engine.record-steps": Proof("on", recorded, becomes(0, 1), ("--engine=fake", "--fake.faults=on")),
     "device": Proof("cuda", model("device"), lambda _, after: "cuda" in after, MODEL),

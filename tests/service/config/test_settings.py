@@ -147,6 +147,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "model": "--model=m",
         "kind": "--engine=model",
         "hang_timeout": "--engine.hang-timeout=9",
+        "give_up": "--engine.give-up=9",
         "record_steps": "--engine.record-steps=on",
         "log_level": "--log-level=debug",
         "device": "--device=cpu",

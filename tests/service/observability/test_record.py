@@ -82,7 +82,7 @@ async def port() -> AsyncIterator[tuple[grpc.aio.Channel, Seen]]:
     methods = {name.__name__: endpoints.unary(Right.GENERATE, name) for name in (echo, refuse, fail, seen.wait)}
     methods["twice"] = endpoints.stream(Right.GENERATE, twice)
     server = grpc.aio.server()
-    health = Health(lambda: True).handlers(inbox, observers)
+    health = Health(lambda: True, lambda: True).handlers(inbox, observers)
     server.add_generic_rpc_handlers((service("t.T", methods, observers), health, Strangers(observers)))
     number = server.add_insecure_port("127.0.0.1:0")
     await server.start()
