@@ -56,6 +56,7 @@ from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, credentials_of, open_port
 from service.transport.rpc import Guard, Strangers
 from service.transport.silence import silence
+from service.transport.tenants_file import quotas_of
 from service.transport.writer import StallWatch
 
 PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
@@ -112,6 +113,11 @@ class _Parts:
     metrics: MetricsPort | None
     traces: Traces
 
+    def reload(self) -> None:
+        """Reads again, soon, what files say of callers."""
+        self.guard.reload()
+        self.admission.quotas.reload()
+
     @property
     def ports(self) -> tuple[Port, ...]:
         return (self.data, self.admin, self.probes)
@@ -127,9 +133,10 @@ async def _serve(settings: Settings) -> int:
             return STOPPED
         texts = texts_digest(settings.model or "")  # before they are read here
         parts = _build(settings, texts, processes, refusals)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parts.guard.reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parts.reload)
         stack.push_async_callback(parts.traces.close)
         stack.push_async_callback(parts.caches.aclose)
+        stack.push_async_callback(parts.admission.quotas.aclose)
         stack.push_async_callback(parts.engine.close)
         for port in parts.ports:
             await port.server.start()
@@ -232,9 +239,10 @@ def _use_cases(
         known = engine.info  # before it is there, what was asked for or a CPU's share
         return settings.scheduler.max_sequences or CPU_SEQUENCES if known is None else known.max_sequences
 
-    admission = Admission(settings.limits, capacity, refusals=refusals)
-    model = ServedModel(settings.served_name, tokenizer, engine, processes)
     caches = AnswerCaches(cache_options, engine, tokenizer.digest, wished=settings.cache.semantic.mode)
+    quotas = quotas_of(settings.auth.tenants_file, caches, refusals)
+    admission = Admission(settings.limits, capacity, refusals=refusals, quotas=quotas)
+    model = ServedModel(settings.served_name, tokenizer, engine, processes)
     switches = Switches(settings.optimizations, engine, caches.unused)
     sources = AnswerSources(model, engine, caches, switches, admission.slots)
     cases = UseCases(

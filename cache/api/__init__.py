@@ -25,6 +25,7 @@ from cache.api.answers import (
 )
 from cache.api.blocks import BlockLayout, BlockRun, BlockStore, Fetched, OpenBlockStore
 from cache.api.counting import BORDERS, Counter, Times
+from cache.api.quotas import BucketSize, Grant, SharedBuckets
 from cache.api.redis_settings import Address, BreakerSettings, Login, RedisSettings
 from cache.api.semantic import Candidate, Mode, SemanticCache, SemanticLookup, Verdict
 from cache.api.settings import (
@@ -57,6 +58,7 @@ __all__ = [
     "BlockStore",
     "BreakerSettings",
     "BreakerState",
+    "BucketSize",
     "CacheKey",
     "CacheOptions",
     "CacheSettings",
@@ -68,6 +70,7 @@ __all__ = [
     "Fetched",
     "Generate",
     "Generation",
+    "Grant",
     "InvalidKeyFile",
     "Kind",
     "Login",
@@ -86,6 +89,7 @@ __all__ = [
     "SemanticLookup",
     "SemanticOptions",
     "SemanticSettings",
+    "SharedBuckets",
     "SingleFlightSettings",
     "Store",
     "StoreFault",

@@ -38,6 +38,7 @@ class Kind(enum.StrEnum):
     EPOCH = "e"  # a tenant's random number; replacing it makes the tenant's entries unreachable
     LEASE = "l"  # of the replica that generates an answer
     SHARED_GENERATION = "f"  # the answer being generated, as a stream
+    QUOTA = "q"  # how many tokens a tenant has left
 
 
 def is_name(text: str) -> bool:

@@ -106,6 +106,7 @@ class AuthOptions:
     """Who may call."""
 
     tokens_file: Path | None = setting(None, "YAML of {tenant, rights, sha256 or san, expires}; unset: all may all")
+    tenants_file: Path | None = setting(None, "YAML of what each tenant may use; unset: no quotas")
 
 
 @dataclass(frozen=True, kw_only=True)

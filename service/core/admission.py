@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -20,9 +21,19 @@ from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlots
 from service.core.errors import Draining, DuplicateRequest, UnknownRequest
 from service.core.pace import Stay
+from service.core.quotas import Quotas
 
 _DRAIN_RETRY = 1.0  # seconds
 _MOST_LOOKUPS = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """How a tenant does that the operator wants named in metrics."""
+
+    tenant: str
+    live: int  # requests
+    tokens_left: float | None  # negative: to be paid back; None: without a quota
 
 
 class Abortable(Protocol):
@@ -79,7 +90,9 @@ class Admission:
         capacity: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         refusals: Counter[str] | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
+        self.quotas = quotas or Quotas()
         self.slots = AdmissionSlots(limits, capacity, clock, refusals)
         self._limits = limits
         self._clock = clock
@@ -96,6 +109,12 @@ class Admission:
     def live(self) -> int:
         """Requests that hold a ticket."""
         return len(self._live)
+
+    @property
+    def uses(self) -> tuple[TenantUse, ...]:
+        """Of the tenants that the tenants file says may be named."""
+        quotas = self.quotas
+        return tuple(TenantUse(name, self._tenants[name], quotas.left(name)) for name in quotas.in_metrics)
 
     @property
     def in_lookup(self) -> int:
@@ -119,7 +138,7 @@ class Admission:
             raise DuplicateRequest(request_id)
         if deadline is not None and deadline <= self._clock():
             raise self.slots.late("the deadline has passed")
-        tenant_limit = self._limits.tenant_requests
+        tenant_limit = self.quotas.policy(tenant).requests or self._limits.tenant_requests
         if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
             one_leaves = self._stay.mean / tenant_limit
             raise self.slots.overloaded("the tenant has too many live requests", "TENANT_QUOTA", one_leaves)

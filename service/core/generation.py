@@ -51,12 +51,16 @@ class Generator:
         await self._run(request, origin, lambda gather: Messages(outlet, request, gather))
 
     async def _run(self, request: Request, origin: Origin, make_sink: Callable[[bool], Sink]) -> None:
-        facts, record = self._model.facts(), origin.record
+        facts, record, admission = self._model.facts(), origin.record, self._admission
         record.request_id, record.operation = request.request_id, _operation(request.prompt)
-        with self._admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket:
+        with (
+            admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket,
+            await admission.quotas.open(origin.tenant) as bill,
+        ):
             record.admitted_at = self._clock()
-            if self._admission.slots.many_misses or not self._sources.may_know(request):
-                self._admission.slots.check(request.priority, origin.deadline)
+            request = self._lowered(request, origin.tenant)
+            if admission.slots.many_misses or not self._sources.may_know(request):
+                admission.slots.check(request.priority, origin.deadline)
             ids = await self._model.encode(request.prompt, facts, origin.deadline)
             record.prompt_tokens = len(ids)
             found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin)
@@ -64,7 +68,7 @@ class Generator:
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
             sink = make_sink(found.gather)
-            async with self._sources.open(found, origin, sink.batch, sink.room) as source:
+            async with self._sources.open(found, origin, sink.batch, sink.room, bill.charge) as source:
                 ticket.attach(source)
                 try:
                     await sink.begin(PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header))
@@ -72,6 +76,11 @@ class Generator:
                 finally:
                     sink.close()
                     _note(record, found, source)
+
+    def _lowered(self, request: Request, tenant: str) -> Request:
+        """With the highest priority that the tenant may have, where it asks for more."""
+        highest = self._admission.quotas.policy(tenant).priority
+        return replace(request, priority=highest) if request.priority > highest else request
 
 
 class _Reading:

@@ -36,7 +36,7 @@ class Departures:
     def departure(self, now: float, saturated: bool) -> None:
         """One left. Only intervals during which somebody waited say anything."""
         if saturated and self._last is not None:
-            self._mean = _smoothed(self._mean, now - self._last, first=self._count == 0)
+            self._mean = smoothed(self._mean, now - self._last, first=self._count == 0)
             self._count += 1
         self._last = self._waited_since = now if saturated else None
 
@@ -49,7 +49,7 @@ class Stay:
         self._seen = False
 
     def ended(self, seconds: float) -> None:
-        self.mean = _smoothed(self.mean, seconds, first=not self._seen)
+        self.mean = smoothed(self.mean, seconds, first=not self._seen)
         self._seen = True
 
 
@@ -59,5 +59,6 @@ def retry_hint(queue_time: float) -> float:
     return min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0)
 
 
-def _smoothed(mean: float, newest: float, first: bool) -> float:
+def smoothed(mean: float, newest: float, first: bool) -> float:
+    """The mean of many, the newest of which weighs a tenth."""
     return newest if first else mean + _SMOOTHING * (newest - mean)

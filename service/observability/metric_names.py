@@ -62,6 +62,7 @@ EVENTS: Mapping[str, Counted] = {
     "block_write_failed": Counted("prefix_writes_lost", "reason"),
     "block_fault": Counted("prefix_faults", "kind"),
     "block_rejected": Counted("prefix_rejected", "reason"),
+    "tenants_file": Counted("tenants_file_reads", "outcome", (), ("read", "invalid")),
 }
 TIMES: Mapping[str, str] = {"response_lookup": "response", "semantic_lookup": "semantic", "block_fetch": "prefix"}
 
@@ -95,6 +96,7 @@ FAMILIES: Mapping[str, Family] = {
     # Requests
     "requests": _counter("Calls that have ended, by how.", "method", "code"),
     "requests_refused": _counter("Requests that were not let in.", "reason"),
+    "tenants_file_reads": _counter("Times that the tenants file was read again.", "outcome"),
     "requests_live": _gauge("Requests that have not ended."),
     "requests_looking": _gauge("Of those, whose answer may yet be found in a cache."),
     "traces": _counter("Calls that were to be traced: exported, or dropped for a reason.", "outcome"),

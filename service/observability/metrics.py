@@ -138,7 +138,8 @@ class Metrics:
                 histogram = lookups[TIMES[event]] = Histogram(BORDERS)
                 histogram.counts, histogram.total = list(took.buckets), took.total
         yield _by("cache_lookup_seconds", lookups)
-        yield _by("cache_breaker_state", {pool: _BREAKERS[state] for pool, state in self._caches.breakers().items()})
+        breakers = self._caches.breakers() | self._admission.quotas.breakers
+        yield _by("cache_breaker_state", {pool: _BREAKERS[state] for pool, state in breakers.items()})
         yield _by("cache_bytes", self._caches.held())
 
 

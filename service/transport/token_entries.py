@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
 from service.config.settings import BadSettings
 from service.transport.auth import Caller, Right, Rights, alternative_name
 from service.transport.files import NoFile, read_file
+
+T = TypeVar("T")
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -70,7 +73,7 @@ def read_entries(path: Path) -> Entries:
     names: dict[str, Entry] = {}
     try:
         text = read_file(path, _MAX_BYTES).decode("utf-8")
-        for number, item in enumerate(_give_way(_items(text)), start=1):
+        for number, item in enumerate(give_way(_items(text)), start=1):
             read = _Reader(f"{where}: entry {number}", number)
             name, entry = read.entry(item)
             known = tokens.setdefault(entry.digest, entry) if name is None else names.setdefault(name, entry)
@@ -87,7 +90,7 @@ def read_entries(path: Path) -> Entries:
     return Entries(tokens, names)
 
 
-def _give_way(items: Iterator[object]) -> Iterator[object]:
+def give_way(items: Iterator[T]) -> Iterator[T]:
     """The same, with pauses: a thread that computes lets others wait for 5 ms each time that they ask for a turn."""
     since = time.monotonic()
     for item in items:

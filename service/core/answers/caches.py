@@ -10,10 +10,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from cache.api import CacheOptions, InvalidKeyFile, Mode, ModelIdentity, Times
+from cache.api import CacheOptions, InvalidKeyFile, Mode, ModelIdentity, SharedBuckets, Times
 from cache.open.caches import Caches, open_caches
 from cache.open.checks import check_key_file, check_redis, missing_for_semantic
 from cache.open.counters import Counters
+from cache.open.quotas import open_buckets
 from engine.api import Engine, ModelInfo, TierReport
 from service.config.settings import BadSettings
 
@@ -91,6 +92,10 @@ class AnswerCaches:
         if self.semantic_mode is Mode.OFF:
             reason = f"it needs {_EXTRA}" if self._lacking else "cache.semantic.mode is off"
         return {"semantic_cache": reason} if reason else {}
+
+    def buckets(self) -> SharedBuckets | None:
+        """For quotas, in the same Redis; None without one."""
+        return open_buckets(self._settings, self.counters)
 
     def counts(self) -> dict[tuple[str, str], int]:
         """What the caches did since the start, the engine's shared tier since the engine's."""

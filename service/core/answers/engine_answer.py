@@ -20,6 +20,12 @@ from service.core.admission_slots import AdmissionSlot
 from service.core.request import Delivery
 from service.core.text import Detokenizer
 
+Charge = Callable[[int], None]  # takes tokens that were fed or generated
+
+
+def nobody(tokens: int) -> None:
+    """Is charged."""
+
 
 class EngineAnswer:
     """Implements `cache.api.Generation`, and `AnswerSource` for a request whose answer nobody else reads.
@@ -35,6 +41,7 @@ class EngineAnswer:
         enter: Callable[[], AdmissionSlot],
         detokenizer: Callable[[], Detokenizer | None],
         whole: Callable[[CachedCompletion], None] | None = None,
+        charge: Charge = nobody,
     ) -> None:
         self.submitted_at: float | None = None
         self.start: Start | None = None
@@ -47,6 +54,7 @@ class EngineAnswer:
         self._make_detokenizer = detokenizer  # gives None where neither text nor stop strings are wanted
         self._detokenizer: Detokenizer | None = None
         self._whole = whole  # is given the answer when it is complete
+        self._charge = charge
         self._slot: AdmissionSlot | None = None
         self._stream: TokenStream | None = None
         self._parts: list[AnswerPart] = []  # for `whole`
@@ -64,6 +72,7 @@ class EngineAnswer:
         except BaseException:
             slot.__exit__(None, None, None)
             raise
+        self._charge(len(self._request.token_ids))
         stream.batch(self._batch.max_tokens, self._batch.max_delay)
         self.submitted_at = time.monotonic()
         self._slot, self._stream = slot, stream
@@ -83,6 +92,7 @@ class EngineAnswer:
         part = self._part(events)
         if events.logprobs:
             self.logprobs = events.logprobs[: len(part.token_ids)]
+        self._charge(len(part.token_ids))
         self._count += len(part.token_ids)
         if self._whole is not None:
             self._parts.append(part)

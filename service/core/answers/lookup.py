@@ -22,7 +22,7 @@ from engine.api import Engine, GenerationRequest, Priority
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
-from service.core.answers.engine_answer import EngineAnswer
+from service.core.answers.engine_answer import Charge, EngineAnswer, nobody
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
 from service.core.errors import Overloaded
@@ -134,12 +134,15 @@ class AnswerSources:
         return await self._ask_caches(request, engine_request, plan, begun)
 
     @asynccontextmanager
-    async def open(self, found: Findings, origin: Origin, batch: Delivery, limit: int) -> AsyncIterator[AnswerSource]:
-        """The answer, for a reader whose messages take `limit` tokens. Leaving the block lets go of it. Raises
-        DeadlineExceeded or Overloaded where it would have to be generated and there is no slot."""
+    async def open(
+        self, found: Findings, origin: Origin, batch: Delivery, limit: int, charge: Charge = nobody
+    ) -> AsyncIterator[AnswerSource]:
+        """The answer, for a reader whose messages take `limit` tokens. What is generated for it is charged. Leaving
+        the block lets go of it. Raises DeadlineExceeded or Overloaded where it would have to
+        be generated and there is no slot."""
         plan = found.plan
         if plan is None or (found.hit is None and not found.shared):
-            answer = self._generated(found, found.engine_request, batch, self._take_slot, origin.deadline)
+            answer = self._generated(found, found.engine_request, batch, self._take_slot, origin.deadline, charge)
             try:
                 answer.begin()
                 yield answer
@@ -153,7 +156,7 @@ class AnswerSources:
             if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
                 self._slots.check(found.engine_request.priority, origin.deadline, after_lookup=True)
             shared, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
-            own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin.deadline)
+            own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin.deadline, charge)
             lead = partial(self._lead, plan.question, Led(own, origin.record))
             joined = plan.caches.join(plan.question, lead, plan.allowance)
             async with joined as parts, _reading(parts, own, origin) as source:
@@ -175,6 +178,7 @@ class AnswerSources:
         batch: Delivery,
         take_slot: TakeSlot,
         deadline: float | None,
+        charge: Charge,
     ) -> EngineAnswer:
         plan = found.plan
         learns = plan is not None and plan.learns
@@ -191,6 +195,7 @@ class AnswerSources:
             # What is kept has its text, whoever wants it.
             lambda: self._model.text_maker(found.request) if learns else self._model.detokenizer(found.request),
             learn if learns else None,
+            charge,
         )
 
     def _take_slot(self, request: GenerationRequest, deadline: float | None) -> AdmissionSlot:

@@ -127,7 +127,7 @@ class AdminServicer:
         """As of the engine's last report."""
         response = render.load(self._cases.engine, self._cases.admission.draining)
         response.cache_counts.update(self._cases.caches.named_counts())
-        response.cache_breakers.update(self._cases.caches.breakers())
+        response.cache_breakers.update(self._cases.caches.breakers() | self._cases.admission.quotas.breakers)
         return response
 
     async def flush_cache(self, request: admin_pb2.FlushCacheRequest, call: Call) -> admin_pb2.FlushCacheResponse:

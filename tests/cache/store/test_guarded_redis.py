@@ -21,6 +21,7 @@ from cache.api import (
     BlockLayout,
     BlockRun,
     BlockSettings,
+    BucketSize,
     CacheKey,
     Kind,
     RedisSettings,
@@ -30,6 +31,7 @@ from cache.api import (
 from cache.kv_blocks.store import RedisBlocks
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
+from cache.store.redis_buckets import RedisBuckets
 from cache.store.redis_link import Link
 from cache.store.redis_store import RedisStore
 from cache.store.redis_tls import TlsFiles
@@ -79,6 +81,9 @@ async def everything(store: RedisStore, settings: RedisSettings, counters: Count
         store.offer(key(10 + number, Kind.SEMANTIC), b"x", 60, key(5, Kind.DIRECTORY))
     await store.drained()
     assert (await store.members(key(5, Kind.DIRECTORY), 0.0, 10)).total == 3
+    buckets = RedisBuckets(settings, b"", counters)
+    assert (await buckets.settle("a", BucketSize(1.0, 9.0), 0, 5)).tokens == 5
+    await buckets.aclose()
     assert [one async for one in store.scan(Kind.RESPONSE, PARTITION)] == [key(1)]
     patient = Link(store.server, settings.write_budget, "flight", counters)
     leases = Leases(store.link, patient, SingleFlightSettings())

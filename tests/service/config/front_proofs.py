@@ -27,6 +27,7 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
 from service.transport.identity import refuse_strangers
 from service.transport.ports import SIDE_BOUNDS, credentials_of, open_port
+from service.transport.tenants_file import TenantsFile
 from service.transport.writer import StallWatch
 from tests.service.asked import chat
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
@@ -111,6 +112,13 @@ def asks_caches(one: Server) -> bool:
 
 def host(address: str) -> str:
     return address.rpartition(":")[0]
+
+
+def quota(settings: Settings, tools: Tools) -> int | None:
+    """Live requests of a tenant."""
+    (tools.folder / "tenants.yaml").write_text("acme: {requests: 1}\n")
+    path = settings.auth.tenants_file
+    return None if path is None else TenantsFile(path, lambda outcome: None).policies().of("acme").requests
 
 
 def named(settings: Settings, tools: Tools) -> str:
@@ -275,6 +283,7 @@ PROOFS = {
     "insecure": Proof("true", lets_strangers_in, becomes(False, True), (*FAKE, "--listen=0.0.0.0:0")),
     "log-level": Proof("error", server("informs"), becomes(True, False)),
     "auth.tokens-file": Proof("{folder}/tokens.yaml", server("refusal"), becomes(None, UNAUTHENTICATED)),
+    "auth.tenants-file": Proof("{folder}/tenants.yaml", quota, becomes(None, 1)),
     "optimizations.response-cache": Proof("on", server("cached"), becomes(False, True)),
     "optimizations.semantic-cache": Proof("off", server("asks_caches"), becomes(True, False), SHADOW),
     "limits.queued-requests": Proof("3", refused_after(generation), becomes(258, 5)),

@@ -1,0 +1,43 @@
+"""Token buckets that several servers draw on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from cache.api.stores import BreakerState
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSize:
+    """How much a bucket holds, and how fast it fills."""
+
+    per_second: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a server got out of a bucket."""
+
+    tokens: float  # that it may use from now on; negative: that many it gave back
+    level: float  # what the bucket has afterwards; negative: what it is owed
+
+
+class SharedBuckets(Protocol):
+    """Buckets by the name of a tenant. A name that was never used has a full one."""
+
+    @property
+    def budget(self) -> float:
+        """Seconds that a request may wait for them."""
+
+    @property
+    def states(self) -> Mapping[str, BreakerState]:
+        """Of every breaker, by name."""
+
+    async def settle(self, tenant: str, size: BucketSize, owed: float, wanted: float) -> Grant:
+        """Takes what is owed whether or not it is there, and of `wanted` what is. A negative `wanted` gives back.
+        Raises StoreFault, and whether anything was taken is then not known."""
+
+    async def aclose(self) -> None: ...
