@@ -24,6 +24,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DecoderChoice = Literal["auto", "graph", "eager"]
 LoadFormat = Literal["auto", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 Quantization = Literal["auto", "int8"]
 
 
@@ -125,6 +126,7 @@ class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelO
 
     model: str  # the folder; empty for a fake that speaks bytes
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     shared_tier: BlockSettings | None = None  # None: keys and values stay on the device
     fake: FakeSettings = FakeSettings()
 

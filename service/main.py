@@ -34,11 +34,8 @@ from service.core.text import Tokenizer
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability import logs
-from service.observability.calls import CallCounts
-from service.observability.loop_lag import LoopLag
+from service.observability.instruments import Instruments
 from service.observability.metrics import Metrics
-from service.observability.progress import Progress
-from service.observability.record import Observers
 from service.observability.scrape import PATH as METRICS_PATH
 from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
@@ -77,7 +74,7 @@ def serve(argv: Sequence[str]) -> int:
     try:
         settings = load(argv)
         refuse_strangers(settings)
-        logs.set_up(settings.log_level)
+        logs.set_up(settings.log_level, settings.log.format)
         silence()
         return uvloop.run(_serve(settings))
     except BadSettings as error:
@@ -91,7 +88,7 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def _refuse(error: Exception, code: int) -> int:
-    sys.stderr.write(f"whippet: {' '.join(str(error).split())}\n")
+    logs.last_line(" ".join(str(error).split()))
     return code
 
 
@@ -109,7 +106,7 @@ class _Parts:
     data: Port
     admin: Port
     probes: Port
-    lag: LoopLag
+    instruments: Instruments
     metrics: MetricsPort | None
     traces: Traces
 
@@ -156,7 +153,7 @@ async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: Async
     """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
     if not await stop.before(parts.engine.start()):
         return False
-    works = (parts.lag.run(), parts.health.run(), parts.watch.run(), Heap().run(), parts.engine.ended())
+    works = (parts.instruments.lag.run(), parts.health.run(), parts.watch.run(), Heap().run(), parts.engine.ended())
     background = [asyncio.create_task(work) for work in works]
     for task in background:
         stack.callback(task.cancel)
@@ -173,16 +170,13 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     """Everything, bound and not yet started."""
     credentials = credentials_of(settings.tls)
     guard = guard_of(settings)
-    progress = Progress()
-    cases, engine = _use_cases(settings, texts, guard, processes, refusals, progress)
-    health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
     traces = start_traces(settings.traces, settings.served_name)
-    calls, lag = CallCounts(), LoopLag()
-    observers = Observers([calls, *traces.observers], calls.between)
+    instruments = Instruments(settings.log.tenants, traces.observers, traces.counts)
+    cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments)
+    health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
+    observers = instruments.observers
     watch = StallWatch(settings.stream.stall_timeout)
-    metrics = Metrics(
-        engine, cases.admission, cases.caches, cases.switches, settings.served_name, calls, lag, progress, traces.counts
-    )
+    metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name, instruments)
     limits = settings.limits
     wide = PortBounds(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
@@ -211,7 +205,7 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
         data=port("listen", settings.listen, data, prompts, wide),
         admin=port("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
         probes=port("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
-        lag=lag,
+        instruments=instruments,
         metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
         if settings.metrics_listen
         else None,
@@ -220,7 +214,12 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
 
 
 def _use_cases(
-    settings: Settings, texts: str, guard: Guard, processes: TextProcesses, refusals: Counter[str], progress: Progress
+    settings: Settings,
+    texts: str,
+    guard: Guard,
+    processes: TextProcesses,
+    refusals: Counter[str],
+    instruments: Instruments,
 ) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
@@ -232,7 +231,7 @@ def _use_cases(
         settings.engine_settings(vocab_size),
         texts=texts,
         stream_buffer=settings.stream.buffer_bytes,
-        on_progress=progress,
+        on_progress=instruments.progress,
     )
 
     def capacity() -> int:

@@ -30,6 +30,7 @@ from engine.ipc.step_mark import StepMark
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.kv.shared_tier import BlockTier
+from engine.log_lines import use_json
 from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, PAGE_SIZE, EngineSettings
@@ -72,6 +73,8 @@ def main() -> int:
 def _serve(link: Link, marking: Marking) -> int:
     settings = _settings(link)
     logging.getLogger().setLevel(settings.log_level.upper())
+    if settings.log_format == "json":
+        use_json("engine")
     try:
         runner = _build(settings, _ProgressReports(link))
         pool, index, tier, tier_report = _prefixes(settings, runner)

@@ -20,6 +20,7 @@ from engine.settings import (
     EngineSettings,
     ExecutionSwitches,
     FakeSettings,
+    LogFormat,
     LogLevel,
     ModelOptions,
     PrefixSwitches,
@@ -133,6 +134,14 @@ class TraceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What lines on stderr look like."""
+
+    format: LogFormat = setting("text", "of a line: text, or one JSON object")
+    tenants: bool = setting(False, "lines of calls name the tenant")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerSwitches:
     """Optimisations of whole answers. Neither changes greedy output."""
 
@@ -166,6 +175,7 @@ class Settings(ModelOptions, ServedOptions):
     metrics_listen: AddressOrNone = setting("127.0.0.1:9090", "Prometheus metrics over plain HTTP; empty: none")
     insecure: bool = setting(False, "anybody may call, beyond this machine too, where there are no tokens")
     log_level: LogLevel = setting("info", "of both processes")
+    log: LogOptions = LogOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()
     stream: StreamOptions = StreamOptions()
@@ -193,6 +203,7 @@ class Settings(ModelOptions, ServedOptions):
         return EngineSettings(
             model=self.model or "",
             log_level=self.log_level,
+            log_format=self.log.format,
             shared_tier=self.cache.blocks(),
             fake=self.fake if vocab_size is None else replace(self.fake, vocab_size=vocab_size),
             **_fields(EngineOptions, self.engine),

@@ -14,17 +14,30 @@ import time
 import traceback
 from collections.abc import Callable
 
+from engine.log_lines import JsonLines, use_json
+from engine.settings import LogFormat
+
 _EVERY = 10.0  # seconds between two lines of one library
 _LIBRARIES = ("grpc", "asyncio", "python")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def set_up(level: str) -> None:
+def set_up(level: str, form: LogFormat) -> None:
     """Of the whole process."""
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format=_FORMAT)
     for handler in logging.getLogger().handlers:
         handler.addFilter(Reticence())
+    if form == "json":
+        use_json("front")
     sys.unraisablehook = _unraisable
+
+
+def last_line(text: str) -> None:
+    """Why the server does not start, or cannot go on; also before it is known what lines look like."""
+    if any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers):
+        logging.getLogger("whippet").critical("%s", text)
+    else:
+        sys.stderr.write(f"whippet: {text}\n")
 
 
 class Reticence:

@@ -102,6 +102,7 @@ FAMILIES: Mapping[str, Family] = {
     "traces": _counter("Calls that were to be traced: exported, or dropped for a reason.", "outcome"),
     "generations": _gauge("Generations with their first token, and those that wait for it.", "state"),
     "draining": _gauge("Whether nothing new is let in."),
+    "access_log_left_out": _counter("Lines of calls that were left out of the log, since there were too many."),
     "time_to_first_token_seconds": _histogram("From a request's arrival to its first token.", "cache"),
     "inter_token_latency_seconds": _histogram("From token to token, as answers were read."),
     "e2e_request_latency_seconds": _histogram("From a request's arrival to the end of its answer.", "cache"),

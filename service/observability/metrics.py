@@ -12,11 +12,10 @@ from engine.api import Engine, EngineLoad, EngineState
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
-from service.observability.calls import CallCounts, Rows
+from service.observability.calls import Rows
 from service.observability.histogram import Histogram
-from service.observability.loop_lag import LoopLag
+from service.observability.instruments import Instruments
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Counted
-from service.observability.progress import Progress
 from service.version import version
 
 Counts = Mapping[tuple[str, str], int]  # (event, label) → count
@@ -43,20 +42,14 @@ class Metrics:
         caches: AnswerCaches,
         switches: Switches,
         model_name: str,
-        calls: CallCounts,
-        lag: LoopLag,
-        progress: Progress,
-        traces: Mapping[str, int],
+        instruments: Instruments,
     ) -> None:
         self._engine = engine
         self._admission = admission
         self._caches = caches
         self._switches = switches
         self._model_name = model_name
-        self._calls = calls
-        self._lag = lag
-        self._progress = progress
-        self._traces = traces
+        self._instruments = instruments
         self._version = version()  # read from a file
 
     def families(self) -> list[Metric]:
@@ -65,7 +58,7 @@ class Metrics:
         return [
             *self._process(),
             *self._requests(),
-            *(_family(name, rows) for name, rows in self._calls.families()),
+            *(_family(name, rows) for name, rows in self._instruments.calls.families()),
             *_engine(load),
             *self._counted(load),
             *self._cached(),
@@ -87,9 +80,9 @@ class Metrics:
         yield _by("limits", limits)
         yield _by("engine_state", {state.value: int(state is engine.state) for state in EngineState})
         yield _one("engine_restarts", engine.restarts)
-        yield _by("engine_load_progress", self._progress.phases)
+        yield _by("engine_load_progress", self._instruments.progress.phases)
         yield from _optimizations(self._switches)
-        yield _one("event_loop_lag_seconds", self._lag.seconds)
+        yield _one("event_loop_lag_seconds", self._instruments.lag.seconds)
 
     def _requests(self) -> Iterator[Metric]:
         admission, slots = self._admission, self._admission.slots
@@ -97,7 +90,8 @@ class Metrics:
         yield _one("requests_looking", admission.in_lookup)
         yield _by("generations", {"running": slots.taken - slots.waiting, "waiting": slots.waiting})
         yield _one("draining", int(admission.draining))
-        yield _by("traces", self._traces)
+        yield _one("access_log_left_out", self._instruments.access.left_out)
+        yield _by("traces", self._instruments.traces)
 
     def _counted(self, load: EngineLoad) -> Iterator[Metric]:
         rows = _Rows()

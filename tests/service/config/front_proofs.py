@@ -50,6 +50,8 @@ class Seen:
     cached: bool  # the second answer to one question
     asks_caches: bool  # what the answer's header says
     informs: bool  # lines of level INFO
+    objects: bool  # lines in JSON
+    names: bool  # lines with a tenant
 
 
 _seen: dict[tuple[str, ...], Seen] = {}  # a server of the same flags need not be started twice
@@ -93,6 +95,8 @@ def look_at(tools: Tools) -> Seen:
             cached=cached,
             asks_caches=asking,
             informs=" INFO " in text,
+            objects='{"time": ' in text,
+            names=" tenant=default" in text,
         )
 
 
@@ -281,6 +285,8 @@ PROOFS = {
     "health-listen": Proof("127.0.0.2:0", server("health"), ELSEWHERE),
     "metrics-listen": Proof("127.0.0.2:0", server("metrics"), ELSEWHERE),
     "insecure": Proof("true", lets_strangers_in, becomes(False, True), (*FAKE, "--listen=0.0.0.0:0")),
+    "log.format": Proof("json", server("objects"), becomes(False, True)),
+    "log.tenants": Proof("true", server("names"), becomes(False, True)),
     "log-level": Proof("error", server("informs"), becomes(True, False)),
     "auth.tokens-file": Proof("{folder}/tokens.yaml", server("refusal"), becomes(None, UNAUTHENTICATED)),
     "auth.tenants-file": Proof("{folder}/tenants.yaml", quota, becomes(None, 1)),

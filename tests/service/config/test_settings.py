@@ -150,6 +150,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "give_up": "--engine.give-up=9",
         "record_steps": "--engine.record-steps=on",
         "log_level": "--log-level=debug",
+        "log_format": "--log.format=json",
         "device": "--device=cpu",
         "dtype": "--dtype=float32",
         "decoder": "--decoder=eager",

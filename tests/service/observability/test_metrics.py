@@ -28,11 +28,9 @@ from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
 from service.observability import scrape
-from service.observability.calls import CallCounts
-from service.observability.loop_lag import LoopLag
+from service.observability.instruments import Instruments
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES
 from service.observability.metrics import Metrics
-from service.observability.progress import Progress
 from service.observability.scrape import MetricsPort
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.transport.ports import PortTaken
@@ -138,8 +136,7 @@ async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine
     caches.now()
     switches = Switches(OptimizationOptions(), engine)
     admission = Admission(LimitOptions(), lambda: 8)
-    beside = CallCounts(), LoopLag(), Progress()
-    yield Metrics(engine, admission, caches, switches, 'a "name"\n', *beside, {"exported": 0}), caches, engine
+    yield Metrics(engine, admission, caches, switches, 'a "name"\n', Instruments()), caches, engine
     await caches.aclose()
 
 

@@ -14,7 +14,7 @@ import pytest
 from service.core.errors import Overloaded, Unauthenticated
 from service.observability.histogram import Histogram
 from service.observability.record import UNKNOWN_METHOD, Metadata, Observers, RecordBuilder, RequestRecord
-from service.transport.auth import Caller, NoTokens, Right
+from service.transport.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Rights
 from service.transport.health import Health
 from service.transport.inbox import SMALL, Inbox
 from service.transport.rpc import Call, Endpoints, Strangers, service
@@ -27,10 +27,10 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 class Doorman(NoTokens):
     """Knows one token."""
 
-    def authorize(self, metadata: Metadata, right: Right) -> Caller:
-        if dict(metadata).get("authorization") == "no":
-            raise Unauthenticated("no")
-        return super().authorize(metadata, right)
+    def authorize(self, call: Presented, permitted: Rights) -> Caller:
+        if dict(call.invocation_metadata() or ()).get("authorization") == "no":
+            raise Unauthenticated("no", "TOKEN_UNKNOWN")
+        return super().authorize(call, permitted)
 
 
 async def echo(call: Call) -> bytes:
@@ -79,8 +79,8 @@ async def port() -> AsyncIterator[tuple[grpc.aio.Channel, Seen]]:
     observers = Observers([seen.records.put_nowait])
     inbox = Inbox(SMALL, Counter())
     endpoints = Endpoints(Doorman(), inbox, ResourceTypes("m", "r"))
-    methods = {name.__name__: endpoints.unary(Right.GENERATE, name) for name in (echo, refuse, fail, seen.wait)}
-    methods["twice"] = endpoints.stream(Right.GENERATE, twice)
+    methods = {name.__name__: endpoints.unary(ALL_RIGHTS, name) for name in (echo, refuse, fail, seen.wait)}
+    methods["twice"] = endpoints.stream(ALL_RIGHTS, twice)
     server = grpc.aio.server()
     health = Health(lambda: True, lambda: True).handlers(inbox, observers)
     server.add_generic_rpc_handlers((service("t.T", methods, observers), health, Strangers(observers)))
@@ -97,7 +97,7 @@ async def port() -> AsyncIterator[tuple[grpc.aio.Channel, Seen]]:
     ("method", "metadata", "code", "reason"),
     [
         ("t.T/echo", (), "OK", ""),
-        ("t.T/echo", (("authorization", "no"),), "UNAUTHENTICATED", ""),
+        ("t.T/echo", (("authorization", "no"),), "UNAUTHENTICATED", "TOKEN_UNKNOWN"),
         ("t.T/refuse", (), "RESOURCE_EXHAUSTED", "QUEUE_FULL"),
         ("t.T/fail", (), "INTERNAL", "INTERNAL"),
         ("grpc.health.v1.Health/Check", (), "INVALID_ARGUMENT", ""),

@@ -1,0 +1,99 @@
+"""One line for each call that has ended: who asked for what, how it ended and how long it took. Never any text.
+
+A line costs tens of microseconds on the event loop, and room on a disk. So what is refused, which costs its caller
+nothing, and what is served have a bound each; lines beyond it are left out and counted, and the next one says how many.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from service.observability.record import RequestRecord
+
+_SERVED, _REFUSED = 500, 20  # lines a second
+_PROBES = "grpc."  # services of gRPC itself: health and reflection, at level DEBUG unless they fail
+_log = logging.getLogger("access")
+
+
+class AccessLog:
+    """An observer."""
+
+    def __init__(self, tenants: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`tenants`: whether lines name them."""
+        self.left_out = 0  # lines so far
+        self._tenants = tenants
+        self._served, self._refused = _Bound(_SERVED, clock), _Bound(_REFUSED, clock)
+        self._untold = 0  # of those left out
+
+    def __call__(self, record: RequestRecord) -> None:
+        good = record.code == "OK"
+        level = logging.DEBUG if good and record.method.startswith(_PROBES) else logging.INFO
+        if not _log.isEnabledFor(level):
+            return
+        if not (self._served if good else self._refused).take():
+            self.left_out += 1
+            self._untold += 1
+            return
+        fields = _fields(record)
+        if self._tenants and record.tenant:
+            fields["tenant"] = record.tenant
+        if self._untold:
+            fields["left_out"], self._untold = self._untold, 0
+        _log.log(level, "%s", _Words(fields), extra={"fields": fields})
+
+
+class _Words:
+    """Fields as `name=value`, made only where a formatter wants text."""
+
+    def __init__(self, fields: dict[str, object]) -> None:
+        self._fields = fields
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self._fields.items())
+
+
+class _Bound:
+    """So many a second, and as many at once."""
+
+    def __init__(self, rate: int, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._left = float(rate)
+        self._at = clock()
+
+    def take(self) -> bool:
+        """Whether one more may be."""
+        now = self._clock()
+        self._left = min(self._rate, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+def _fields(record: RequestRecord) -> dict[str, object]:
+    """What is known. Times are milliseconds."""
+    fields: dict[str, object] = {"method": record.method, "code": record.code}
+    for name in ("reason", "request_id", "client_request_id", "trace_id"):
+        if value := getattr(record, name):
+            fields[name] = value
+    fields["total_ms"] = _ms(record.ended_at - record.arrived_at)
+    if record.first_token_at is not None:
+        fields["first_token_ms"] = _ms(record.first_token_at - record.arrived_at)
+    for name in ("queue", "prefill", "decode", "lookup"):
+        if seconds := getattr(record, name):
+            fields[f"{name}_ms"] = _ms(seconds)
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "bytes_in", "bytes_out", "messages_out"):
+        if value := getattr(record, name):
+            fields[name] = value
+    for name in ("cache", "role", "leader_request_id", "finish_reason"):
+        if value := getattr(record, name):
+            fields[name] = value
+    return fields
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,30 @@
+"""What watches the server while it serves, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from service.observability.access_log import AccessLog
+from service.observability.calls import CallCounts
+from service.observability.loop_lag import LoopLag
+from service.observability.progress import Progress
+from service.observability.record import Observer, Observers
+
+
+class Instruments:
+    """Metrics and log are read off them."""
+
+    def __init__(
+        self,
+        log_tenants: bool = False,
+        others: Sequence[Observer] = (),
+        traces: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`others`: who is told of calls as well. `traces`: how many there were, by what became of them."""
+        self.calls = CallCounts()
+        self.access = AccessLog(log_tenants)
+        self.lag = LoopLag()
+        self.progress = Progress()
+        self.traces = traces
+        self.observers = Observers([self.calls, self.access, *others], self.calls.between)
