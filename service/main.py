@@ -48,9 +48,9 @@ from service.transport.descriptors import connections
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
 from service.transport.heap import Heap
-from service.transport.identity import guard_of, refuse_strangers
+from service.transport.identity import Identity, refuse_strangers
 from service.transport.inbox import SMALL, Inbox, InboxBounds
-from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, credentials_of, open_port
+from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, PortTaken, open_port
 from service.transport.rpc import Guard, Strangers
 from service.transport.silence import silence
 from service.transport.tenants_file import quotas_of
@@ -96,7 +96,7 @@ def _refuse(error: Exception, code: int) -> int:
 class _Parts:
     """What starts and stops with the server."""
 
-    guard: Guard
+    identity: Identity
     engine: EngineClient
     admission: Admission
     drain: Drain
@@ -111,8 +111,8 @@ class _Parts:
     traces: Traces
 
     def reload(self) -> None:
-        """Reads again, soon, what files say of callers."""
-        self.guard.reload()
+        """Reads again, soon, what files say of callers and of ourselves."""
+        self.identity.reload()
         self.admission.quotas.reload()
 
     @property
@@ -168,15 +168,17 @@ async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: Async
 
 def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: Counter[str]) -> _Parts:
     """Everything, bound and not yet started."""
-    credentials = credentials_of(settings.tls)
-    guard = guard_of(settings)
+    identity = Identity(settings)
+    guard = identity.guard
     traces = start_traces(settings.traces, settings.served_name)
     instruments = Instruments(settings.log.tenants, traces.observers, traces.counts)
     cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments)
     health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
     observers = instruments.observers
     watch = StallWatch(settings.stream.stall_timeout)
-    metrics = Metrics(engine, cases.admission, cases.caches, cases.switches, settings.served_name, instruments)
+    metrics = Metrics(
+        engine, cases.admission, cases.caches, cases.switches, settings.served_name, instruments, identity
+    )
     limits = settings.limits
     wide = PortBounds(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
@@ -192,10 +194,10 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
         handlers = [handler for one in services for handler in one.handlers]
         handlers += [health.handlers(inbox, observers), reflection.handlers([*names, HEALTH], inbox, observers)]
         handlers.append(Strangers(observers))
-        return open_port(setting, address, handlers, credentials if services else None, bounds)
+        return open_port(setting, address, handlers, identity.credentials() if services else None, bounds)
 
     return _Parts(
-        guard=guard,
+        identity=identity,
         engine=engine,
         admission=cases.admission,
         drain=cases.drain,

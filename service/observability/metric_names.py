@@ -93,6 +93,8 @@ FAMILIES: Mapping[str, Family] = {
     "engine_restarts": _counter("Times that the engine was started again."),
     "engine_load_progress": _gauge("How far each phase of loading is, from 0 to 1.", "phase"),
     "event_loop_lag_seconds": _histogram("How late the front's event loop was, ten times a second."),
+    "tls_certificate_expiry_timestamp_seconds": _gauge("When our certificate expires; Unix time."),
+    "identity_reload_failures": _counter("Times that tokens or certificates were read again in vain.", "file"),
     # Requests
     "requests": _counter("Calls that have ended, by how.", "method", "code"),
     "requests_refused": _counter("Requests that were not let in.", "reason"),

@@ -16,6 +16,7 @@ from service.observability.calls import Rows
 from service.observability.histogram import Histogram
 from service.observability.instruments import Instruments
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Counted
+from service.transport.identity import Identity
 from service.version import version
 
 Counts = Mapping[tuple[str, str], int]  # (event, label) → count
@@ -43,6 +44,7 @@ class Metrics:
         switches: Switches,
         model_name: str,
         instruments: Instruments,
+        identity: Identity,
     ) -> None:
         self._engine = engine
         self._admission = admission
@@ -50,6 +52,7 @@ class Metrics:
         self._switches = switches
         self._model_name = model_name
         self._instruments = instruments
+        self._identity = identity
         self._version = version()  # read from a file
 
     def families(self) -> list[Metric]:
@@ -83,6 +86,9 @@ class Metrics:
         yield _by("engine_load_progress", self._instruments.progress.phases)
         yield from _optimizations(self._switches)
         yield _one("event_loop_lag_seconds", self._instruments.lag.seconds)
+        if self._identity.expires is not None:
+            yield _one("tls_certificate_expiry_timestamp_seconds", self._identity.expires)
+        yield _by("identity_reload_failures", self._identity.failures)
 
     def _requests(self) -> Iterator[Metric]:
         admission, slots = self._admission, self._admission.slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +10,6 @@ from typing import Protocol
 from service.core.errors import PermissionDenied, Unauthenticated
 
 DEFAULT_TENANT = "default"
-_log = logging.getLogger(__name__)
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -59,9 +57,6 @@ class NoTokens:
     def tenants(self) -> frozenset[str]:
         """The default one."""
         return frozenset((self._everyone.tenant,))
-
-    def reload(self) -> None:
-        _log.info("there is no tokens file to be read again")
 
 
 def allowed(caller: Caller, permitted: Rights) -> Caller:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from service.config.settings import BadSettings
+
 _CHECK_INTERVAL = 1.0  # seconds between two looks
 _SETTLED = 0.05  # seconds without a change after which whoever writes is taken to be done
 _LOOKS = 40  # that a file which keeps changing is waited for
@@ -39,8 +41,9 @@ class FileWatch:
     wrong with them. Looks through links: a folder that Kubernetes swaps is a change."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], None], remind: Callable[[], None]) -> None:
-        """To be made before the first reading, and `start`ed after it. `remind` is called after each reading and every
-        day: it may say what will soon be out of date."""
+        """To be made before the first reading, and `start`ed after it. `read` puts what it finds into force, or raises
+        BadSettings. `remind` is called after each reading and every day: it may say what will soon be out of date."""
+        self.failures = 0  # readings that have put nothing into force
         self._name = name
         self._paths = tuple(paths)
         self._read = read
@@ -56,7 +59,7 @@ class FileWatch:
         self._asked.set()
 
     def _follow(self) -> None:
-        self._guarded(self._remind)
+        self._remind()
         reminded = time.monotonic()
         while True:
             asked = self._asked.wait(_CHECK_INTERVAL)
@@ -64,17 +67,19 @@ class FileWatch:
             changed = asked or self._stamps() != self._seen
             if changed:
                 self._seen = self._settled()
-                self._guarded(self._read)
+                self._read_again()
             if changed or time.monotonic() - reminded > _DAY:
-                self._guarded(self._remind)
+                self._remind()
                 reminded = time.monotonic()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """An error that nobody expected must not end the thread in silence."""
+    def _read_again(self) -> None:
+        """An error that nobody expected must not end the thread."""
         try:
-            work()
+            self._read()
         except Exception as error:
-            _log.error("%s: what was in force stays in force: %s", self._name, type(error).__name__)
+            self.failures += 1
+            reason = error if isinstance(error, BadSettings) else type(error).__name__
+            _log.error("the old %s stay in force: %s", self._name, reason)
 
     def _settled(self) -> tuple[_Stamp, ...]:
         """What is there once it changes no more. A change while it is read is seen by the next look."""

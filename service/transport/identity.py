@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping
+
+import grpc
 
 from service.config.settings import BadSettings, Settings
 from service.transport.auth import ALL_RIGHTS, CALLER_RIGHTS, NoTokens
 from service.transport.rpc import Guard
+from service.transport.tls import Certificates
 from service.transport.token_file import TokenFile
 
 
-def guard_of(settings: Settings) -> Guard:
-    """Raises BadSettings. Without a tokens file a client certificate says that somebody is known, but not who: such
-    callers may not change what others are served with."""
-    if settings.auth.tokens_file is not None:
-        return TokenFile(settings.auth.tokens_file)
-    return NoTokens(ALL_RIGHTS if settings.tls.client_ca is None else CALLER_RIGHTS)
+class Identity:
+    """Of callers, and ours to them. Both are read again when their files change."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises BadSettings."""
+        self._certificates = None if settings.tls.cert is None else Certificates(settings.tls)
+        self._tokens = None if settings.auth.tokens_file is None else TokenFile(settings.auth.tokens_file)
+        # A client certificate without a tokens file says that somebody is known, but not who: such callers may not
+        # change what others are served with.
+        self._everybody = NoTokens(ALL_RIGHTS if settings.tls.client_ca is None else CALLER_RIGHTS)
+
+    @property
+    def guard(self) -> Guard:
+        return self._everybody if self._tokens is None else self._tokens
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """For one port; None: plaintext."""
+        return None if self._certificates is None else self._certificates.credentials()
+
+    def reload(self) -> None:
+        """Soon, whether or not the files look changed."""
+        for one in (self._tokens, self._certificates):
+            if one is not None:
+                one.reload()
+
+    @property
+    def expires(self) -> float | None:
+        """When our certificate does; Unix time in seconds."""
+        return None if self._certificates is None else self._certificates.expires
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """How often which files were read again in vain."""
+        watched = {"tokens": self._tokens, "certificates": self._certificates}
+        return {name: one.failures for name, one in watched.items() if one is not None}
 
 
 def refuse_strangers(settings: Settings) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
-from service.config.settings import BadSettings, TlsOptions
+from service.config.settings import BadSettings
 from service.transport.closing import Gate
 from service.transport.descriptors import SIDE_PORT
 from service.transport.inbox import SMALL
@@ -121,45 +119,3 @@ def cannot_listen(setting: str, address: str) -> PortTaken | BadSettings:
             if error.errno != errno.EADDRINUSE:
                 return BadSettings(f"{setting}: {address} cannot be listened on: {error.strerror}")
     return PortTaken(f"{address}: cannot listen there; is another server running?")
-
-
-def credentials_of(tls: TlsOptions) -> grpc.ServerCredentials | None:
-    """None for plaintext. Raises BadSettings."""
-    if tls.cert is None or tls.key is None:
-        return None
-    pair = (_pem(tls.key, "tls.key"), _pem(tls.cert, "tls.cert"))
-    ca = None if tls.client_ca is None else _pem(tls.client_ca, "tls.client-ca")
-    _check(tls, ca)
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
-
-
-def _check(tls: TlsOptions, ca: bytes | None) -> None:
-    """gRPC takes whatever it is given, and then listens in vain."""
-    assert tls.cert is not None
-    assert tls.key is not None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_verify_locations(tls.cert)
-    except (ssl.SSLError, ValueError):
-        raise BadSettings(f"tls.cert: {tls.cert} holds no certificate that can be read") from None
-    try:
-        context.load_cert_chain(tls.cert, tls.key, password="")  # an encrypted key would ask at the terminal
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise BadSettings(f"tls.key: {tls.key} is not the key of tls.cert") from None
-        raise BadSettings(f"tls.key: {tls.key} holds no key that can be read without a password") from None
-    try:
-        if ca is not None:
-            context.load_verify_locations(cadata=ca.decode("ascii", errors="replace"))
-    except (ssl.SSLError, ValueError):
-        raise BadSettings(f"tls.client-ca: {tls.client_ca} holds no certificate that can be read") from None
-
-
-def _pem(path: Path, name: str) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadSettings(f"{name}: {path} cannot be read: {error.strerror}") from None
-    if b"-----BEGIN " not in data:
-        raise BadSettings(f"{name}: {path} is not PEM")
-    return data

@@ -42,9 +42,6 @@ class Guard(Protocol):
     def tenants(self) -> frozenset[str]:
         """Everybody who may call."""
 
-    def reload(self) -> None:
-        """Reads again what that stands in, soon."""
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from service.config.settings import BadSettings
 from service.core.errors import Unauthenticated
 from service.transport.auth import Caller, Presented, Rights, allowed, bearer, certified
 from service.transport.files import FileWatch
@@ -29,10 +28,9 @@ class TokenFile:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
-        watch = FileWatch("tokens", [path], self._read_again, self._remind)
+        self._watch = FileWatch("tokens", [path], self._read_again, self._remind)
         self._entries = read_entries(path)
-        self._watch = watch
-        watch.start()
+        self._watch.start()
 
     def authorize(self, call: Presented, permitted: Rights) -> Caller:
         """The caller, who has one of the rights. A token wins over the connection's certificate, also where it is not
@@ -76,12 +74,14 @@ class TokenFile:
         """Soon, whether or not it looks changed."""
         self._watch.ask()
 
+    @property
+    def failures(self) -> int:
+        """How often it was read in vain."""
+        return self._watch.failures
+
     def _read_again(self) -> None:
-        try:
-            self._entries = read_entries(self._path)
-            _log.info("tokens read again: %d entries", len(self._entries))
-        except BadSettings as error:
-            _log.error("the old tokens stay in force: %s", error)
+        self._entries = read_entries(self._path)
+        _log.info("tokens read again: %d entries", len(self._entries))
 
     def _remind(self) -> None:
         now = self._clock()

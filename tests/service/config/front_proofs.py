@@ -25,8 +25,8 @@ from service.core.draining import Drain
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
-from service.transport.identity import refuse_strangers
-from service.transport.ports import SIDE_BOUNDS, credentials_of, open_port
+from service.transport.identity import Identity, refuse_strangers
+from service.transport.ports import SIDE_BOUNDS, open_port
 from service.transport.tenants_file import TenantsFile
 from service.transport.writer import StallWatch
 from tests.service.asked import chat
@@ -212,7 +212,7 @@ async def admits_in_a_drain(settings: Settings, tools: Tools) -> bool:
 async def certificate(settings: Settings, tools: Tools) -> str:
     """Which certificate a caller without one of its own is shown, or that it is refused."""
     try:
-        port = open_port("listen", "127.0.0.1:0", [], credentials_of(settings.tls), SIDE_BOUNDS)
+        port = open_port("listen", "127.0.0.1:0", [], Identity(settings).credentials(), SIDE_BOUNDS)
     except BadSettings:
         return "refused"
     await port.server.start()

@@ -24,6 +24,7 @@ from bench.redis_server import RedisServer
 from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import EngineLoad, EngineState, TierReport
 from service.config.settings import BadSettings, LimitOptions, OptimizationOptions
+from service.config.sources import load
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
@@ -33,6 +34,7 @@ from service.observability.metric_names import EVENTS, FAMILIES, TIMES
 from service.observability.metrics import Metrics
 from service.observability.scrape import MetricsPort
 from service.pb.whippet.v1 import generation_pb2 as pb
+from service.transport.identity import Identity
 from service.transport.ports import PortTaken
 from tests.service.asked import QUESTION, chat, greedy, kept, learnt, loaded, probe, said
 from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream, refused
@@ -136,7 +138,8 @@ async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine
     caches.now()
     switches = Switches(OptimizationOptions(), engine)
     admission = Admission(LimitOptions(), lambda: 8)
-    yield Metrics(engine, admission, caches, switches, 'a "name"\n', Instruments()), caches, engine
+    identity = Identity(load(["--engine=fake"], {}))
+    yield Metrics(engine, admission, caches, switches, 'a "name"\n', Instruments(), identity), caches, engine
     await caches.aclose()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import socket
 import struct
 import subprocess
@@ -20,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from bench.grpc_frames import FrameClient
-from service.pb.whippet.v1 import admin_pb2, generation_pb2_grpc, model_pb2
+from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.transport.closing import Gate
 from service.transport.ports import SIDE_BOUNDS, open_port
 from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
@@ -250,97 +249,5 @@ def test_a_host_that_is_none_of_ours_is_a_wrong_setting(
     assert host in line
 
 
-@pytest.mark.parametrize(
-    ("wrong", "flags"),
-    [
-        ("tls.key", {"key": "client.key"}),
-        ("tls.key", {"key": "server.pem"}),
-        ("tls.key", {"key": "locked.key"}),
-        ("tls.cert", {"cert": "server.key"}),
-        ("tls.cert", {"cert": "garbled.pem"}),
-        ("tls.client-ca", {"client-ca": "garbled.pem"}),
-        ("tls.client-ca", {"client-ca": "ca.key"}),
-        ("tls.cert", {"cert": "gone.pem"}),
-    ],
-)
-def test_certificates_that_cannot_be_used_are_named(
-    template: Template, tmp_path: Path, certificates: Path, wrong: str, flags: dict[str, str]
-) -> None:
-    files = {"cert": "server.pem", "key": "server.key", **flags}
-    done = template.run(all_flags(*(f"--tls.{name}={certificates}/{file}" for name, file in files.items())), tmp_path)
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("whippet:")]
-    assert line.startswith(f"whippet: {wrong}: ")
-
-
 def test_two_servers_cannot_share_a_port(template: Template, server: Server, tmp_path: Path) -> None:
     assert template.run(all_flags(f"--listen={server.data}"), tmp_path).returncode == 4
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CA, a server's and a client's pair, and a client's from another CA."""
-    openssl = shutil.which("openssl")
-    assert openssl, "openssl is needed"
-    folder = tmp_path_factory.mktemp("tls")
-
-    def run(*arguments: str) -> None:
-        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
-
-    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    for ca in ("ca", "other"):
-        run("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-            "-subj", f"/CN={ca}", "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
-    for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
-        run("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
-            "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
-        run("x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial",
-            "-days", "2", "-extfile", "san", "-out", f"{name}.pem")  # fmt: skip
-    run("ec", "-in", "server.key", "-aes256", "-passout", "pass:secret", "-out", "locked.key")
-    (folder / "garbled.pem").write_text("-----BEGIN CERTIFICATE-----\nnothing\n-----END CERTIFICATE-----\n")
-    return folder
-
-
-def secure(server: Server, folder: Path, client: str | None) -> generation_pb2_grpc.GenerationServiceStub:
-    pair = (
-        (None, None) if client is None else tuple((folder / f"{client}.{kind}").read_bytes() for kind in ("key", "pem"))
-    )
-    credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), *pair)
-    return generation_pb2_grpc.GenerationServiceStub(grpc.secure_channel(server.data, credentials))
-
-
-def test_tls(serve: Serve, certificates: Path) -> None:
-    flags = (f"--tls.cert={certificates}/server.pem", f"--tls.key={certificates}/server.key")
-    with serve(*flags) as one:
-        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=10).text
-        assert refused(one.generation.Generate, ask("plain", 1)).code is grpc.StatusCode.UNAVAILABLE
-        with grpc.insecure_channel(one.health) as channel:  # kubelets come without TLS
-            health = health_pb2_grpc.HealthStub(channel)
-            assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == SERVING
-
-
-def test_rubbish_at_a_tls_port_is_not_logged(serve: Serve, certificates: Path) -> None:
-    """Nor is it at the others."""
-    with serve(f"--tls.cert={certificates}/server.pem", f"--tls.key={certificates}/server.key") as one:
-        before = len(one.log.read_text())
-        for address in (one.data, one.admin_address, one.health, one.metrics):
-            host, _, port = address.rpartition(":")
-            for _ in range(50):
-                with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port)), 20) as link:
-                    link.sendall(b"CANARY" * 50)
-                    link.shutdown(socket.SHUT_WR)
-                    while link.recv(4096):
-                        pass
-        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=10).text
-        log = one.log.read_text()
-        assert "CANARY" not in log
-        assert len(log) - before < 1000
-
-
-def test_mtls(serve: Serve, certificates: Path) -> None:
-    flags = [f"--tls.{name}={certificates}/{file}" for name, file in
-             (("cert", "server.pem"), ("key", "server.key"), ("client-ca", "ca.pem"))]  # fmt: skip
-    with serve(*flags) as one:
-        assert secure(one, certificates, "client").Generate(ask("known", 3), timeout=10).text
-        for who in (None, "stranger"):
-            assert refused(secure(one, certificates, who).Generate, ask("x", 1)).code is grpc.StatusCode.UNAVAILABLE
