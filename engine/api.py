@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from engine.errors import EngineUnavailable
+from engine.settings import LogLevel
 
 TRIAL_STEPS: Final = 256  # after which a switch is no longer blamed for steps that fail
 
@@ -259,5 +260,8 @@ class Engine(Protocol):
 
     async def profile(self, seconds: float) -> str:
         """Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Of the engine process, this one and those to come."""
 
     async def close(self) -> None: ...

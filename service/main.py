@@ -8,9 +8,10 @@ import logging
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import uvloop
@@ -29,6 +30,7 @@ from service.core.draining import Drain
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.profiling import Profiler
+from service.core.reloading import Reloader
 from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.processes import TextProcesses
@@ -76,7 +78,7 @@ def serve(argv: Sequence[str]) -> int:
         refuse_strangers(settings)
         logs.set_up(settings.log_level, settings.log.format)
         silence()
-        return uvloop.run(_serve(settings))
+        return uvloop.run(_serve(settings, partial(load, argv)))
     except BadSettings as error:
         return _refuse(error, BAD_SETTINGS)
     except PortTaken as error:
@@ -97,6 +99,7 @@ class _Parts:
     """What starts and stops with the server."""
 
     identity: Identity
+    reloader: Reloader
     engine: EngineClient
     admission: Admission
     drain: Drain
@@ -111,7 +114,8 @@ class _Parts:
     traces: Traces
 
     def reload(self) -> None:
-        """Reads again, soon, what files say of callers and of ourselves."""
+        """Reads again, soon, what files say of callers, of ourselves and of the settings."""
+        self.reloader.now()
         self.identity.reload()
         self.admission.quotas.reload()
 
@@ -120,7 +124,7 @@ class _Parts:
         return (self.data, self.admin, self.probes)
 
 
-async def _serve(settings: Settings) -> int:
+async def _serve(settings: Settings, again: Callable[[], Settings]) -> int:
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(_Signals(asyncio.get_running_loop()))
         refusals = Counter[str]()
@@ -129,7 +133,7 @@ async def _serve(settings: Settings) -> int:
         if not await stop.before(processes.start()):  # reads the tokenizer first, under limits
             return STOPPED
         texts = texts_digest(settings.model or "")  # before they are read here
-        parts = _build(settings, texts, processes, refusals)
+        parts = _build(settings, again, texts, processes, refusals)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parts.reload)
         stack.push_async_callback(parts.traces.close)
         stack.push_async_callback(parts.caches.aclose)
@@ -153,8 +157,9 @@ async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: Async
     """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
     if not await stop.before(parts.engine.start()):
         return False
-    works = (parts.instruments.lag.run(), parts.health.run(), parts.watch.run(), Heap().run(), parts.engine.ended())
-    background = [asyncio.create_task(work) for work in works]
+    instruments = parts.instruments
+    works = (parts.reloader.run(), instruments.lag.run(), parts.health.run(), parts.watch.run(), Heap().run())
+    background = [asyncio.create_task(work) for work in (*works, parts.engine.ended())]
     for task in background:
         stack.callback(task.cancel)
     parts.caches.now()
@@ -166,7 +171,9 @@ async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: Async
     return True
 
 
-def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: Counter[str]) -> _Parts:
+def _build(
+    settings: Settings, again: Callable[[], Settings], texts: str, processes: TextProcesses, refusals: Counter[str]
+) -> _Parts:
     """Everything, bound and not yet started."""
     identity = Identity(settings)
     guard = identity.guard
@@ -176,6 +183,7 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
     health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
     observers = instruments.observers
     watch = StallWatch(settings.stream.stall_timeout)
+    reloader = Reloader(settings, again, engine, cases.switches, cases.caches, instruments.reloads)
     metrics = Metrics(
         engine, cases.admission, cases.caches, cases.switches, settings.served_name, instruments, identity
     )
@@ -198,6 +206,7 @@ def _build(settings: Settings, texts: str, processes: TextProcesses, refusals: C
 
     return _Parts(
         identity=identity,
+        reloader=reloader,
         engine=engine,
         admission=cases.admission,
         drain=cases.drain,

@@ -69,6 +69,10 @@ class ExactCache:
         self._counter = context.counter
         self._settings = settings
 
+    def change(self, settings: ResponseSettings) -> None:
+        """From the next answer on."""
+        self._settings = settings
+
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None:
         if not question.deterministic:
             self._counter.count("response_skipped", "not_deterministic")

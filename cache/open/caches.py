@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cache.answers.cross_process import CrossProcess
@@ -157,6 +157,14 @@ class Caches:
             self._single_flight.forget_finished()
             await self._delete(Kind.LEASE, partition, "")
         return deleted
+
+    def change(self, settings: CacheSettings) -> None:
+        """Takes over what the response cache and the semantic cache may do; their stores stay as they are."""
+        self._settings = replace(self._settings, response=settings.response, semantic=settings.semantic)
+        self.responses.change(settings.response)
+        if self._semantic is not None:
+            self._semantic.change(settings.semantic)
+        self.load_semantic()
 
     def load_semantic(self) -> None:
         """Begins to load the embedder, exporting it if need be; `semantic` is None until it is loaded."""

@@ -38,7 +38,7 @@ class Observations:
 
     def __init__(self, context: CacheContext, ttl: float) -> None:
         self._context = context
-        self._ttl = ttl
+        self.ttl = ttl
         self._adding = asyncio.Lock()  # within a process nobody need try twice
 
     def strict(self, entry: CacheKey) -> CacheKey:
@@ -77,6 +77,6 @@ class Observations:
                 (standing,) = await self._context.store.get_many([key])
                 more = self.open(key, standing).with_one(tag, right)
                 sealed = self._context.envelope.seal(key, more.packed())
-                if sealed is None or await self._context.store.swap(key, standing, sealed, self._ttl):
+                if sealed is None or await self._context.store.swap(key, standing, sealed, self.ttl):
                     return
         raise StoreFault("evidence that changes too often")

@@ -96,6 +96,11 @@ class SimilarCache:
         self._observations = Observations(context, settings.ttl)
         self._candidates = CandidateStore(context, embedder, settings.max_indexed)
 
+    def change(self, settings: SemanticSettings) -> None:
+        """From the next question on."""
+        self._settings = settings
+        self._observations.ttl = settings.ttl
+
     def begin(self, turn: Turn) -> Callable[[], object]:
         """Embeds the question, which needs no store."""
         if self._settings.mode is Mode.OFF or _unfit(turn):

@@ -16,9 +16,9 @@ from engine.client.streams import Stream, Streams
 from engine.client.supervisor import Backoff, Supervisor
 from engine.client.switching import Switching
 from engine.errors import EngineUnavailable, InvalidModel
-from engine.ipc.frames import Profiled, Progress, Step, Switched, TurnedBack
+from engine.ipc.frames import Profiled, Progress, SetLogLevel, Step, Switched, TurnedBack
 from engine.ipc.step_mark import MarkedStep
-from engine.settings import EngineSettings
+from engine.settings import EngineSettings, LogLevel
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
 
@@ -46,6 +46,7 @@ class EngineClient:
         self._info: ModelInfo | None = None
         self._replaced = False  # the model's files, by others
         self._closing = False
+        self._log_level: LogLevel | None = None  # if it was changed
         self._load = EngineLoad()
         self._switching = Switching(settings, self._supervisor.send)
 
@@ -121,6 +122,10 @@ class EngineClient:
             raise self.unavailable()
         return await self._profiles.take(seconds)
 
+    def set_log_level(self, level: LogLevel) -> None:
+        self._log_level = level
+        self._supervisor.send(SetLogLevel(level))
+
     def kill(self) -> None:
         """Ends the process without asking, so that `close` takes no time."""
         self._supervisor.kill()
@@ -140,6 +145,8 @@ class EngineClient:
         self._info = info
         self._load = EngineLoad(total_pages=info.total_pages)
         self._switching.tell()
+        if self._log_level is not None:
+            self._supervisor.send(SetLogLevel(self._log_level))
         self._streams.resume()
 
     def on_lost(self) -> None:

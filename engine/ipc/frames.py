@@ -9,7 +9,7 @@ import msgspec
 
 from engine.api import EngineLoad, GenerationRequest, ModelInfo, Reverted
 from engine.ipc.events import Event
-from engine.settings import EngineSettings
+from engine.settings import EngineSettings, LogLevel
 
 MAX_FRAME = 64 * 1024 * 1024  # bytes
 _HEADER = 4  # bytes, big-endian length of what follows
@@ -60,6 +60,12 @@ class Switch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     ticket: int
     name: str
     enabled: bool
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """What the engine process logs from now on. No answer."""
+
+    level: LogLevel
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -131,7 +137,8 @@ class Profiled(msgspec.Struct, frozen=True, array_like=True, tag=7):
     stacks: str
 
 
-Command = Configure | Submit | Cancel | Pause | Resume | Switch | Ping | StartProfile | EndProfile  # front → engine
+# front → engine
+Command = Configure | Submit | Cancel | Pause | Resume | Switch | SetLogLevel | Ping | StartProfile | EndProfile
 Report = Progress | Ready | Refused | Step | Switched | TurnedBack | Pong | Profiled  # engine → front
 
 

@@ -21,6 +21,7 @@ from engine.ipc.frames import (
     Ping,
     Pong,
     Resume,
+    SetLogLevel,
     StartProfile,
     Step,
     Submit,
@@ -120,14 +121,20 @@ class Loop:
                 self._scheduler.pause(key)
             case Resume(key=key):
                 self._scheduler.resume(key)
-            case Switch():
-                self._link.send(Switched(command.ticket, self._switches.set(command.name, command.enabled)))
+            case Switch() | SetLogLevel():
+                self._set(command)
             case Ping():
                 self._link.send(Pong())
             case StartProfile() | EndProfile():
                 self._profiles.obey(command)
             case Configure():
                 raise FrameError("configured twice")
+
+    def _set(self, command: Switch | SetLogLevel) -> None:
+        if isinstance(command, Switch):
+            self._link.send(Switched(command.ticket, self._switches.set(command.name, command.enabled)))
+        else:
+            logging.getLogger().setLevel(command.level.upper())
 
     def _step(self) -> bool:
         """One step; whether there was anything to do."""

@@ -10,6 +10,7 @@ import argparse
 import enum
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from service.config.leaves import PLAIN_WORDS, Leaf, leaves, spelled
 from service.config.settings import BadSettings, Settings
 
 ENV_PREFIX = "WHIPPET_"
+_MOST_BYTES = 1 << 20  # of the file
 # What Kubernetes injects for a Service whose name is whippet or begins with `whippet-`, as NAME=VALUE.
 _KUBERNETES = re.compile(
     r"WHIPPET(_[A-Z0-9_]+)?_("
@@ -102,7 +104,7 @@ def _environment(env: Mapping[str, str]) -> dict[str, Any]:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise BadSettings(f"config: {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -116,6 +118,17 @@ def _yaml(path: Path) -> dict[str, Any]:
         if group in plain and not isinstance(plain[group], dict):
             plain[group] = {leaf[-1]: plain[group]}
     return plain
+
+
+def _text(path: Path) -> str:
+    """Does not wait for a writer, as a FIFO would. Raises BadSettings, OSError, UnicodeDecodeError."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise BadSettings(f"config: {path} is no file")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise BadSettings(f"config: {path} is larger than {_MOST_BYTES >> 20} MiB")
+    return data.decode("utf-8")
 
 
 def _underscored(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -27,4 +28,5 @@ class Instruments:
         self.lag = LoopLag()
         self.progress = Progress()
         self.traces = traces
+        self.reloads = Counter({"reloads": 0, "failures": 0})  # of the settings
         self.observers = Observers([self.calls, self.access, *others], self.calls.between)

@@ -104,6 +104,8 @@ FAMILIES: Mapping[str, Family] = {
     "traces": _counter("Calls that were to be traced: exported, or dropped for a reason.", "outcome"),
     "generations": _gauge("Generations with their first token, and those that wait for it.", "state"),
     "draining": _gauge("Whether nothing new is let in."),
+    "config_reloads": _counter("Times that the settings were read again."),
+    "config_reload_failures": _counter("Times that they were wrong, and stayed as they were."),
     "access_log_left_out": _counter("Lines of calls that were left out of the log, since there were too many."),
     "time_to_first_token_seconds": _histogram("From a request's arrival to its first token.", "cache"),
     "inter_token_latency_seconds": _histogram("From token to token, as answers were read."),

@@ -15,6 +15,7 @@ from engine.api import (
     TokenEvents,
 )
 from engine.errors import EngineUnavailable
+from engine.settings import LogLevel
 
 INFO = ModelInfo(
     architecture="x",
@@ -94,5 +95,7 @@ class ScriptedEngine:
 
     async def profile(self, seconds: float) -> str:
         return ""
+
+    def set_log_level(self, level: LogLevel) -> None: ...
 
     async def close(self) -> None: ...

@@ -86,6 +86,20 @@ class AnswerCaches:
             self._open = self._opened(info)
         return self._open[2]
 
+    def change(self, options: CacheOptions, wished: Mode | None = None) -> None:
+        """Takes over what can change while requests are served: how long answers are kept, and the semantic cache's
+        mode and bounds."""
+        semantic, now = options.front().semantic, self._settings
+        self._lacking = wished not in (None, semantic.mode)
+        self.semantic_mode = semantic.mode
+        self._settings = replace(
+            now,
+            response=replace(now.response, ttl=options.response.ttl),
+            semantic=replace(semantic, model=now.semantic.model, max_entries=now.semantic.max_entries),
+        )
+        if self._open is not None:
+            self._open[2].change(self._settings)
+
     def unused(self) -> dict[str, str]:
         """Why a cache that is turned on does nothing now, by the name of its switch."""
         reason = "" if self._open is None else self._open[2].why_no_semantic
