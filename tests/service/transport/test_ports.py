@@ -20,7 +20,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from bench.grpc_frames import FrameClient
 from service.pb.whippet.v1 import admin_pb2, model_pb2
-from service.transport.closing import Gate
 from service.transport.ports import SIDE_BOUNDS, open_port
 from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template
@@ -72,7 +71,7 @@ async def test_calls_that_nobody_could_look_at_are_dropped() -> None:
 
     method = grpc.unary_unary_rpc_method_handler(handle)
     handlers = [grpc.method_handlers_generic_handler("test.Service", {"Method": method})]
-    port = open_port("listen", "127.0.0.1:0", handlers, None, SIDE_BOUNDS, Gate())
+    port = open_port("listen", "127.0.0.1:0", handlers, None, SIDE_BOUNDS)
     await port.server.start()
 
     def call() -> list[grpc.StatusCode]:
