@@ -1,0 +1,133 @@
+"""What happens to a server that is soaked: its Redis stalls, dies and forgets, its engine dies, its files and switches
+change."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+
+from bench.redis_server import RedisServer
+from bench.soaking.callers import Metadata
+from bench.soaking.watch import engine_of
+from service.pb.whippet.v1 import admin_pb2
+from service.pb.whippet.v1.admin_pb2_grpc import AdminServiceStub
+
+SHORT, LONG = 0.2, 3.0  # seconds that something is away
+SWITCHES = ("response_cache", "semantic_cache", "prefix_cache", "prefix_redis", "batching")
+
+
+def write_tokens(path: Path, tenants: tuple[str, ...]) -> None:
+    """Replaces the tokens file at once. Every tenant's token is its name."""
+    lines = [
+        f'- {{tenant: {name}, sha256: "{hashlib.sha256(name.encode()).hexdigest()}", rights: [generate, admin]}}\n'
+        for name in tenants
+    ]
+    fresh = path.with_suffix(".new")
+    fresh.write_text("".join(lines))
+    fresh.replace(path)
+
+
+class Trouble:
+    """One after the other, by chance; the engine's deaths only while `deadly`."""
+
+    def __init__(
+        self,
+        pid: int,
+        redis: RedisServer,
+        admin: AdminServiceStub,
+        tokens: Path,
+        tenants: tuple[str, ...],
+        who: Metadata,
+    ) -> None:
+        self.happened: Counter[str] = Counter()
+        self.deadly = True
+        self._pid = pid
+        self._redis = redis
+        self._admin = admin
+        self._tokens = tokens
+        self._tenants = tenants  # the last of them is a guest
+        self._who = who
+        self._chance = random.Random(14)
+
+    async def run(self, pause: float) -> None:
+        """Until it is cancelled; what is away then comes back. `pause`: seconds between two, on average."""
+        kinds: Mapping[str, Callable[[], Awaitable[None]]] = {
+            "redis stalls": self._stall,
+            "redis dies": self._die,
+            "redis forgets": self._forget,
+            "engine dies": self._kill,
+            "hangup": self._hang_up,
+            "tokens change": self._change_tokens,
+            "switch": self._switch,
+            "flush": self._flush,
+        }
+        try:
+            while True:
+                await asyncio.sleep(self._chance.uniform(0.5, 1.5) * pause)
+                name = self._chance.choice([name for name in kinds if self.deadly or name != "engine dies"])
+                await kinds[name]()
+                self.happened[name] += 1
+        finally:
+            if self._redis.process is None:
+                self._redis.start()
+            self._redis.resume()
+
+    async def settle(self) -> None:
+        """As it was at the start."""
+        write_tokens(self._tokens, self._tenants)
+        for name in SWITCHES:
+            await self._set(name, True)
+
+    async def _away(self) -> None:
+        await asyncio.sleep(self._chance.uniform(SHORT, LONG))
+
+    async def _stall(self) -> None:
+        self._redis.pause()
+        await self._away()
+        self._redis.resume()
+
+    async def _die(self) -> None:
+        await asyncio.to_thread(self._redis.stop)
+        await self._away()
+        await asyncio.to_thread(self._redis.start)
+
+    async def _forget(self) -> None:
+        await asyncio.to_thread(self._redis.command, "FLUSHALL")
+
+    async def _kill(self) -> None:
+        engine = engine_of(self._pid)
+        if engine is not None:
+            with suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
+
+    async def _hang_up(self) -> None:
+        os.kill(self._pid, signal.SIGHUP)
+
+    async def _change_tokens(self) -> None:
+        if self._chance.random() < 0.25:
+            self._tokens.write_text("no list of tenants")  # the old ones stay in force
+        else:
+            write_tokens(self._tokens, self._tenants[: len(self._tenants) - self._chance.randrange(2)])
+
+    async def _switch(self) -> None:
+        name = self._chance.choice(SWITCHES)
+        await self._set(name, self._chance.random() < 0.5)
+
+    async def _flush(self) -> None:
+        with suppress(grpc.aio.AioRpcError):  # Redis may be away
+            asked = admin_pb2.FlushCacheRequest(tenant=self._tenants[0])
+            await self._admin.FlushCache(asked, metadata=self._who, timeout=20)
+
+    async def _set(self, name: str, enabled: bool) -> None:
+        asked = admin_pb2.SetOptimizationRequest(name=name, enabled=enabled)
+        with suppress(grpc.aio.AioRpcError):  # the engine may be away
+            await self._admin.SetOptimization(asked, metadata=self._who, timeout=20)
