@@ -93,7 +93,8 @@ def prompts(tenant: str) -> Iterator[str]:
 
 def pushback(error: grpc.aio.AioRpcError) -> int:
     """Milliseconds until a caller may come again."""
-    told = [value for name, value in error.trailing_metadata() if name == "grpc-retry-pushback-ms"]
+    trailers: Any = error.trailing_metadata()
+    told = [value for name, value in trailers if name == "grpc-retry-pushback-ms"]
     return int(told[0]) if told else 0
 
 
