@@ -24,6 +24,9 @@ class Priority(enum.IntEnum):
     INTERACTIVE = 2
 
 
+AGING = 10.0  # seconds of waiting that weigh as much as one priority level
+
+
 class FinishReason(enum.StrEnum):
     """Why an answer ended well, from engine to cache to wire. Ending badly is an exception of `engine.errors`."""
 
@@ -81,6 +84,7 @@ class GenerationRequest:
     arrived_at: float
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
     priority: Priority = Priority.NORMAL
+    forward: float = 0.0  # seconds that it is put forward in the queue, since it is its tenant's turn
     deadline: float | None = None  # past it the request fails
     expires_at: float | None = None  # past it the request finishes with TIME_BUDGET
     prefix_root: bytes = b""  # keys and values are shared among requests with equal ones: one a tenant

@@ -61,6 +61,9 @@ class LimitOptions:
 
     queued_requests: int = setting(256, "generations beyond those that run at once", ge=0)
     queued_prompt_tokens: int = setting(1_048_576, "prompt tokens of requests without a first token", ge=1)
+    queue_timeout: float | None = setting(
+        None, "seconds without a first token until a request is refused; unset: its deadline's", gt=0, le=86_400
+    )
     tenant_requests: int | None = setting(None, "live requests of one tenant; unset: no limit", ge=1)
     live_requests: int = setting(4096, "requests in all, those that a cache answers or that read along included", ge=1)
 

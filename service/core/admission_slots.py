@@ -5,6 +5,7 @@ An answer out of a cache needs none, nor does a request that reads along with an
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from engine.api import Priority
 from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.errors import Overloaded
+from service.core.fair_queue import FairQueue, Waiting
 from service.core.pace import Departures, retry_hint
 
 DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
@@ -24,13 +26,22 @@ _MISSES_RATE = 128.0  # and per second; each takes the better part of a millisec
 class AdmissionSlot:
     """One of them. Leaving the `with` block gives it back."""
 
-    __slots__ = ("_owner", "priority", "started", "tokens")
+    __slots__ = ("_owner", "_waiting", "given_back")
 
-    def __init__(self, owner: AdmissionSlots, priority: Priority, tokens: int) -> None:
+    def __init__(self, owner: AdmissionSlots, waiting: Waiting) -> None:
         self._owner = owner
-        self.priority = priority
-        self.tokens = tokens  # of the prompt
-        self.started = False
+        self._waiting: Waiting | None = waiting  # None: it has its first token
+        self.given_back = False
+
+    @property
+    def forward(self) -> float:
+        """Seconds that it is put forward in the engine's queue."""
+        return 0.0 if self._waiting is None else self._waiting.forward
+
+    def on_evict(self, evict: Callable[[Overloaded], None]) -> None:
+        """While it waits, `evict` may be called, once, for another tenant's sake; it has been given back then."""
+        if self._waiting is not None:
+            self._waiting.evict = evict
 
     def __enter__(self) -> AdmissionSlot:
         return self
@@ -38,13 +49,15 @@ class AdmissionSlot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._owner.leave(self)
+        if not self.given_back:
+            self.given_back = True
+            self._owner.leave(self)
 
     def start(self) -> None:
         """The first token is there: it no longer waits."""
-        if not self.started:
-            self.started = True
-            self._owner.started(self)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._owner.started(waiting)
 
 
 class AdmissionSlots:
@@ -61,8 +74,7 @@ class AdmissionSlots:
         self._capacity = capacity  # sequences that run at once
         self._clock = clock
         self._taken = 0
-        self._waiting: Counter[Priority] = Counter()  # no first token yet
-        self._waiting_tokens = 0
+        self._queue = FairQueue()
         self._departures = Departures()
         self._misses = 0.0  # recent cache misses while the queue was full
         self._misses_at = clock()
@@ -76,7 +88,7 @@ class AdmissionSlots:
     @property
     def waiting(self) -> int:
         """Those without a first token."""
-        return self._waiting.total()
+        return len(self._queue)
 
     @property
     def capacity(self) -> int:
@@ -103,31 +115,53 @@ class AdmissionSlots:
         """Whether the queue is full and so many lookups have missed that the next request is refused without one."""
         return self.full and self._recent_misses() >= _MISSES
 
-    def check(self, priority: Priority, deadline: float | None, after_lookup: bool = False) -> None:
+    def check(self, priority: Priority, deadline: float | None, tenant: str = "", after_lookup: bool = False) -> None:
         """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt. `after_lookup`: the caches
         had no answer."""
-        self._check_deadline(priority, deadline)
-        if self.full:
+        self._check_deadline(priority, deadline, tenant)
+        if self.full and self._queue.longest(tenant, priority) is None:
             if after_lookup:
                 self._misses = self._recent_misses() + 1
-            raise self.overloaded("too many requests wait", "QUEUE_FULL", self._queue_time())
+            raise self._queue_full()
 
-    def take(self, priority: Priority, tokens: int, deadline: float | None) -> AdmissionSlot:
+    def take(
+        self,
+        priority: Priority,
+        tokens: int,
+        deadline: float | None,
+        tenant: str = "",
+        arrived_at: float | None = None,  # None: now
+    ) -> AdmissionSlot:
         """Raises as `check`, and Overloaded where too many prompt tokens wait already. A prompt that waits alone is
-        never too long."""
-        self.check(priority, deadline, after_lookup=True)
-        if self._waiting_tokens > 0 and self._waiting_tokens + tokens > self._limits.queued_prompt_tokens:
-            raise self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS", self._queue_time())
+        never too long. Where there is no room, the tenant that has most waiting gives way to one that has less."""
+        self.check(priority, deadline, tenant, after_lookup=True)
+        room = self._limits.queued_prompt_tokens
+        if self._queue.tokens > 0 and self._queue.tokens + tokens > room:
+            heavy = self._queue.heaviest(tenant, priority, tokens, room)
+            if not heavy:
+                raise self._too_many_tokens()
+            for one in heavy:
+                _evict(one, self._too_many_tokens())
+        if self.full and (last := self._queue.longest(tenant, priority)) is not None:
+            _evict(last, self._queue_full())
+        now = self._clock()
+        waiting = Waiting(tenant, priority, tokens)
+        self._queue.add(waiting, now if arrived_at is None else arrived_at)
         self._taken += 1
-        self._waiting[priority] += 1
-        self._waiting_tokens += tokens
-        self._departures.arrival(self._clock(), self._taken > self._capacity())
-        return AdmissionSlot(self, priority, tokens)
+        self._departures.arrival(now, self._taken > self._capacity())
+        return AdmissionSlot(self, waiting)
 
-    def started(self, slot: AdmissionSlot) -> None:
+    def patience(self, arrived_at: float, refuse: Callable[[Overloaded], None]) -> asyncio.TimerHandle | None:
+        """Refuses the request when it has waited for too long: to be cancelled when it has its first token. None where
+        it may wait."""
+        if self._limits.queue_timeout is None:
+            return None
+        left = max(0.0, arrived_at + self._limits.queue_timeout - self._clock())
+        return asyncio.get_running_loop().call_later(left, lambda: refuse(self._waited()))
+
+    def started(self, waiting: Waiting) -> None:
         """See AdmissionSlot.start."""
-        self._waiting[slot.priority] -= 1
-        self._waiting_tokens -= slot.tokens
+        self._queue.remove(waiting)
 
     def leave(self, slot: AdmissionSlot) -> None:
         """Gives it back."""
@@ -146,6 +180,15 @@ class AdmissionSlots:
         self.refusals[DEADLINE] += 1
         return DeadlineExceeded(message)
 
+    def _waited(self) -> Overloaded:
+        return self.overloaded("the first token did not come in time", "QUEUE_TIMEOUT", self._queue_time())
+
+    def _queue_full(self) -> Overloaded:
+        return self.overloaded("too many requests wait", "QUEUE_FULL", self._queue_time())
+
+    def _too_many_tokens(self) -> Overloaded:
+        return self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS", self._queue_time())
+
     def _queue_time(self) -> float:
         """Seconds until all who wait now have gone."""
         return max(1, self._taken - self._capacity()) * self._departures.expected_interval(self._clock())
@@ -155,10 +198,16 @@ class AdmissionSlots:
         self._misses, self._misses_at = max(0.0, self._misses - (now - self._misses_at) * _MISSES_RATE), now
         return self._misses
 
-    def _check_deadline(self, priority: Priority, deadline: float | None) -> None:
+    def _check_deadline(self, priority: Priority, deadline: float | None, tenant: str) -> None:
         if deadline is None:
             return
         queued = self._taken - self._capacity()
-        ahead = min(queued, sum(count for other, count in self._waiting.items() if other >= priority))
+        ahead = min(queued, self._queue.ahead(tenant, priority))
         if ahead > 0 and deadline - self._clock() < ahead * self._departures.interval:
             raise self.late("the deadline cannot be met: the queue is too long")
+
+
+def _evict(waiting: Waiting, error: Overloaded) -> None:
+    evict, waiting.evict = waiting.evict, None
+    if evict is not None:
+        evict(error)

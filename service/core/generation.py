@@ -60,7 +60,7 @@ class Generator:
             record.admitted_at = self._clock()
             request = self._lowered(request, origin.tenant)
             if admission.slots.many_misses or not self._sources.may_know(request):
-                admission.slots.check(request.priority, origin.deadline)
+                admission.slots.check(request.priority, origin.deadline, origin.tenant)
             ids = await self._model.encode(request.prompt, facts, origin.deadline)
             record.prompt_tokens = len(ids)
             found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin)

@@ -139,6 +139,63 @@ def test_a_priority_beyond_the_tenants_is_lowered(one: Server, folder: Path) -> 
     assert order == ["bravo", "acme"]
 
 
+@pytest.fixture(scope="module")
+def small(serve: Serve, folder: Path) -> Iterator[Server]:
+    """One runs, and four may wait; nobody has a quota."""
+    limits = ("--limits.queued-requests=4", "--scheduler.max-sequences=1", "--fake.step-time=0.005")
+    with serve(f"--auth.tokens-file={folder / 'tokens.yaml'}", *limits) as server:
+        yield server
+        assert server.stop() == 0
+
+
+def test_a_tenant_with_much_waiting_keeps_nobody_waiting_for_all_of_it_nor_shuts_him_out(small: Server) -> None:
+    order: list[str] = []
+
+    def wait(name: str, caller: tuple[tuple[str, str], ...]) -> str:
+        try:
+            small.generation.Generate(ask(name, 5), metadata=caller, timeout=60)
+        except grpc.RpcError as error:
+            refusal = Refusal.of(error)
+            assert refusal.retry_ms > 0
+            return refusal.reason
+        order.append(name)
+        return "served"
+
+    busy = small.generation.GenerateStream(ask_stream("busy", 4000), metadata=ACME, timeout=60)
+    next(busy)
+    with ThreadPoolExecutor(5) as pool:
+        mine = []
+        for number in range(4):
+            mine.append(pool.submit(wait, f"mine {number}", ACME))
+            until(lambda: waiting(small) == len(mine))
+        assert refused(small.generation.Generate, ask("more", 1), metadata=ACME).reason == "QUEUE_FULL"
+        other = pool.submit(wait, "other", BRAVO)
+        assert mine[3].result() == "QUEUE_FULL", "the last of those who have most gave way"
+        busy.cancel()
+        assert [one.result() for one in (*mine[:3], other)] == ["served"] * 4
+    assert order.index("other") < 2
+    drained(small)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_who_waits_for_too_long_is_refused_and_his_place_is_free(serve: Serve, shared: bool) -> None:
+    """Two ask the same; each has waited for as long when it is refused."""
+    flags = ("--limits.queue-timeout=1", "--scheduler.max-sequences=1", "--fake.step-time=0.005")
+    with serve(*flags, f"--optimizations.response-cache={str(shared).lower()}") as server:
+        busy = server.generation.GenerateStream(ask_stream("busy", 4000), timeout=60)
+        next(busy)
+        with ThreadPoolExecutor(2) as pool:
+            refusals = list(pool.map(lambda _: refused(server.generation.Generate, greedy("same", 5)), range(2)))
+        for refusal in refusals:
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT")
+            assert refusal.retry_ms > 0
+        server.until(lambda load: (load.running, load.waiting) == (1, 0))
+        busy.cancel()
+        server.idle()
+        stream = server.generation.GenerateStream(ask_stream("long", 200), timeout=60)
+        assert [message for message in stream][-1].HasField("finish"), "one that has begun is not refused"
+
+
 def waiting(server: Server) -> int:
     return int(server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=10).waiting)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion
+from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused
 from engine.api import (
     Engine,
     Finish,
@@ -16,10 +18,14 @@ from engine.api import (
     TokenLogprob,
     TokenStream,
 )
+from engine.errors import Aborted
 from service.core.admission_slots import AdmissionSlot
+from service.core.errors import Overloaded
 from service.core.request import Delivery
 from service.core.text import Detokenizer
 
+# Calls what it is given when its request has waited for too long.
+Patience = Callable[[Callable[[Overloaded], None]], asyncio.TimerHandle | None]
 Charge = Callable[[int], None]  # takes tokens that were fed or generated
 
 
@@ -30,7 +36,8 @@ def nobody(tokens: int) -> None:
 class EngineAnswer:
     """Implements `cache.api.Generation`, and `AnswerSource` for a request whose answer nobody else reads.
 
-    Takes an admission slot when it begins, and gives it back with its ending or when it is closed.
+    Takes an admission slot when it begins, and gives it back with its ending, when it is closed, or when it is refused
+    while it waits.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class EngineAnswer:
         detokenizer: Callable[[], Detokenizer | None],
         whole: Callable[[CachedCompletion], None] | None = None,
         charge: Charge = nobody,
+        patience: Patience | None = None,
     ) -> None:
         self.submitted_at: float | None = None
         self.start: Start | None = None
@@ -55,6 +63,9 @@ class EngineAnswer:
         self._detokenizer: Detokenizer | None = None
         self._whole = whole  # is given the answer when it is complete
         self._charge = charge
+        self._patience = patience  # of its reader; None: those who read it have each their own
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: Exception | None = None
         self._slot: AdmissionSlot | None = None
         self._stream: TokenStream | None = None
         self._parts: list[AnswerPart] = []  # for `whole`
@@ -67,11 +78,15 @@ class EngineAnswer:
     def begin(self) -> TokenStream:
         """Raises what `enter` raises, and EngineUnavailable."""
         slot = self._enter()
+        request = replace(self._request, forward=slot.forward) if slot.forward else self._request
         try:
-            stream = self._engine.submit(self._request)
+            stream = self._engine.submit(request)
         except BaseException:
             slot.__exit__(None, None, None)
             raise
+        slot.on_evict(self.refuse)
+        if self._patience is not None:
+            self._timer = self._patience(self.refuse)
         self._charge(len(self._request.token_ids))
         stream.batch(self._batch.max_tokens, self._batch.max_delay)
         self.submitted_at = time.monotonic()
@@ -80,13 +95,19 @@ class EngineAnswer:
         return stream
 
     async def next(self) -> AnswerPart:
-        """Raises what the engine raises."""
+        """Raises what the engine raises, and what it was refused with."""
         if self._stream is None:
             self.begin()
             return BEGUN
-        events = await self._stream.__anext__()
+        try:
+            events = await self._stream.__anext__()
+        except Aborted:
+            if self._refusal is not None:
+                raise self._refusal from None
+            raise
         if events.start is not None:
             self.start = events.start
+            self._stop_timer()
             if self._slot is not None:
                 self._slot.start()
         part = self._part(events)
@@ -107,12 +128,27 @@ class EngineAnswer:
         if self._stream is not None:
             self._stream.abort(reason)
 
+    def refuse(self, error: Overloaded) -> None:
+        """Its place goes to somebody else, at once; the reader gets the error, one who reads for others as Refused."""
+        self._refusal = Refused(error) if self._patience is None else error
+        self.abort("")
+        self._leave()
+
     def close(self) -> None:
         if self._stream is not None:
             self._stream.cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._stop_timer()
         if self._slot is not None:
             self._slot.__exit__(None, None, None)
             self._slot = None
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _part(self, events: TokenEvents) -> AnswerPart:
         ids, detokenizer = events.token_ids, self._detokenizer

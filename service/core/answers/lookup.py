@@ -22,7 +22,7 @@ from engine.api import Engine, GenerationRequest, Priority
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
-from service.core.answers.engine_answer import Charge, EngineAnswer, nobody
+from service.core.answers.engine_answer import Charge, EngineAnswer, Patience, nobody
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
 from service.core.errors import Overloaded
@@ -35,7 +35,7 @@ _NO = Access(False, False)
 _BOTH = Access(True, True)
 _SHARED = Delivery(16, 0.02)  # the coarsest that parts may be of an answer that several may read
 
-TakeSlot = Callable[[GenerationRequest, float | None], AdmissionSlot]
+TakeSlot = Callable[[GenerationRequest, Origin], AdmissionSlot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,9 @@ class AnswerSources:
         be generated and there is no slot."""
         plan = found.plan
         if plan is None or (found.hit is None and not found.shared):
-            answer = self._generated(found, found.engine_request, batch, self._take_slot, origin.deadline, charge)
+            answer = self._generated(
+                found, found.engine_request, batch, self._take_slot, origin, charge, self._patience(origin)
+            )
             try:
                 answer.begin()
                 yield answer
@@ -150,16 +152,19 @@ class AnswerSources:
                 answer.close()
         elif found.hit is not None:
             detokenizer = self._model.text_maker(found.request) if _needs_cuts(found, found.hit, limit) else None
-            async with aclosing(stored_parts(found.hit, detokenizer)) as kept, _reading(kept, None, origin) as source:
+            async with (
+                aclosing(stored_parts(found.hit, detokenizer)) as kept,
+                _reading(kept, None, origin.deadline) as source,
+            ):
                 yield source
         else:
             if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
-                self._slots.check(found.engine_request.priority, origin.deadline, after_lookup=True)
+                self._slots.check(found.engine_request.priority, origin.deadline, origin.tenant, after_lookup=True)
             shared, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
-            own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin.deadline, charge)
+            own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin, charge)
             lead = partial(self._lead, plan.question, Led(own, origin.record))
             joined = plan.caches.join(plan.question, lead, plan.allowance)
-            async with joined as parts, _reading(parts, own, origin) as source:
+            async with joined as parts, _reading(parts, own, origin.deadline, self._patience(origin)) as source:
                 leader = self._leading.get(plan.question)
                 if leader is not None and leader.answer is not own:
                     origin.record.follows(leader.record)
@@ -177,8 +182,9 @@ class AnswerSources:
         engine_request: GenerationRequest,
         batch: Delivery,
         take_slot: TakeSlot,
-        deadline: float | None,
+        origin: Origin,
         charge: Charge,
+        patience: Patience | None = None,
     ) -> EngineAnswer:
         plan = found.plan
         learns = plan is not None and plan.learns
@@ -191,20 +197,25 @@ class AnswerSources:
             self._engine,
             engine_request,
             batch,
-            lambda: take_slot(engine_request, deadline),
+            lambda: take_slot(engine_request, origin),
             # What is kept has its text, whoever wants it.
             lambda: self._model.text_maker(found.request) if learns else self._model.detokenizer(found.request),
             learn if learns else None,
             charge,
+            patience,
         )
 
-    def _take_slot(self, request: GenerationRequest, deadline: float | None) -> AdmissionSlot:
-        return self._slots.take(request.priority, len(request.token_ids), deadline)
+    def _patience(self, origin: Origin) -> Patience:
+        return partial(self._slots.patience, origin.arrived_at)
 
-    def _take_slot_or_refuse(self, request: GenerationRequest, deadline: float | None) -> AdmissionSlot:
+    def _take_slot(self, request: GenerationRequest, origin: Origin) -> AdmissionSlot:
+        size = len(request.token_ids)
+        return self._slots.take(request.priority, size, origin.deadline, origin.tenant, request.arrived_at)
+
+    def _take_slot_or_refuse(self, request: GenerationRequest, origin: Origin) -> AdmissionSlot:
         """Raises Refused, so that another reader may generate in this one's stead."""
         try:
-            return self._take_slot(request, deadline)
+            return self._take_slot(request, origin)
         except (DeadlineExceeded, Overloaded) as error:
             raise Refused(error) from None
 
@@ -276,14 +287,14 @@ class AnswerSources:
             self._engine,
             background,
             _SHARED,
-            lambda: self._take_slot(background, None),
+            lambda: self._slots.take(background.priority, len(background.token_ids), None),
             lambda: self._model.text_maker(request),
             found.append,
         )
         try:
             while (await answer.next()).ending is None:
                 pass
-        except (EngineError, Overloaded):
+        except (EngineError, Overloaded, Refused):
             counters.count("semantic_audit", "failed")
         finally:
             answer.close()
@@ -294,10 +305,13 @@ class AnswerSources:
 
 @asynccontextmanager
 async def _reading(
-    parts: AsyncIterator[AnswerPart], own: EngineAnswer | None, origin: Origin
+    parts: AsyncIterator[AnswerPart],
+    own: EngineAnswer | None,
+    deadline: float | None,
+    patience: Patience | None = None,
 ) -> AsyncIterator[SharedAnswer]:
     """An answer that is under way: callers that are refused must not have been sent headers, or they do not retry."""
-    answer = SharedAnswer(parts, own, origin.deadline)
+    answer = SharedAnswer(parts, own, deadline, patience)
     try:
         await answer.opened()
         yield answer

@@ -10,7 +10,8 @@ from typing import Protocol
 from cache.api import BEGUN, AnswerPart, CachedCompletion, Diverged, Refused, Unfinished
 from engine.api import Finish, Start, TokenLogprob
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
-from service.core.answers.engine_answer import EngineAnswer
+from service.core.answers.engine_answer import EngineAnswer, Patience
+from service.core.errors import Overloaded
 from service.core.text import Detokenizer
 
 _RETRY = 0.5  # seconds
@@ -49,16 +50,23 @@ class AnswerSource(Protocol):
 class SharedAnswer:
     """Reads an answer that others may read too, or that is stored. Its deadline or an abort ends this reading alone."""
 
-    def __init__(self, parts: AsyncIterator[AnswerPart], own: EngineAnswer | None, deadline: float | None) -> None:
+    def __init__(
+        self,
+        parts: AsyncIterator[AnswerPart],
+        own: EngineAnswer | None,
+        deadline: float | None,
+        patience: Patience | None = None,
+    ) -> None:
         """`own` is how it would be, or is, generated for this request."""
         self.logprobs: tuple[TokenLogprob, ...] = ()
         self._parts = parts
         self._own = own
         self._held: AnswerPart | None = None  # that `opened` took
-        self._error: Aborted | DeadlineExceeded | None = None
+        self._error: Aborted | DeadlineExceeded | Overloaded | None = None
         self._task: asyncio.Task[object] | None = None  # that reads
         self._waiting = False
         self._timer: asyncio.TimerHandle | None = None
+        self._patience = None if patience is None else patience(self._fail)
         if deadline is not None:
             delay = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
@@ -95,7 +103,11 @@ class SharedAnswer:
             raise self._error
         self._waiting = True
         try:
-            return await self._parts.__anext__()
+            part = await self._parts.__anext__()
+            if self._patience is not None and part is not BEGUN:
+                self._patience.cancel()
+                self._patience = None
+            return part
         except asyncio.CancelledError:
             if self._error is not None and self._task is not None and self._task.uncancel() == 0:
                 raise self._error from None
@@ -111,13 +123,14 @@ class SharedAnswer:
         self._fail(Aborted(reason))
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._patience):
+            if timer is not None:
+                timer.cancel()
 
     def _expire(self) -> None:
         self._fail(DeadlineExceeded("the deadline has passed"))
 
-    def _fail(self, error: Aborted | DeadlineExceeded) -> None:
+    def _fail(self, error: Aborted | DeadlineExceeded | Overloaded) -> None:
         if self._error is None:
             self._error = error
             if self._waiting and self._task is not None:

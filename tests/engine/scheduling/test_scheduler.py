@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import FinishReason, Priority
-from engine.scheduling.rank import AGING
+from engine.api import AGING, FinishReason, Priority
 from engine.settings import PAGE_SIZE
 from tests.engine.scheduled import Bench, alone, rows_of
 

@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,17 @@ def asks_caches(one: Server) -> bool:
 
 def host(address: str) -> str:
     return address.rpartition(":")[0]
+
+
+async def waits(settings: Settings, tools: Tools) -> str:
+    """What becomes of a request whose first token does not come."""
+    refused: asyncio.Future[Overloaded] = asyncio.get_running_loop().create_future()
+    slots = Admission(settings.limits, lambda: 2).slots
+    slots.patience(time.monotonic(), refused.set_result)
+    try:
+        return (await asyncio.wait_for(refused, 20.0 if settings.limits.queue_timeout else 0.5)).reason
+    except TimeoutError:
+        return "still waiting"
 
 
 def quota(settings: Settings, tools: Tools) -> int | None:
@@ -295,6 +307,7 @@ PROOFS = {
     "limits.queued-requests": Proof("3", refused_after(generation), becomes(258, 5)),
     "limits.queued-prompt-tokens": Proof("1000", refused_after(prompt), lambda before, after: before > after == 10),
     "limits.tenant-requests": Proof("7", refused_after(request_of_one), becomes(4096, 7)),
+    "limits.queue-timeout": Proof("0.01", waits, becomes("still waiting", "QUEUE_TIMEOUT")),
     "limits.live-requests": Proof("300", refused_after(request_of_one), becomes(4096, 300)),
     "stream.buffer-bytes": Proof("4096", pauses, becomes(False, True)),
     "stream.stall-timeout": Proof("1", stalls, becomes(False, True)),

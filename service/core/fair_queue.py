@@ -1,0 +1,135 @@
+"""Generations without a first token: whose turn each is, and who gives way where there is no room.
+
+The engine orders them by rank alone, arrival put forward by priority, and knows no tenants. So a tenant that asks for a
+hundred things at once would keep everybody else waiting for all of them. Here a newcomer is put forward: its tenant's
+second goes before the third of every other tenant, its third before the fourth, and so on; tenants take turns. Whose
+priority is higher is not overtaken by that, and one tenant alone is served by rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from engine.api import AGING, Priority
+from service.core.errors import Overloaded
+
+_JUST = 1e-6  # seconds; less than lies between two arrivals
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One of them."""
+
+    tenant: str
+    priority: Priority
+    tokens: int  # of the prompt
+    rank: float = 0.0  # seconds; the lower goes first
+    forward: float = 0.0  # seconds; put forward by so much beyond its priority
+    evict: Callable[[Overloaded], None] | None = None  # ends it for another tenant's sake; None: it cannot be
+
+
+@dataclass(slots=True)
+class _Line:
+    """What one tenant has waiting."""
+
+    waiting: list[Waiting] = field(default_factory=list)  # by rank
+    tokens: int = 0
+    counts: Counter[Priority] = field(default_factory=Counter)
+
+    def above(self, priority: Priority) -> int:
+        """How many are of at least this priority."""
+        return sum(count for other, count in self.counts.items() if other >= priority)
+
+
+class FairQueue:
+    """All that wait, by tenant."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line] = {}
+        self._count = 0
+        self.tokens = 0  # of their prompts
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, one: Waiting, arrived_at: float) -> None:
+        """At its rank, which is given to it."""
+        natural = arrived_at - AGING * one.priority
+        line = self._lines.setdefault(one.tenant, _Line())
+        own = bisect_right(line.waiting, natural, key=_rank)  # of its tenant, that go before it
+        fair = min((self._turn(other, own, one.priority) for other in self._lines.values() if other is not line),
+                   default=natural)  # fmt: skip
+        one.rank = min(natural, fair)
+        if own:
+            one.rank = max(one.rank, line.waiting[own - 1].rank)
+        one.forward = natural - one.rank
+        insort(line.waiting, one, key=_rank)
+        line.tokens += one.tokens
+        line.counts[one.priority] += 1
+        self._count += 1
+        self.tokens += one.tokens
+
+    def remove(self, one: Waiting) -> None:
+        """It has its first token, or has gone."""
+        line = self._lines[one.tenant]
+        line.waiting.remove(one)
+        line.tokens -= one.tokens
+        line.counts[one.priority] -= 1
+        self._count -= 1
+        self.tokens -= one.tokens
+        if not line.waiting:
+            del self._lines[one.tenant]
+
+    def ahead(self, tenant: str, priority: Priority) -> int:
+        """How many go before one that comes now."""
+        line = self._lines.get(tenant)
+        own = 0 if line is None else line.above(priority)
+        others = (min(own + 1, other.above(priority)) for other in self._lines.values() if other is not line)
+        return own + sum(others)
+
+    def longest(self, tenant: str, priority: Priority) -> Waiting | None:
+        """The newest, of the lowest priority, of the tenant that has most waiting, if it is to give way to one more of
+        this tenant."""
+        mine = self._lines.get(tenant)
+        most = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
+        if most is None or len(most.waiting) <= (0 if mine is None else len(mine.waiting)) + 1:
+            return None
+        return next(iter(self._able(most, priority)), None)
+
+    def heaviest(self, tenant: str, priority: Priority, tokens: int, room: int) -> list[Waiting]:
+        """Those of the tenant that has most prompt tokens waiting, if they are to give way to one more of so many of
+        this tenant: the newest first, until no more than `room` are there with it. Empty where that cannot be."""
+        mine = self._lines.get(tenant)
+        most = max(self._lines.values(), key=lambda line: line.tokens, default=None)
+        if most is None or most is mine:
+            return []
+        gone: list[Waiting] = []
+        freed, fair = 0, tokens + (0 if mine is None else mine.tokens)
+        for one in self._able(most, priority):
+            if self.tokens - freed + tokens <= room:
+                return gone
+            if most.tokens - freed <= fair:
+                break
+            gone.append(one)
+            freed += one.tokens
+        return gone if self.tokens - freed + tokens <= room else []
+
+    @staticmethod
+    def _turn(other: _Line, own: int, priority: Priority) -> float:
+        """The rank just before what comes after that tenant's turn, where its own tenant has so many before it."""
+        later = (one.rank for one in islice(other.waiting, own + 1, None) if one.priority <= priority)
+        return next(later, float("inf")) - _JUST
+
+    @staticmethod
+    def _able(line: _Line, priority: Priority) -> list[Waiting]:
+        """Who can give way to one of this priority: the lowest first, and of each the newest."""
+        able = [one for one in reversed(line.waiting) if one.evict is not None and one.priority <= priority]
+        return sorted(able, key=lambda one: one.priority)
+
+
+def _rank(one: Waiting) -> float:
+    return one.rank
