@@ -222,6 +222,15 @@ async def test_signals_of_a_terminal_do_not_reach_it() -> None:
         assert client.restarts == 0
 
 
+def oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_where_memory_runs_out_it_goes_before_the_front() -> None:
+    async with running() as client:
+        assert oom_score(pid_of(client)) == min(1000, oom_score(os.getpid()) + 300)
+
+
 FRONT = """
     import asyncio, sys
     from engine.client import EngineClient
@@ -333,6 +342,28 @@ async def test_nonsense_from_the_process_ends_it() -> None:
         theirs.sendall(b"\x00\x00\x00\x01\xc1")
         await asyncio.wait_for(one.closed, PATIENCE)
         assert await one.end(grace=5.0) == -signal.SIGKILL
+
+
+async def test_only_starts_that_fail_make_the_next_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was ready and dies is replaced at once, however often: its load is what callers wait for."""
+    failures: list[int] = []
+    delay = Backoff.delay
+
+    def spy(self: Backoff, count: int) -> float:
+        failures.append(count)
+        return delay(self, count)
+
+    monkeypatch.setattr(Backoff, "delay", spy)
+    async with running() as client:
+        for restarts in range(1, 4):
+            os.kill(pid_of(client), signal.SIGKILL)
+            await until(lambda restarts=restarts: client.restarts == restarts and client.state is EngineState.READY)
+        with monkeypatch.context() as broken:
+            broken.setattr(child.sys, "executable", "/bin/false")
+            client.kill()
+            await until(lambda: failures[-1] == 3)
+        await until(lambda: client.state is EngineState.READY)
+        assert failures[:7] == [1, 1, 1, 1, 1, 2, 3]
 
 
 def test_delays_grow_to_a_cap_and_scatter() -> None:

@@ -18,7 +18,17 @@ from engine.api import EngineState
 from engine.client import EngineClient, child
 from engine.errors import EngineFailed, EngineUnavailable
 from engine.fake import Fault, plain_request
-from tests.engine.client.test_supervisor import FAKE, PATIENCE, QUICK, alive, pid_of, running, until, works_again
+from tests.engine.client.test_supervisor import (
+    FAKE,
+    PATIENCE,
+    QUICK,
+    alive,
+    ids_of,
+    pid_of,
+    running,
+    until,
+    works_again,
+)
 
 TIMEOUT = 1.0  # seconds of silence that are a hang in these tests
 WHILE_LOADING = 0.5
@@ -95,6 +105,32 @@ async def test_a_process_that_loads_and_does_nothing_hangs(tmp_path: Path, monke
     with pytest.raises(EngineFailed, match=r"no sign of life .* while loading, 3 times"):
         await client.start()
     await client.close()
+
+
+async def test_one_that_computes_without_end_hangs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.client.supervisor._LONGEST_WORK", 2)
+    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, "while True: pass"))
+    client = EngineClient(replace(FAKE, hang_timeout=WHILE_LOADING), backoff=QUICK)
+    with pytest.raises(EngineFailed, match=r"no sign of life .* while loading, 3 times"):
+        await asyncio.wait_for(client.start(), PATIENCE)
+    await client.close()
+
+
+async def test_one_that_is_stopped_while_it_loads_is_replaced_and_who_waits_is_answered() -> None:
+    async with running(TIMEOUT) as client:
+        await client.set_optimization("batching", False)
+        stream = client.submit(plain_request((1,), 4000))
+        await anext(stream)
+        waiting = asyncio.create_task(ids_of(client.submit(plain_request((1, 2), 10))))
+        await until(lambda: client.load.waiting == 1)
+        first = pid_of(client)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: client.pid not in (None, first))
+        os.kill(pid_of(client), signal.SIGSTOP)
+        assert len(await asyncio.wait_for(waiting, PATIENCE)) == 10
+        assert client.restarts >= 2
+        with pytest.raises(EngineUnavailable):
+            await ids_of(stream)
 
 
 async def test_one_that_computes_for_long_before_it_says_anything_does_not(
