@@ -116,7 +116,10 @@ class Inbox:
         while not (self._events and self._ready):
             if self._error is not None:
                 error, self._error = self._error, None
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # it knows this frame and those of its callers, which would else live until a collection
             if not self.live:
                 raise StopAsyncIteration
             await self._wait()

@@ -135,6 +135,10 @@ async def abort_with(
     record.code, record.reason = failure.code.name, failure.reason
     try:
         await context.abort(failure.code, failure.message, failure.trailers)
+    except grpc.aio.AbortError as aborted:
+        # gRPC keeps it in the call, and its frames keep the call, which counts as open until a full collection.
+        asyncio.get_running_loop().call_soon(_forget_frames, aborted)
+        raise
     except grpc.aio.InternalError as gone:
         record.code = ""
         raise asyncio.CancelledError from gone
