@@ -175,10 +175,12 @@ async def _no_such_method(record: RecordBuilder, context: Context) -> bytes:
 def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(_: object, context: Context) -> bytes | None:
         record = observers.begin(path, context.invocation_metadata() or ())
-        context.add_done_callback(lambda context: _ended(observers, record, context))  # type: ignore[arg-type]
-        response = await method.handle(record, context)
-        record.code = "OK"
-        return response
+        try:  # a callback of gRPC's would keep the call, which counts as open, until a full collection
+            response = await method.handle(record, context)
+            record.code = "OK"
+            return response
+        finally:
+            _ended(observers, record, context)
 
     make = grpc.stream_stream_rpc_method_handler if method.streams else grpc.stream_unary_rpc_method_handler
     return make(handle)

@@ -75,8 +75,7 @@ async def test_twenty_kills_under_fifty_streams_and_fifty_that_wait(serve: Serve
         ):
             client = Client(server, channel, admin)
             expected = [await client.short(number) for number in range(MANY)]
-            for k in range(KILLS):
-                print("round", k, __import__("time").monotonic())
+            for _ in range(KILLS):
                 await client.round(expected)
             assert [await client.short(number) for number in range(MANY)] == expected
         load = server.idle()

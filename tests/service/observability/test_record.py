@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -131,6 +132,22 @@ async def test_a_call_that_is_cut_off(code: str) -> None:
         with suppress(grpc.RpcError, asyncio.CancelledError):
             await call
         assert (await seen.one()).code == code
+
+
+async def test_a_call_that_has_ended_is_gone_without_a_collection() -> None:
+    """gRPC counts a call as one of its connection until nothing refers to it, and refuses others meanwhile."""
+    async with port() as (channel, seen):
+        gc.collect()
+        gc.disable()
+        try:
+            for method in 20 * ("echo", "refuse", "fail"):
+                with suppress(grpc.RpcError):
+                    await channel.unary_unary(f"/t.T/{method}")(b"", timeout=20)
+                await seen.one()
+            kept = sum(type(one).__name__ == "_ServicerContext" for one in gc.get_objects())
+        finally:
+            gc.enable()
+        assert kept <= 3, "the last ones"
 
 
 async def test_what_a_stream_took() -> None:
