@@ -267,6 +267,7 @@ def _use_cases(
         caches=caches,
         flusher=Flusher(caches, guard.tenants),
         profiler=Profiler(engine),
+        instruments=instruments,
     )
     return cases, engine
 

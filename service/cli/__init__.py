@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
     "cache": ("service.cli.cache", "run a trace through the caches"),
     "replay": ("service.cli.replay", "do the steps again that led to a fault, from a file that the engine wrote"),
+    "top": ("service.cli.top", "what a running server does, live on the terminal"),
     "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
 }
 

@@ -78,7 +78,7 @@ class Server:
 
     def channel(self) -> grpc.Channel:
         """Raises UsageError."""
-        options: list[tuple[str, int]] = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_reconnect_backoff_ms", 1000)]
         if self.address.startswith(LOOPBACK):
             options.append(("grpc.enable_http_proxy", 0))
         if self.ca is None:

@@ -7,9 +7,9 @@ classic buckets: native histograms need the protobuf format, which prometheus_cl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from service.observability.histogram import Histogram
+from service.observability.histogram import Histogram, merged
 from service.observability.record import RequestRecord
 
 _SECONDS = (
@@ -53,6 +53,23 @@ class CallCounts:
         ):
             if seconds is not None:
                 histogram.add(seconds)
+
+    def ended(self, service: str) -> Counter[str]:
+        """Calls of a service, by code."""
+        found: Counter[str] = Counter()
+        for (method, code), count in self._requests.items():
+            if method.startswith(f"{service}/"):
+                found[code] += count
+        return found
+
+    def seconds(self) -> Mapping[str, Histogram]:
+        """What callers waited for, wherever their answers came from."""
+        return {
+            "first_token": merged(self._first.values()),
+            "between_tokens": self.between,
+            "whole": merged(self._whole.values()),
+            "queue": self._queue,
+        }
 
     def families(self) -> Iterator[tuple[str, Rows]]:
         """Name of the family, and its rows."""

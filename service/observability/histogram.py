@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 
@@ -25,3 +25,13 @@ class Histogram:
     def cumulative(self) -> Iterator[tuple[str, float]]:
         """Upper border and how many values do not exceed it."""
         return zip((*map(str, self.borders), "+Inf"), accumulate(self.counts), strict=True)
+
+
+def merged(histograms: Iterable[Histogram]) -> Histogram:
+    """The sum of at least one, all of the same borders."""
+    first, *others = histograms
+    found = Histogram(first.borders)
+    for one in (first, *others):
+        found.counts = [a + b for a, b in zip(found.counts, one.counts, strict=True)]
+        found.total += one.total
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,6 +24,7 @@ class Instruments:
         traces: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """`others`: who is told of calls as well. `traces`: how many there were, by what became of them."""
+        self.started_at = time.monotonic()
         self.calls = CallCounts()
         self.access = AccessLog(log_tenants)
         self.lag = LoopLag()

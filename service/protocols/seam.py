@@ -21,6 +21,7 @@ from service.core.profiling import Profiler
 from service.core.switches import Switches
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
+from service.observability.instruments import Instruments
 from service.observability.record import Observers
 from service.transport.inbox import Inbox
 from service.transport.rpc import Guard
@@ -42,6 +43,7 @@ class UseCases:
     caches: AnswerCaches
     flusher: Flusher
     profiler: Profiler
+    instruments: Instruments
 
 
 @dataclass(frozen=True, slots=True)

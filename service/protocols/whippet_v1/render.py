@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
-from engine.api import Engine, EngineState, FinishReason, SamplingParams, TokenLogprob
-from engine.settings import PAGE_SIZE
+from engine.api import FinishReason, SamplingParams, TokenLogprob
 from service.core.delivery import AnswerMessage
 from service.core.model import ModelDescription
 from service.core.request import CacheOutcome, CacheSource, Ending, Output, PromptFacts
@@ -27,12 +26,6 @@ _SOURCES = {
     CacheSource.NONE: pb.CACHE_SOURCE_NONE,
     CacheSource.RESPONSE: pb.CACHE_SOURCE_RESPONSE,
     CacheSource.SEMANTIC: pb.CACHE_SOURCE_SEMANTIC,
-}
-_STATES = {
-    EngineState.LOADING: admin_pb2.ENGINE_STATE_LOADING,
-    EngineState.READY: admin_pb2.ENGINE_STATE_READY,
-    EngineState.RESTARTING: admin_pb2.ENGINE_STATE_RESTARTING,
-    EngineState.STOPPED: admin_pb2.ENGINE_STATE_STOPPED,
 }
 
 
@@ -89,10 +82,10 @@ def finish(ending: Ending) -> pb.Finish:
             completion_tokens=ending.completion_tokens,
         ),
         timings=pb.Timings(
-            queue=_duration(ending.queue),
-            cache_lookup=_duration(ending.outcome.lookup),
-            prefill=_duration(ending.prefill),
-            decode=_duration(ending.decode),
+            queue=duration(ending.queue),
+            cache_lookup=duration(ending.outcome.lookup),
+            prefill=duration(ending.prefill),
+            decode=duration(ending.decode),
         ),
         cache_source=_SOURCES[ending.outcome.source],
         sampling=sampling(ending.sampling),
@@ -107,7 +100,7 @@ def finish(ending: Ending) -> pb.Finish:
 
 
 def _cache_hit(outcome: CacheOutcome) -> pb.CacheHit:
-    return pb.CacheHit(entry_id=outcome.entry_id, age=_duration(outcome.age), similarity=outcome.similarity)
+    return pb.CacheHit(entry_id=outcome.entry_id, age=duration(outcome.age), similarity=outcome.similarity)
 
 
 def sampling(params: SamplingParams) -> pb.SamplingOptions:
@@ -153,27 +146,6 @@ def model(described: ModelDescription) -> model_pb2.Model:
     return message
 
 
-def load(engine: Engine, draining: bool) -> admin_pb2.GetLoadResponse:
-    """How busy the engine is."""
-    now, info = engine.load, engine.info
-    state = _STATES[engine.state]
-    if draining and engine.state is EngineState.READY:
-        state = admin_pb2.ENGINE_STATE_DRAINING
-    return admin_pb2.GetLoadResponse(
-        state=state,
-        running=now.running,
-        waiting=now.waiting,
-        paused=now.paused,
-        used_pages=now.used_pages,
-        total_pages=now.total_pages if info is None else info.total_pages,
-        page_size=PAGE_SIZE,
-        steps=now.steps,
-        generated_tokens=now.generated_tokens,
-        preemptions=now.preemptions,
-        restarts=engine.restarts,
-    )
-
-
 def optimization(switch: Switch) -> admin_pb2.Optimization:
     return admin_pb2.Optimization(
         name=switch.name,
@@ -184,7 +156,7 @@ def optimization(switch: Switch) -> admin_pb2.Optimization:
     )
 
 
-def _duration(seconds: float) -> Duration:
+def duration(seconds: float) -> Duration:
     """Never negative."""
     duration = Duration()
     duration.FromNanoseconds(max(0, round(seconds * 1e9)))

@@ -11,7 +11,7 @@ from service.core.request import ChatPrompt, Output, PromptFacts, Request, TextP
 from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.seam import UseCases
-from service.protocols.whippet_v1 import render
+from service.protocols.whippet_v1 import render, render_load
 from service.protocols.whippet_v1.parse import (
     GenerationMessage,
     check_model,
@@ -124,11 +124,8 @@ class AdminServicer:
         return admin_pb2.AbortGenerationResponse()
 
     async def get_load(self, request: admin_pb2.GetLoadRequest, call: Call) -> admin_pb2.GetLoadResponse:
-        """As of the engine's last report."""
-        response = render.load(self._cases.engine, self._cases.admission.draining)
-        response.cache_counts.update(self._cases.caches.named_counts())
-        response.cache_breakers.update(self._cases.caches.breakers() | self._cases.admission.quotas.breakers)
-        return response
+        """Reads what is counted anyhow."""
+        return render_load.load(self._cases)
 
     async def flush_cache(self, request: admin_pb2.FlushCacheRequest, call: Call) -> admin_pb2.FlushCacheResponse:
         """Forgotten when this returns."""

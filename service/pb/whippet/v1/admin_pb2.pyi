@@ -53,7 +53,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("state", "running", "waiting", "paused", "used_pages", "total_pages", "page_size", "steps", "generated_tokens", "preemptions", "restarts", "cache_counts", "cache_breakers")
+    __slots__ = ("state", "running", "waiting", "paused", "used_pages", "total_pages", "page_size", "steps", "generated_tokens", "preemptions", "restarts", "cache_counts", "cache_breakers", "live_requests", "looking_requests", "queued_requests", "queue_limit", "max_sequences", "kept_pages", "prompt_tokens", "cached_tokens", "ended_calls", "refused_requests", "seconds", "version", "model", "runs_on", "uptime", "front_bytes", "front_cpu")
     class CacheCountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,27 @@ class GetLoadResponse(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class EndedCallsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class RefusedRequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Distribution
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +102,23 @@ class GetLoadResponse(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_BREAKERS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LOOKING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RUNS_ON_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
+    FRONT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FRONT_CPU_FIELD_NUMBER: _ClassVar[int]
     state: EngineState
     running: int
     waiting: int
@@ -94,7 +132,34 @@ class GetLoadResponse(_message.Message):
     restarts: int
     cache_counts: _containers.ScalarMap[str, int]
     cache_breakers: _containers.ScalarMap[str, str]
-    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., restarts: _Optional[int] = ..., cache_counts: _Optional[_Mapping[str, int]] = ..., cache_breakers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    live_requests: int
+    looking_requests: int
+    queued_requests: int
+    queue_limit: int
+    max_sequences: int
+    kept_pages: int
+    prompt_tokens: int
+    cached_tokens: int
+    ended_calls: _containers.ScalarMap[str, int]
+    refused_requests: _containers.ScalarMap[str, int]
+    seconds: _containers.MessageMap[str, Distribution]
+    version: str
+    model: str
+    runs_on: str
+    uptime: _duration_pb2.Duration
+    front_bytes: int
+    front_cpu: _duration_pb2.Duration
+    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., restarts: _Optional[int] = ..., cache_counts: _Optional[_Mapping[str, int]] = ..., cache_breakers: _Optional[_Mapping[str, str]] = ..., live_requests: _Optional[int] = ..., looking_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queue_limit: _Optional[int] = ..., max_sequences: _Optional[int] = ..., kept_pages: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., ended_calls: _Optional[_Mapping[str, int]] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, Distribution]] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., runs_on: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., front_bytes: _Optional[int] = ..., front_cpu: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Distribution(_message.Message):
+    __slots__ = ("borders", "counts", "total")
+    BORDERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    borders: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total: float
+    def __init__(self, borders: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total: _Optional[float] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ("tenant", "kind", "entry_id")
