@@ -109,7 +109,7 @@ class Watch:
 
     def lines(self, width: int) -> list[str]:
         """The frame; before there were two looks, over the server's whole life."""
-        trouble = [f"{self._trouble}; trying again"[:width]] if self._trouble else []
+        trouble = [f"trying again: {self._trouble}"[:width]] if self._trouble else []
         if not self._looks:
             return trouble
         now = self._looks[-1]

@@ -68,7 +68,7 @@ def _engine(cases: UseCases) -> admin_pb2.GetLoadResponse:
         generated_tokens=now.generated_tokens,
         preemptions=now.preemptions,
         restarts=engine.restarts,
-        model="" if info is None else cases.model.facts().name,
+        model=cases.model.name,
         runs_on="" if info is None else _runs_on(info),
     )
 
