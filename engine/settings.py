@@ -82,7 +82,9 @@ class SchedulerOptions:
     )
     max_context: int | None = setting(None, "prompt and answer, in tokens; unset: the model's own", ge=16)
     kv_bytes: int | None = setting(None, "key-value pages; unset: a share of free memory", ge=1 << 16)
-    threads: int | None = setting(None, "of a CPU; unset: all cores but one", ge=1, le=1024)
+    threads: int | None = setting(
+        None, "of a CPU; unset: one less than the cores that affinity and container allow", ge=1, le=1024
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

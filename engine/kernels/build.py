@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine.cores import usable_cores
+
 SOURCES = Path(__file__).parent
 MINIMUM_CAPABILITY = (8, 0)
 OVERLAP_CAPABILITY = (9, 0)  # from here on launches of a chain may overlap
@@ -204,7 +206,7 @@ class KernelLibrary:
     def compile_ahead(self, wanted: WantedKernels) -> None:
         """Compiles side by side what was not asked for before; `kernel` then finds it. Raises BuildError."""
         new = sorted(wanted.sources - self._codes.keys())
-        threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0))))
+        threads = min(MOST_THREADS, max(2, usable_cores()))
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
             self._codes.update(zip(new, pool.map(self._code, new), strict=True))
 

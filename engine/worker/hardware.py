@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from engine.cores import usable_cores
 from engine.errors import Unsupported
 from engine.settings import CPU_SEQUENCES, CUDA_SEQUENCES, PAGE_SIZE, Device, Dtype
 
@@ -76,7 +77,7 @@ def pick_dtype(
 def pick_threads(wanted: int | None) -> int:
     """All cores but one: torch's threads wait for each other at every product, and one that shares its core with the
     front holds up all of them."""
-    return wanted if wanted is not None else max(1, len(os.sched_getaffinity(0)) - 1)
+    return wanted if wanted is not None else max(1, usable_cores() - 1)
 
 
 def most_sequences(device: torch.device) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+from engine.cores import usable_cores
 
 # Of /proc/cpuinfo, x86 and Arm: what matrix products run on.
 FEATURES = (
@@ -65,7 +66,7 @@ def look(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> M
         system=platform.platform(),
         python=platform.python_version(),
         cpu=cpuinfo.get("model name") or platform.processor() or platform.machine(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         features=tuple(name for name in FEATURES if name in flags),
         memory_bytes=total,
         free_bytes=free,

@@ -13,13 +13,13 @@ end by itself within a moment.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.cores import usable_cores
 from engine.errors import DeadlineExceeded
 from service.core.errors import Overloaded
 from service.core.text.control import DONE, REFUSED, Configure
@@ -46,7 +46,7 @@ class Limits:
     waiting: int  # bytes of their payloads
 
 
-_CORES = len(os.sched_getaffinity(0))
+_CORES = usable_cores()
 SMALL_LIMITS = Limits(
     processes=max(1, min(4, _CORES // 4)), seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20
 )

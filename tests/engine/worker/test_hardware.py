@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ NATIVE = CpuFeatures(frozenset({"fpu", "avx512f", "avx512_bf16"}))
 
 def test_one_core_is_left_to_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in ((1, 1), (2, 1), (16, 15)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        monkeypatch.setattr("engine.worker.hardware.usable_cores", lambda cores=cores: cores)
         assert pick_threads(None) == expected
     assert pick_threads(7) == 7
 
