@@ -96,7 +96,7 @@ async def everything(store: RedisStore, settings: RedisSettings, counters: Count
     await leases.release(lease)
     await patient.aclose()
     buckets = RedisBuckets(settings, b"names", counters)
-    assert (await buckets.settle("acme", BucketSize(per_second=1.0, most=60.0), 0.0, 10.0)).granted == 10.0
+    assert (await buckets.settle("acme", BucketSize(per_second=1.0, most=60.0), 0.0, 10.0)).tokens == 10.0
     await buckets.aclose()
     assert await store.delete_many([key(1)]) == 1
 
