@@ -21,7 +21,7 @@ HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,a
 ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: serve test lint format proto bench soak smoke clean
+.PHONY: serve test lint format proto bench soak sbom smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
@@ -67,6 +67,9 @@ soak: $(VENV)/.test ## A server under callers and trouble, twenty minutes: did e
 
 smoke: $(VENV)/.test ## grpcurl against ADDRESS, or against a server of its own
 	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh)
+
+sbom: $(VENV)/.runtime ## What is installed, as CycloneDX, into sbom.json
+	$(BIN)/python -m scripts.sbom > sbom.json
 
 clean: ## Forget environment and tools
 	rm -rf $(VENV) .tools
