@@ -171,7 +171,7 @@ class ServedOptions:
 class Settings(ModelOptions, ServedOptions):
     """The tree."""
 
-    config: Path | None = setting(None, "YAML file with this same tree")
+    config: Path | None = setting(None, "YAML file with this same tree, or a folder of such files")
     listen: Address = setting("127.0.0.1:50051", "data port")
     admin_listen: Address = setting("127.0.0.1:50052", "admin port")
     health_listen: Address = setting("127.0.0.1:50053", "health alone, plaintext")

@@ -1,6 +1,6 @@
 """Where settings come from, and which value wins.
 
-Flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML file named by `--config`, which beats
+Flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML that `--config` names, which beats
 the defaults of the tree. A name that no setting has is refused, wherever it stands.
 """
 
@@ -40,7 +40,9 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Setti
     env = os.environ if environ is None else environ
     flags = _flags(argv)
     config = flags.get("config") or env.get(f"{ENV_PREFIX}CONFIG")
-    tree: dict[str, Any] = {} if config is None else _yaml(Path(config))
+    tree: dict[str, Any] = {}
+    for file in () if config is None else config_files(Path(config)):
+        _merge(tree, _yaml(file))
     _merge(tree, _environment(env))
     _merge(tree, flags)
     try:
@@ -100,6 +102,18 @@ def _environment(env: Mapping[str, str]) -> dict[str, Any]:
     if unknown:
         raise BadSettings(f"{', '.join(unknown)}: there is no such setting")
     return tree
+
+
+def config_files(path: Path) -> tuple[Path, ...]:
+    """The file, or the YAML files of a folder: of two that set the same, the later one by name counts. Raises
+    BadSettings."""
+    try:
+        files = tuple(sorted(path.glob("*.yaml"))) if path.is_dir() else (path,)
+    except OSError as error:
+        raise BadSettings(f"config: {path} cannot be read: {error}") from None
+    if not files:
+        raise BadSettings(f"config: {path} holds no *.yaml")
+    return files
 
 
 def _yaml(path: Path) -> dict[str, Any]:

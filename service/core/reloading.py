@@ -1,4 +1,4 @@
-"""Settings that change while the server runs. The file that `--config` names is read again when it changes, or when it
+"""Settings that change while the server runs. What `--config` names is read again when it changes, or when it
 is asked for, beside the event loop; what is wrong with it leaves everything as it is.
 
 A setting changes when its value differs from what was read before, not from what an operator has set since: a file that
@@ -19,6 +19,7 @@ from engine.api import Engine
 from engine.errors import EngineError, EngineUnavailable
 from service.config.leaves import Leaf, leaves
 from service.config.settings import BadSettings, Settings
+from service.config.sources import config_files
 from service.core.answers.caches import AnswerCaches, checked
 from service.core.switches import Switches
 
@@ -35,11 +36,11 @@ LIVE_CACHE = frozenset(
 _SWITCHES, _LOG_LEVEL = "optimizations.", "log-level"
 _INTERVAL = 1.0  # seconds between looks at the file; it is read once two of them find the same change
 _log = logging.getLogger(__name__)
-_Stamp = tuple[int, int, int]
+_Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 class Reloader:
-    """Follows one file."""
+    """Follows one file, or the files of a folder."""
 
     def __init__(
         self,
@@ -142,9 +143,9 @@ def _value(settings: Settings, leaf: Leaf) -> object:
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Of the file itself, so that a symbolic link that leads elsewhere is a change."""
+    """Of the files themselves, so that a symbolic link that leads elsewhere is a change."""
     try:
-        found = path.stat()
-    except OSError:
+        found = [(file.name, file.stat()) for file in config_files(path)]
+    except (BadSettings, OSError):
         return None
-    return (found.st_mtime_ns, found.st_size, found.st_ino)
+    return tuple((name, one.st_mtime_ns, one.st_size, one.st_ino) for name, one in found)

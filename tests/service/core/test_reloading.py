@@ -16,7 +16,7 @@ import pytest
 from cache.api import Mode
 from engine.errors import EngineUnavailable
 from service.config.leaves import leaves
-from service.config.settings import Settings
+from service.config.settings import BadSettings, Settings
 from service.config.sources import load
 from service.core.answers.caches import AnswerCaches
 from service.core.reloading import LIVE_CACHE, Reloader
@@ -165,6 +165,25 @@ async def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
         (tmp_path / "..new").symlink_to("..1")
         os.replace(tmp_path / "..new", tmp_path / "..data")
         await followed.until(lambda: followed.engine.switched == [("batching", False)])
+
+
+async def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """As a projected volume of two ConfigMaps; what is no YAML by its name is passed over."""
+    folder = tmp_path / "config"
+    folder.mkdir()
+    (folder / "20-switches.yaml").write_text("optimizations: {graphs: false}\nlog-level: error\n")
+    (folder / "notes.txt").write_text("[")
+    async with following(folder / "10-config.yaml", f"--config={folder}") as followed:
+        followed.write("log-level: debug\noptimizations: {batching: false}\n")
+        await followed.until(lambda: followed.engine.switched == [("batching", False)])
+        assert followed.engine.level == ""  # the later file still says `error`
+        (folder / "30-more.yaml").write_text("optimizations: {graphs: true}\n")
+        await followed.until(lambda: followed.engine.switched[1:] == [("graphs", True)])
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSettings, match=r"holds no \*\.yaml"):
+        load([f"--config={tmp_path}"], {})
 
 
 async def test_flags_beat_the_changed_file_too(tmp_path: Path) -> None:
