@@ -178,7 +178,7 @@ def _build(
     identity = Identity(settings)
     guard = identity.guard
     traces = start_traces(settings.traces, settings.served_name)
-    instruments = Instruments(settings.log.tenants, traces.observers, traces.counts)
+    instruments = Instruments(settings.log.tenants, traces.observers, traces.counts, traces.sample)
     cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments)
     health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
     observers = instruments.observers

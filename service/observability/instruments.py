@@ -11,7 +11,7 @@ from service.observability.access_log import AccessLog
 from service.observability.calls import CallCounts
 from service.observability.loop_lag import LoopLag
 from service.observability.progress import Progress
-from service.observability.record import Observer, Observers
+from service.observability.record import Observer, Observers, Sample
 
 
 class Instruments:
@@ -22,8 +22,10 @@ class Instruments:
         log_tenants: bool = False,
         others: Sequence[Observer] = (),
         traces: Mapping[str, int] = MappingProxyType({}),
+        sample: Sample | None = None,
     ) -> None:
-        """`others`: who is told of calls as well. `traces`: how many there were, by what became of them."""
+        """`others`: who is told of calls as well. `traces`: how many there were, by what became of them. `sample`:
+        which there are to be."""
         self.started_at = time.monotonic()
         self.calls = CallCounts()
         self.access = AccessLog(log_tenants)
@@ -31,4 +33,4 @@ class Instruments:
         self.progress = Progress()
         self.traces = traces
         self.reloads = Counter({"reloads": 0, "failures": 0})  # of the settings
-        self.observers = Observers([self.calls, self.access, *others], self.calls.between)
+        self.observers = Observers([self.calls, self.access, *others], self.calls.between, sample)

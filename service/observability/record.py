@@ -37,7 +37,8 @@ class RequestRecord(NamedTuple):
     operation: str  # `chat`, `text_completion`; empty where nothing is generated
     client_request_id: str  # metadata `x-request-id`; empty unless printable and short
     traceparent: str  # metadata of that name; empty unless well-formed
-    trace_id: str  # 32 hexadecimal digits; empty unless the caller gave one or others may read this call's generation
+    trace_id: str  # 32 hexadecimal digits; empty unless the caller gave one, it is traced, or others may read along
+    traced: bool  # it is to be sent to a collector
     span_id: str  # 16 hexadecimal digits, of this call; empty unless others may read its generation
     # Identical requests at one time: `leader`, `follower`, or empty where the answer could not be shared.
     role: str
@@ -82,7 +83,7 @@ class RecordBuilder:
     ) -> None:
         self._intervals = intervals
         self.method = method
-        self.streamed = False
+        self.streamed = self.traced = False
         self.arrived_at = arrived_at
         self.started_at = time.time()
         self.code = self.reason = self.request_id = self.tenant = self.operation = ""
@@ -133,13 +134,22 @@ class RecordBuilder:
         return RequestRecord(*[getattr(self, name) for name in RequestRecord._fields])
 
 
+Sample = Callable[[RecordBuilder], bool]  # whether a call that is ending is traced
+
+
 class Observers:
     """Those who are told of every call that has ended."""
 
-    def __init__(self, observers: Sequence[Observer] = (), intervals: Histogram | None = None) -> None:
-        """`intervals`: where seconds between tokens are counted, as they come."""
+    def __init__(
+        self,
+        observers: Sequence[Observer] = (),
+        intervals: Histogram | None = None,
+        sample: Sample | None = None,
+    ) -> None:
+        """`intervals`: where seconds between tokens are counted, as they come. `sample`: whether a call is traced."""
         self._observers = observers
         self._intervals = intervals
+        self._sample = sample
 
     def begin(self, method: str, metadata: Metadata) -> RecordBuilder:
         """A call has come."""
@@ -149,6 +159,9 @@ class Observers:
         """It has ended, with this code unless another one is written down already. To be called once."""
         builder.code = builder.code or code
         builder.ended_at = time.monotonic()
+        if self._sample is not None and self._sample(builder):
+            builder.traced = True
+            builder.span()
         record = builder.build()
         for observe in self._observers:
             try:

@@ -18,7 +18,7 @@ from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
 
-from service.observability.record import UNKNOWN_METHOD, RequestRecord
+from service.observability.record import UNKNOWN_METHOD, RecordBuilder, RequestRecord
 from service.tracing.spans import Value, attributes, sampled, spans_of
 
 MOST_WAITING = 2048  # calls, of some 2 KiB each; beyond it the oldest go
@@ -64,9 +64,13 @@ class TraceExporter:
         )
         self._task = asyncio.create_task(self._run(), name="traces")
 
+    def sample(self, call: RecordBuilder) -> bool:
+        """Whether a call that is ending is traced."""
+        return not call.method.startswith(_NOT_TRACED) and sampled(call.traceparent, call.trace_id, self._ratio)
+
     def __call__(self, record: RequestRecord) -> None:
         """A call has ended."""
-        if record.method.startswith(_NOT_TRACED) or not sampled(record, self._ratio):
+        if not record.traced:
             return
         if len(self._waiting) >= MOST_WAITING:
             self._waiting.popleft()

@@ -22,21 +22,21 @@ _PARENT_HERE, _PARENT_ELSEWHERE = 0x101, 0x301  # flags: sampled, and whether th
 _ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 
 
-def sampled(record: RequestRecord, ratio: float) -> bool:
-    """As its caller decided, else so many of all, by the trace's id if it has one: then every server decides alike."""
-    if record.traceparent:
-        return bool(int(record.traceparent[-2:], 16) & 1)
-    if record.trace_id:
-        return int(record.trace_id[16:], 16) < ratio * 2**64
+def sampled(traceparent: str, trace_id: str, ratio: float) -> bool:
+    """As the caller decided, else so many of all, by the trace's id if it has one: then every server decides alike."""
+    if traceparent:
+        return bool(int(traceparent[-2:], 16) & 1)
+    if trace_id:
+        return int(trace_id[16:], 16) < ratio * 2**64
     return random.random() < ratio
 
 
 def spans_of(record: RequestRecord, model: str) -> list[Span]:
-    """The call's own span first."""
-    trace_id = bytes.fromhex(record.trace_id) or random.randbytes(16)
+    """Of a record that has ids. The call's own span comes first."""
+    trace_id = bytes.fromhex(record.trace_id)
     call = Span(
         trace_id=trace_id,
-        span_id=bytes.fromhex(record.span_id) or random.randbytes(8),
+        span_id=bytes.fromhex(record.span_id),
         parent_span_id=bytes.fromhex(record.traceparent[36:52]),
         flags=_PARENT_ELSEWHERE if record.traceparent else _PARENT_HERE,
         name=record.method,

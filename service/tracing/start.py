@@ -23,6 +23,7 @@ class Traces:
 
     def __init__(self, exporter: TraceExporter | None) -> None:
         self.observers: tuple[Observer, ...] = () if exporter is None else (exporter,)
+        self.sample = None if exporter is None else exporter.sample
         self.counts: Mapping[str, int] = {} if exporter is None else exporter.counts
         self._exporter = exporter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.config.settings import Settings
-from service.observability.record import RecordBuilder
+from service.observability.record import Observers
 from service.tracing.start import start
 from tests.service.config.proofs import FAKE, Proof, Tools
 
@@ -13,10 +13,9 @@ COLLECTOR = (*FAKE, "--traces.endpoint=http://127.0.0.1:1")
 async def waiting(settings: Settings, tools: Tools) -> int | None:
     """How many of a thousand calls wait to be sent; None where traces are off."""
     traces = start(settings.traces, "m")
-    record = RecordBuilder("whippet.v1.ModelService/ListModels").build()
+    observers = Observers(traces.observers, sample=traces.sample)
     for _ in range(1000):
-        for observe in traces.observers:
-            observe(record)
+        observers.end(observers.begin("whippet.v1.ModelService/ListModels", ()), "OK")
     await traces.close()
     return sum(traces.counts.values()) if traces.observers else None
 

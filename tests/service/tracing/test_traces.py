@@ -13,6 +13,7 @@ import grpc
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from bench.grpc_frames import FrameClient
 from service.config.settings import BadSettings, TraceOptions
 from service.config.sources import load
 from service.pb.whippet.v1 import admin_pb2, model_pb2
@@ -126,7 +127,7 @@ def test_a_chat_says_so_and_a_hit_is_replayed(all_traced: tuple[Server, Collecto
 
 def test_followers_carry_a_link_to_the_leaders_span(all_traced: tuple[Server, Collector]) -> None:
     server, collector = all_traced
-    request = as_stream(greedy("read by many", 200))
+    request = as_stream(greedy("read by many", 500))
     streams = [iter(server.generation.GenerateStream(request, timeout=20)) for _ in range(4)]
     for stream in streams:
         next(stream)
@@ -153,7 +154,10 @@ def test_followers_carry_a_link_to_the_leaders_span(all_traced: tuple[Server, Co
 def test_refusals_and_ends_by_callers_are_spans_and_no_errors_of_ours(all_traced: tuple[Server, Collector]) -> None:
     server, collector = all_traced
     assert refused(server.generation.Generate, ask(tokens=0)).code is grpc.StatusCode.INVALID_ARGUMENT
-    refused(server.generation.Generate, ask(tokens=900), timeout=0.2)
+    with FrameClient(server.data, time.monotonic) as client:  # which waits for the server's own word
+        client.start(f"/{METHOD}", ask(tokens=900).SerializeToString(), (("grpc-timeout", "200m"),))
+        while not client.ended:
+            assert client.read()
     stream = server.generation.GenerateStream(ask_stream(tokens=900), timeout=20)
     next(stream)
     stream.cancel()
@@ -197,6 +201,13 @@ def test_callers_decide_for_theirs(serve: Serve) -> None:
         server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=NOT_SAMPLED, timeout=20)
         assert server.stop() == 0  # which sends what is left
         assert len(collector.calls(1)) == 1
+
+
+def test_the_log_names_the_trace_of_a_call_that_is_traced(all_traced: tuple[Server, Collector]) -> None:
+    server, collector = all_traced
+    server.models.GetModel(model_pb2.GetModelRequest(name="fake"), timeout=20)
+    (call,) = collector.calls(1)
+    collector.until(lambda: f"trace_id={call.trace_id.hex()}" in server.log.read_text())
 
 
 def test_the_end_sends_what_waits(serve: Serve) -> None:
