@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import grpc
 
@@ -14,6 +15,8 @@ from service.transport.rpc import Guard
 from service.transport.tls import Certificates
 from service.transport.token_file import TokenFile
 
+_log = logging.getLogger(__name__)
+
 
 class Identity:
     """Of callers, and ours to them. Both are read again when their files change."""
@@ -22,6 +25,7 @@ class Identity:
         """Raises BadSettings."""
         self._certificates = None if settings.tls.cert is None else Certificates(settings.tls)
         self._tokens = None if settings.auth.tokens_file is None else TokenFile(settings.auth.tokens_file)
+        _tell_exposure(settings)
         # A client certificate without a tokens file says that somebody is known, but not who: such callers may not
         # change what others are served with.
         self._everybody = NoTokens(ALL_RIGHTS if settings.tls.client_ca is None else CALLER_RIGHTS)
@@ -55,20 +59,39 @@ class Identity:
 def refuse_strangers(settings: Settings) -> None:
     """Raises BadSettings where others than this machine's own programs could call without saying who they are, and
     nobody has said that they may."""
-    if settings.insecure or settings.auth.tokens_file is not None or settings.tls.client_ca is not None:
+    if settings.insecure or not _strangers(settings):
         return
+    for name, address in _open_ports(settings):
+        raise BadSettings(
+            f"{name}: anybody who reaches {address} could call: give callers tokens (--auth.tokens-file) or "
+            "certificates (--tls.client-ca), or allow it with --insecure"
+        )
+
+
+def _strangers(settings: Settings) -> bool:
+    """Whether callers need not say who they are."""
+    return settings.auth.tokens_file is None and settings.tls.client_ca is None
+
+
+def _open_ports(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Settings and addresses of ports that others than this machine's own programs reach."""
     for name, address in (("listen", settings.listen), ("admin-listen", settings.admin_listen)):
-        if not _loopback(address):
-            raise BadSettings(
-                f"{name}: anybody who reaches {address} could call: give callers tokens (--auth.tokens-file) or "
-                "certificates (--tls.client-ca), or allow it with --insecure"
-            )
+        if not _loopback(name, address):
+            yield name, address
 
 
-def _loopback(address: str) -> bool:
-    """Whether only this machine reaches it. What cannot be resolved is left to whoever listens there."""
+def _tell_exposure(settings: Settings) -> None:
+    for name, address in _open_ports(settings):
+        if _strangers(settings):
+            _log.warning("%s: anybody who reaches %s may call (--insecure)", name, address)
+        elif settings.tls.cert is None:
+            _log.warning("%s: tokens come to %s in plain text: set tls.cert, or end TLS in front of it", name, address)
+
+
+def _loopback(name: str, address: str) -> bool:
+    """Whether only this machine reaches it. Raises BadSettings."""
     try:
         found = socket.getaddrinfo(address.rpartition(":")[0].strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return True
+    except OSError as error:
+        raise BadSettings(f"{name}: the host of {address} cannot be resolved: {error.strerror}") from None
     return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from service.config.settings import BadSettings
 from service.config.sources import load
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION, MODEL, RIGHTS
-from service.transport.identity import refuse_strangers
+from service.transport.identity import Identity, refuse_strangers
 from tests.service.conftest import Server, all_flags, ask, refused
 from tests.service.forked import Template
 from tests.service.tenants import metadata
@@ -56,6 +57,12 @@ def test_this_machine_is_no_stranger(host: str) -> None:
     refuse_strangers(load([f"--listen={host}:0", f"--admin-listen={host}:0", "--engine=fake"], {}))
 
 
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "unix"])  # gRPC takes the second for a socket's path
+def test_a_host_that_nobody_knows_is_not_taken_for_this_machine(host: str) -> None:
+    with pytest.raises(BadSettings, match=f"listen: the host of {host}:0 cannot be resolved"):
+        refuse_strangers(load([f"--listen={host}:0", "--engine=fake"], {}))
+
+
 def test_health_and_metrics_are_open_to_probes(template: Template) -> None:
     ports = ("health-listen", "metrics-listen")
     refuse_strangers(load([*(f"--{port}=0.0.0.0:0" for port in ports), "--engine=fake"], {}))
@@ -72,6 +79,24 @@ def test_insecure_serves_strangers(serve: Serve) -> None:
     with serve("--listen=0.0.0.0:0", "--insecure") as one:
         assert one.data.startswith("0.0.0.0:")
         assert one.generation.Generate(ask("x", 1), timeout=10).text
+
+
+def test_a_line_says_what_is_open(tmp_path: Path, certificates: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "t").write_text(entry())
+    tokens = f"--auth.tokens-file={tmp_path}/t"
+    pair = [f"--tls.cert={certificates}/server.pem", f"--tls.key={certificates}/server.key"]
+    for flags, told in (
+        (["--listen=0.0.0.0:0", "--insecure"], ["listen: anybody who reaches 0.0.0.0:0 may call (--insecure)"]),
+        (["--insecure"], []),
+        (["--admin-listen=[::]:0", tokens], ["admin-listen: tokens come to [::]:0 in plain text"]),
+        ([tokens], []),
+        (["--listen=0.0.0.0:0", tokens, *pair], []),
+    ):
+        caplog.clear()
+        Identity(load(["--engine=fake", *flags], {}))
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(lines) == len(told)
+        assert all(line.startswith(start) for line, start in zip(lines, told, strict=True))
 
 
 def test_every_rpc_has_a_right() -> None:
