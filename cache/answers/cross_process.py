@@ -72,6 +72,7 @@ class CrossProcess:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
+        await self._leases.aclose()
 
     async def _source(
         self, answer: CacheKey, generate: Generate, within: float | None

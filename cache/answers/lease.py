@@ -6,16 +6,19 @@ nobody reads any more.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
 from cache.api import CacheKey, Kind, SingleFlightSettings, StoreFault
-from cache.store.redis_link import Link, ignored, reply_as
+from cache.store.redis_link import Link, NothingSentFault, ignored, reply_as
 
 TOKEN_BYTES = 16
+MOST_RETURNING = 16  # at once; what is not given back runs out by itself
 
 EXTEND = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -47,17 +50,25 @@ class Leases:
         self._urgent = urgent
         self._patient = patient  # for reads that block; its budget is longer than BLOCK
         self._settings = settings
+        self._returning: set[asyncio.Task[None]] = set()
 
     async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
-        """The lease that stands, and whether it was taken now. `within` shortens the budget, in seconds."""
+        """The lease that stands, and whether it was taken now. `within` shortens the budget, in seconds. Where no
+        answer came in time it may have been taken all the same, and is given back."""
         key = CacheKey(Kind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
-        standing: bytes | None = await self._urgent.write(
-            lambda client: client.set(key.name, token, px=lease, nx=True, get=True),
-            lambda reply: reply_as(reply, bytes | None),
-            within,
-        )
+        try:
+            standing: bytes | None = await self._urgent.write(
+                lambda client: client.set(key.name, token, px=lease, nx=True, get=True),
+                lambda reply: reply_as(reply, bytes | None),
+                within,
+            )
+        except NothingSentFault:
+            raise
+        except StoreFault:
+            self._return(Lease(key, token))
+            raise
         if standing is None:
             return Lease(key, token), True
         held = standing.decode("ascii", "replace")
@@ -81,6 +92,21 @@ class Leases:
     async def release(self, lease: Lease) -> None:
         """Lets somebody else begin at once."""
         await self._urgent.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
+
+    async def aclose(self) -> None:
+        """Waits for leases that are being given back."""
+        if self._returning:
+            await asyncio.wait(self._returning)
+
+    def _return(self, lease: Lease) -> None:
+        if len(self._returning) < MOST_RETURNING:
+            task = asyncio.get_running_loop().create_task(self._returned(lease), name="return of a lease")
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+
+    async def _returned(self, lease: Lease) -> None:
+        with suppress(StoreFault):
+            await self._patient.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
 
     async def append(self, lease: Lease, items: Sequence[bytes]) -> None:
         """Adds messages to the holder's stream."""

@@ -22,6 +22,10 @@ STARVED = 0.002  # seconds; a wait shorter than this says nothing about the serv
 CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
 
 
+class NothingSentFault(StoreFault):
+    """The command was not sent: nothing can have come of it."""
+
+
 class OddReply(Exception):
     """Not the kind of reply that the command has."""
 
@@ -154,10 +158,10 @@ class Link:
         budget = self._budget if within is None else min(within, self._budget)
         if self._closed or budget < STARVED:
             self._counter.count("cache_fault", "closed" if self._closed else "starved")
-            raise StoreFault("closed" if self._closed else "no time left")
+            raise NothingSentFault("closed" if self._closed else "no time left")
         if not breaker.allow():
             self._counter.count("cache_fault", "breaker")
-            raise StoreFault("breaker open")
+            raise NothingSentFault("breaker open")
         try:
             async with asyncio.timeout(budget), self._clients.one() as client:
                 answer = parse(await command(client))

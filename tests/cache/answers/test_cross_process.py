@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from cache.answers.codec import pack_part
 from cache.answers.cross_process import INDEX, CrossProcess
 from cache.answers.lease import Lease, Leases
 from cache.answers.single_flight import SingleFlight
-from cache.api import CacheKey, Kind, RedisSettings, SingleFlightSettings
+from cache.api import CacheKey, Kind, RedisSettings, SingleFlightSettings, StoreFault
 from cache.open.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
@@ -126,6 +126,30 @@ async def test_a_dead_redis_means_generating_alone(make_redis: Callable[..., Any
     model = Model(pause=0)
     assert await asyncio.gather(*(fly(shared, model) for _ in range(5))) == [TEXT] * 5
     assert model.started == 5
+
+
+async def test_a_lease_whose_answer_came_too_late_is_given_back(
+    redis_server: Any, make_proxy: Callable[[int], Any], counters: Counters
+) -> None:
+    """Else whoever asks the same would wait for a leader that there is not, until the lease has run out."""
+    proxy = await make_proxy(redis_server.port)
+    server = RedisServer(RedisSettings(url=proxy.url))
+    hasty, patient = Link(server, 0.05, "small", counters), Link(server, 5.0, "flight", counters)
+    leases = Leases(hasty, patient, LONG)
+    connected = 0
+    while connected < 2:
+        connected = 0
+        for link in (hasty, patient):
+            with suppress(StoreFault):
+                connected += await link.read(lambda client: client.ping(), lambda reply: True)
+    proxy.delay = 0.3
+    with pytest.raises(StoreFault):
+        await leases.take(KEY)
+    proxy.delay = 0.0
+    await leases.aclose()
+    assert redis_server.keys("l:*") == []
+    for link in (hasty, patient):
+        await link.aclose()
 
 
 async def test_redis_stalls_in_mid_flight_and_both_finish(
