@@ -5,6 +5,7 @@ and streamed answers differ in their sink alone.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
 from service.core.request import CacheSource, ChatPrompt, Ending, ModelFacts, Origin, Prompt, PromptFacts, Request
 from service.core.validation import too_long
+from service.observability.histogram import Histogram
 from service.observability.record import RecordBuilder
 
 
@@ -95,15 +97,24 @@ class _Reading:
         self._sink = sink
         self._clock = clock
         self._want_text = found.request.output.text
-        self._at_pace = found.hit is None  # of the engine, here or elsewhere
 
     async def run(self) -> None:
         """From the first part to the last message. What comes last is left for the message that carries the ending."""
-        source, sink, record = self._source, self._sink, self._record
+        source, sink, record, clock = self._source, self._sink, self._record, self._clock
+        # What comes out of a store does so at no pace that means anything. A call a message would cost too much here.
+        between = record.intervals if self._found.hit is None else Histogram(())
+        counts, borders, last = between.counts, between.borders, 0.0
         while True:
             part = await source.next()
             ids, ending = part.token_ids, part.ending
-            record.tokens(self._clock(), len(ids), self._at_pace)
+            now, new = clock(), len(ids)
+            if not last:
+                record.first_token_at = now
+            elif new:
+                counts[bisect_left(borders, (now - last) / new)] += new
+                between.total += now - last
+            record.last_token_at = last = now
+            record.completion_tokens += new
             if len(ids) > sink.room:
                 await self._cut(part, source.logprobs)
             elif sink.add(part.text if self._want_text else "", ids, source.logprobs) and ending is None:

@@ -41,7 +41,8 @@ class AccessLog:
             fields["tenant"] = record.tenant
         if self._untold:
             fields["left_out"], self._untold = self._untold, 0
-        _log.log(level, "%s", _Words(fields), extra={"fields": fields})
+        line = _log.makeRecord("access", level, "", 0, "%s", (_Words(fields),), None, extra={"fields": fields})
+        _log.handle(line)  # `log` would walk the stack to find who calls
 
 
 class _Words:

@@ -14,6 +14,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from service.observability.histogram import Histogram
@@ -70,53 +71,46 @@ class RequestRecord(NamedTuple):
     messages_out: int
 
 
+_values = attrgetter(*RequestRecord._fields)
+
 Observer = Callable[[RequestRecord], None]
 
 
 class RecordBuilder:
-    """The record of a call that has not ended. Fields are those of `RequestRecord`."""
+    """The record of a call that has not ended: the same fields. Those that nobody writes are the class's, which costs a
+    call less."""
 
-    __slots__ = (*RequestRecord._fields, "_intervals")
+    code = reason = request_id = tenant = operation = ""
+    client_request_id = traceparent = trace_id = span_id = ""
+    role = leader_request_id = leader_trace_id = leader_span_id = ""
+    streamed = traced = False
+    read_at: float | None = None
+    admitted_at: float | None = None
+    looked_up_at: float | None = None
+    submitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended_at = 0.0
+    lookup = 0.0
+    queue: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    prompt_tokens = cached_tokens = completion_tokens = 0
+    cache = cache_source = finish_reason = ""
+    bytes_in = bytes_out = messages_out = 0
 
     def __init__(
         self, method: str = "", metadata: Metadata = (), arrived_at: float = 0.0, intervals: Histogram | None = None
     ) -> None:
-        self._intervals = intervals
         self.method = method
-        self.streamed = self.traced = False
         self.arrived_at = arrived_at
         self.started_at = time.time()
-        self.code = self.reason = self.request_id = self.tenant = self.operation = ""
-        self.client_request_id = self.traceparent = self.trace_id = self.span_id = ""
-        self.role = self.leader_request_id = self.leader_trace_id = self.leader_span_id = ""
-        self.read_at: float | None = None
-        self.admitted_at: float | None = None
-        self.looked_up_at: float | None = None
-        self.submitted_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
-        self.ended_at = 0.0
-        self.lookup = 0.0
-        self.queue: float | None = None
-        self.prefill: float | None = None
-        self.decode: float | None = None
-        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
-        self.cache = self.cache_source = self.finish_reason = ""
-        self.bytes_in = self.bytes_out = self.messages_out = 0
+        self.intervals = intervals or Histogram(())  # where seconds between tokens are counted, as they come
         for key, value in metadata:
             if key == "x-request-id" and isinstance(value, str) and _IDENTIFIER.fullmatch(value):
                 self.client_request_id = value
             elif key == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
                 self.traceparent, self.trace_id = value, value[3:35]
-
-    def tokens(self, now: float, count: int, generated: bool) -> None:
-        """A part of the answer has come. `generated`: at the engine's pace, and not out of a store."""
-        if self.last_token_at is None:
-            self.first_token_at = now
-        elif count and generated and self._intervals is not None:
-            self._intervals.add((now - self.last_token_at) / count, count)
-        self.last_token_at = now
-        self.completion_tokens += count
 
     def span(self) -> tuple[str, str]:
         """Ids of trace and span, for whoever refers to this call; made where there are none."""
@@ -131,7 +125,7 @@ class RecordBuilder:
 
     def build(self) -> RequestRecord:
         """As of now."""
-        return RequestRecord(*[getattr(self, name) for name in RequestRecord._fields])
+        return RequestRecord._make(_values(self))
 
 
 Sample = Callable[[RecordBuilder], bool]  # whether a call that is ending is traced

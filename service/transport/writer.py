@@ -18,6 +18,8 @@ class Writer:
     def __init__(self, context: Context, watch: StallWatch, record: RecordBuilder) -> None:
         self.context = context
         self._record = record
+        self._messages = 0
+        self._bytes = 0
         self.waiting_since: float | None = None
         self.stalled = False
         self._watch = watch
@@ -30,6 +32,7 @@ class Writer:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self._watch.remove(self)
+        self._record.messages_out, self._record.bytes_out = self._messages, self._bytes
         if self.stalled and kind is asyncio.CancelledError and self._task is not None:
             self._task.uncancel()
             raise StreamStalled("the reader took no message for too long")
@@ -39,8 +42,8 @@ class Writer:
         self.waiting_since = self._loop.time()
         await self.context.write(data)
         self.waiting_since = None
-        self._record.messages_out += 1
-        self._record.bytes_out += len(data)
+        self._messages += 1
+        self._bytes += len(data)
 
     def stall(self) -> None:
         """Interrupts the handler, which turns it into StreamStalled."""

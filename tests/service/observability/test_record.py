@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from service.core.errors import Overloaded, Unauthenticated
-from service.observability.histogram import Histogram
 from service.observability.record import UNKNOWN_METHOD, Metadata, Observers, RecordBuilder, RequestRecord
 from service.transport.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Rights
 from service.transport.health import Health
@@ -180,19 +179,6 @@ async def test_what_a_stream_took() -> None:
 def test_identifiers_without_their_shape_are_left_out(metadata: tuple[str, str | bytes]) -> None:
     record = RecordBuilder("m", (metadata,)).build()
     assert (record.client_request_id, record.traceparent, record.trace_id) == ("", "", "")
-
-
-def test_seconds_between_tokens_are_counted_as_they_come() -> None:
-    between = Histogram((0.01, 0.1))
-    builder = RecordBuilder(intervals=between)
-    for now, count in ((5.0, 1), (5.05, 1), (5.09, 8), (5.09, 0)):
-        builder.tokens(now, count, generated=True)
-    assert between.counts == [8, 1, 0]
-    assert between.total == pytest.approx(0.09)
-    builder.tokens(9.0, 1, generated=False)
-    assert sum(between.counts) == 9
-    record = builder.build()
-    assert (record.first_token_at, record.last_token_at, record.completion_tokens) == (5.0, 9.0, 11)
 
 
 def test_a_follower_names_its_leader() -> None:
