@@ -307,10 +307,11 @@ async def _drain(within: float | None, parts: _Parts, stop: _Signals) -> int:
     if cut:
         _log.warning("%d requests are cut off", cut)
     closing = asyncio.ensure_future(_close(parts))
-    if hurried:
+    while hurried or not await stop.before(asyncio.shield(closing)):
+        hurried = False
         parts.engine.kill()
-    while not await stop.before(asyncio.shield(closing)):
-        parts.engine.kill()
+        for port in parts.ports:
+            port.gate.hurry()
     return CUT_OFF if cut else STOPPED
 
 

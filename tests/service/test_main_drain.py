@@ -45,10 +45,10 @@ class Caller:
             if self._reconnects:
                 await channel.close()
                 channel = grpc.aio.insecure_channel(self._server.data, options=OPTIONS)
-            self._ends[await self._call(generation_pb2_grpc.GenerationServiceStub(channel))] += 1
+            self._ends[await self.call(generation_pb2_grpc.GenerationServiceStub(channel))] += 1
         await channel.close()
 
-    async def _call(self, stub: generation_pb2_grpc.GenerationServiceStub) -> str:
+    async def call(self, stub: generation_pb2_grpc.GenerationServiceStub) -> str:
         request = pb.GenerateStreamRequest.FromString(ask_stream("x", 10).SerializeToString())
         try:
             async for _ in stub.GenerateStream(request, timeout=PATIENCE):
@@ -152,3 +152,27 @@ def test_a_drain_by_an_operator_is_undone(serve: Serve) -> None:
             live.cancel()
             server.idle()
         assert server.stop() == 0
+
+
+async def test_nor_is_one_of_a_client_that_does_not_wait_for_answers(serve: Serve) -> None:
+    """Two connections, a call every two milliseconds whatever becomes of those before."""
+    with serve("--fake.step-time=0.001") as server:
+        ends: Counter[str] = Counter()
+        callers = [Caller(server, ends, reconnects=False) for _ in range(2)]
+        calls: set[asyncio.Task[str]] = set()
+        async with contextlib.AsyncExitStack() as stack:
+            stubs = []
+            for _ in callers:
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.data, options=OPTIONS))
+                stubs.append(generation_pb2_grpc.GenerationServiceStub(channel))
+            while server.process.poll() is None:
+                for caller, stub in zip(callers, stubs, strict=True):
+                    calls.add(asyncio.create_task(caller.call(stub)))
+                if len(calls) == 200:
+                    server.process.terminate()
+                await asyncio.sleep(0.004)
+            async with asyncio.timeout(PATIENCE):
+                ends.update(await asyncio.gather(*calls))
+        assert set(ends) <= {"answered", "told", "no connection"}, ends
+        assert ends["told"]
+        assert server.process.wait(PATIENCE) == 0
