@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.tracing.start import start
 from service.version import version
 from tests.service.asked import as_stream, chat, greedy
-from tests.service.conftest import STEP, Server, ask, ask_stream, refused
+from tests.service.conftest import ROOT, STEP, Server, ask, ask_stream, refused
 from tests.service.tracing.collector import Collector, values
 
 Serve = Callable[..., AbstractContextManager[Server]]
@@ -240,3 +242,8 @@ def test_without_the_extra_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatc
     assert not start(TraceOptions(), "m").observers
     with pytest.raises(BadSettings, match=r"pip install 'whippet-serve\[otel\]'"):
         start(TraceOptions(endpoint="http://127.0.0.1:4317"), "m")
+
+
+def test_nothing_of_opentelemetry_is_imported_where_traces_are_off() -> None:
+    code = "import service.main, sys; sys.exit('opentelemetry.proto' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
