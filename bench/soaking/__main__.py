@@ -31,7 +31,7 @@ import grpc
 from bench.redis_server import RedisServer, redis_server, write_keys
 from bench.soaking.callers import Callers, Metadata, bearer, oracle
 from bench.soaking.history import Verdict, verdict
-from bench.soaking.trouble import Trouble, write_tokens
+from bench.soaking.trouble import Trouble, write_quotas, write_tokens
 from bench.soaking.watch import Sample, Watch
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1.admin_pb2_grpc import AdminServiceStub
@@ -81,7 +81,7 @@ def serving(folder: Path, flags: Sequence[str]) -> Iterator[Soaked]:
         process.wait()
 
 
-async def soak(server: Soaked, redis: RedisServer, tokens: Path, given: argparse.Namespace) -> dict[str, Any]:
+async def soak(server: Soaked, redis: RedisServer, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """The whole time. What it returns has the faults."""
     questions, alone = await oracle(server.data, TENANTS, PROMPTS)
     callers = Callers(server.data, questions, TENANTS[-1], given.callers)
@@ -89,7 +89,7 @@ async def soak(server: Soaked, redis: RedisServer, tokens: Path, given: argparse
     async with grpc.aio.insecure_channel(server.admin) as channel:
         make: Any = AdminServiceStub  # generated, without types
         admin, who = make(channel), bearer(TENANTS[0])
-        trouble = Trouble(server.process.pid, redis, admin, tokens, TENANTS, who)
+        trouble = Trouble(server.process.pid, redis, admin, folder, TENANTS, who)
         before = watch.look()
         beside = [asyncio.create_task(one) for one in (watch.run(), trouble.run(given.pause))]
         asking = asyncio.create_task(callers.run())
@@ -189,12 +189,14 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     """One server's soak."""
     with tempfile.TemporaryDirectory() as name, redis_server() as redis:
         folder = Path(name)
-        tokens, keys = folder / "tokens.yaml", write_keys(folder / "keys")
+        tokens, tenants, keys = folder / "tokens.yaml", folder / "tenants.yaml", write_keys(folder / "keys")
         write_tokens(tokens, TENANTS)
+        write_quotas(tenants, TENANTS[-1], 6000)
         engine = ("--engine=fake", "--fake.step-time=0.002") if given.model is None else (f"--model={given.model}",)
         flags = [*engine, f"--cache.redis-url={redis.url}", f"--cache.key-file={keys}", f"--auth.tokens-file={tokens}"]
-        with serving(folder, [*flags, "--cache.prefix.min-tokens=16", *given.flag]) as server:
-            found = asyncio.run(soak(server, redis, tokens, given))
+        flags += [f"--auth.tenants-file={tenants}", "--cache.prefix.min-tokens=16", "--drain.delay=0"]
+        with serving(folder, [*flags, *given.flag]) as server:
+            found = asyncio.run(soak(server, redis, folder, given))
             found["faults"] += stopped(server)
             if found["faults"]:
                 print(server.log.read_text()[-4000:], file=sys.stderr)

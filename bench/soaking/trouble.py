@@ -31,20 +31,30 @@ def write_tokens(path: Path, tenants: tuple[str, ...]) -> None:
         f'- {{tenant: {name}, sha256: "{hashlib.sha256(name.encode()).hexdigest()}", rights: [generate, admin]}}\n'
         for name in tenants
     ]
+    replace(path, "".join(lines))
+
+
+def write_quotas(path: Path, guest: str, tokens: int) -> None:
+    """Replaces the tenants file at once. The guest has few tokens a minute; nobody else is limited."""
+    replace(path, f"{guest}: {{tokens-per-minute: {tokens}, requests: 2, priority: normal}}\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """So that nobody ever reads half of it."""
     fresh = path.with_suffix(".new")
-    fresh.write_text("".join(lines))
+    fresh.write_text(text)
     fresh.replace(path)
 
 
 class Trouble:
-    """One after the other, by chance; the engine's deaths only while `deadly`."""
+    """One after the other, in an order by chance; the engine's deaths only while `deadly`."""
 
     def __init__(
         self,
         pid: int,
         redis: RedisServer,
         admin: AdminServiceStub,
-        tokens: Path,
+        folder: Path,
         tenants: tuple[str, ...],
         who: Metadata,
     ) -> None:
@@ -53,7 +63,7 @@ class Trouble:
         self._pid = pid
         self._redis = redis
         self._admin = admin
-        self._tokens = tokens
+        self._tokens, self._quotas = folder / "tokens.yaml", folder / "tenants.yaml"
         self._tenants = tenants  # the last of them is a guest
         self._who = who
         self._chance = random.Random(14)
@@ -61,19 +71,26 @@ class Trouble:
     async def run(self, pause: float) -> None:
         """Until it is cancelled; what is away then comes back. `pause`: seconds between two, on average."""
         kinds: Mapping[str, Callable[[], Awaitable[None]]] = {
-            "redis stalls": self._stall,
-            "redis dies": self._die,
             "redis forgets": self._forget,
-            "engine dies": self._kill,
             "hangup": self._hang_up,
-            "tokens change": self._change_tokens,
-            "switch": self._switch,
+            "drain and back": self._drain,
+            "quotas change": self._change_quotas,
             "flush": self._flush,
+            "redis stalls": self._stall,
+            "switch": self._switch,
+            "redis dies": self._die,
+            "tokens change": self._change_tokens,
+            "engine dies": self._kill,
         }
+        deck = list(kinds)  # each kind once, then all again in another order
         try:
             while True:
                 await asyncio.sleep(self._chance.uniform(0.5, 1.5) * pause)
-                name = self._chance.choice([name for name in kinds if self.deadly or name != "engine dies"])
+                if not deck:
+                    deck = self._chance.sample(list(kinds), len(kinds))
+                name = deck.pop()
+                if name == "engine dies" and not self.deadly:
+                    continue
                 await kinds[name]()
                 self.happened[name] += 1
         finally:
@@ -84,6 +101,7 @@ class Trouble:
     async def settle(self) -> None:
         """As it was at the start."""
         write_tokens(self._tokens, self._tenants)
+        await self._undrain()
         for name in SWITCHES:
             await self._set(name, True)
 
@@ -117,6 +135,21 @@ class Trouble:
             self._tokens.write_text("no list of tenants")  # the old ones stay in force
         else:
             write_tokens(self._tokens, self._tenants[: len(self._tenants) - self._chance.randrange(2)])
+
+    async def _change_quotas(self) -> None:
+        write_quotas(self._quotas, self._tenants[-1], self._chance.choice((60, 6000)))
+
+    async def _drain(self) -> None:
+        asked = admin_pb2.DrainRequest()
+        asked.timeout.FromMilliseconds(100)
+        with suppress(grpc.aio.AioRpcError):
+            await self._admin.Drain(asked, metadata=self._who, timeout=20)
+        await asyncio.sleep(SHORT)
+        await self._undrain()
+
+    async def _undrain(self) -> None:
+        with suppress(grpc.aio.AioRpcError):
+            await self._admin.Undrain(admin_pb2.UndrainRequest(), metadata=self._who, timeout=20)
 
     async def _switch(self) -> None:
         name = self._chance.choice(SWITCHES)
