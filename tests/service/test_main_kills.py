@@ -40,7 +40,7 @@ class Client:
         begun = await asyncio.gather(*[self._first_token(call) for call in calls])
         waiting = [asyncio.ensure_future(self.short(number)) for number in range(MANY)]
         while (await self._admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=PATIENCE)).waiting < MANY:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
         os.kill(self._server.engine_pid(), signal.SIGKILL)
         ends = await asyncio.gather(*[self._rest(call) for call in calls])
         assert all(begun)
@@ -68,7 +68,7 @@ class Client:
 async def test_twenty_kills_under_fifty_streams_and_fifty_that_wait(serve: Serve) -> None:
     """The server lives on, each stream ends once and says when to come again, and whoever waited gets the answer that
     an undisturbed engine gives."""
-    with serve(f"--scheduler.max-sequences={MANY}", "--fake.step-time=0.005") as server:
+    with serve(f"--scheduler.max-sequences={MANY}", "--fake.step-time=0.02") as server:
         async with (
             grpc.aio.insecure_channel(server.data) as channel,
             grpc.aio.insecure_channel(server.admin_address) as admin,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -94,6 +95,54 @@ def test_so_does_one_at_any_later_moment_of_the_start(moment: Callable[[int], bo
         wait_for(lambda: moment(process.pid))
         process.terminate()
         _, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, errors
+        assert b"Traceback" not in errors
+
+
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+def processor_time(pid: int) -> float:
+    """Seconds, of the process alone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def loads_a_model(pid: int) -> bool:
+    """Whether there is an engine process: nothing of the start comes later."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    with contextlib.suppress(OSError):  # one that has just ended
+        return any(b"engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
+    return False
+
+
+@contextlib.contextmanager
+def starting_in_a_namespace() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server that is PID 1 of a pid namespace, in the moment in which it first handles SIGTERM, and its PID here."""
+    line = [*NAMESPACE, sys.executable, "-m", "service.cli", "serve", *all_flags()]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            wait_for(lambda: bool(children.read_text()))
+            pid = int(children.read_text())
+            wait_for(lambda: bool(masks(pid)["SigCgt"] >> (signal.SIGTERM - 1) & 1))
+            yield process, pid
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_the_first_process_of_a_pid_namespace_can_be_stopped_at_any_moment(moment: int) -> None:
+    """Twelve of them, a twelfth of a second of processor time apart, from the first import to an engine that loads."""
+    if subprocess.run([*NAMESPACE, "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this machine's kernel lets nobody make a pid namespace")
+    with starting_in_a_namespace() as (process, pid):
+        begun = processor_time(pid)
+        wait_for(lambda: processor_time(pid) >= begun + moment / 12 or loads_a_model(pid))
+        sent = time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE)
+        assert time.monotonic() - sent < 5  # 0.2 s where nothing else runs
         assert process.returncode == 0, errors
         assert b"Traceback" not in errors
 

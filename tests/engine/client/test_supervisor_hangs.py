@@ -108,7 +108,7 @@ async def test_a_process_that_loads_and_does_nothing_hangs(tmp_path: Path, monke
 
 
 async def test_one_that_computes_without_end_hangs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.client.supervisor._LONGEST_WORK", 2)
+    monkeypatch.setattr("engine.client.supervisor._LONGEST_WORK", 1)
     monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, "while True: pass"))
     client = EngineClient(replace(FAKE, hang_timeout=WHILE_LOADING), backoff=QUICK)
     with pytest.raises(EngineFailed, match=r"no sign of life .* while loading, 3 times"):
