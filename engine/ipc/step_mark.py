@@ -1,17 +1,15 @@
 """Which sequences a step is being run for, in memory that outlives the engine process: after a death the front reads
-there who may be to blame. A step costs two stores, and a list of keys only where slots changed hands."""
+there who may be to blame. A step costs two stores, and one more for each slot that changes hands."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from array import array
-from collections.abc import Collection
 from dataclasses import dataclass
 
-_MOST_KEYS = 1024  # the most sequences that ever hold a slot
-_SIZE = 8 * (2 + _MOST_KEYS)  # bytes
-_NONE, _SEVERAL = 0, -1  # in the place of the key that a step is run for
+_SLOTS = 1024  # the most there ever are
+_SIZE = 8 * (1 + _SLOTS)  # bytes
+_NONE, _SEVERAL = 0, -1  # in the place of the key that a step is run for; keys begin at 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class MarkedStep:
 
 
 class StepMark:
-    """[the step's only key, or none, or several; how many hold a slot; their keys], 64 bits each."""
+    """[the key that the step is run for, or none, or several; then by slot the key that holds it], 64 bits each."""
 
     def __init__(self, fd: int) -> None:
         """`fd` as `create` made it; closing it is the caller's business."""
@@ -37,15 +35,16 @@ class StepMark:
         os.ftruncate(fd, _SIZE)
         return fd
 
-    def held_by(self, keys: Collection[int]) -> None:
-        """These sequences hold slots from now on."""
-        words = self._words
-        words[1] = 0  # a reader finds too few rather than what is half written
-        words[2 : 2 + len(keys)] = array("q", keys)
-        words[1] = len(keys)
+    def holder(self, slot: int) -> int:
+        """The key that holds a slot, or 0."""
+        return self._words[1 + slot]
+
+    def hold(self, slot: int, key: int) -> None:
+        """From now on; 0: nobody does."""
+        self._words[1 + slot] = key
 
     def begin(self, only: int | None) -> None:
-        """A step begins, for this sequence alone or for several."""
+        """A step begins, for this sequence alone or for several: those that hold slots."""
         self._words[0] = _SEVERAL if only is None else only
 
     def end(self) -> None:
@@ -54,14 +53,9 @@ class StepMark:
 
     def read(self) -> MarkedStep:
         """What the last step was run for, if it has not come back."""
-        only, count = self._words[0], self._words[1]
+        only = self._words[0]
         if only == _NONE:
             return MarkedStep()
         if only != _SEVERAL:
             return MarkedStep((only,), alone=True)
-        return MarkedStep(tuple(self._words[2 : 2 + max(0, min(count, _MOST_KEYS))]))
-
-    def close(self) -> None:
-        """Gives the mapping back."""
-        self._words.release()
-        self._memory.close()
+        return MarkedStep(tuple(key for key in self._words[1:] if key))

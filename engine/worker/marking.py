@@ -11,17 +11,17 @@ class Marking:
 
     def __init__(self, mark: StepMark) -> None:
         self._mark = mark
-        self._held: dict[int, int] = {}  # slot → key
 
     def begin(self, plan: StepPlan) -> None:
-        if plan.admitted or plan.released:
-            for released in plan.released:
-                if self._held.get(released.slot) == released.key:
-                    del self._held[released.slot]
-            for admitted in plan.admitted:
-                self._held[admitted.slot] = admitted.key
-            self._mark.held_by(self._held.values())
-        self._mark.begin(plan.rows[0].key if len(plan.rows) == 1 else None)
+        """A step begins."""
+        mark = self._mark
+        for released in plan.released:
+            if mark.holder(released.slot) == released.key:
+                mark.hold(released.slot, 0)
+        for admitted in plan.admitted:
+            mark.hold(admitted.slot, admitted.key)
+        mark.begin(plan.rows[0].key if len(plan.rows) == 1 else None)
 
     def end(self) -> None:
+        """It has come back, or failed."""
         self._mark.end()
