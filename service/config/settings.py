@@ -133,7 +133,12 @@ class TraceOptions:
     """OpenTelemetry traces of calls."""
 
     endpoint: EndpointOrNone = setting(None, "collector of OTLP over gRPC, http://HOST:PORT or https://…; unset: none")
+    ca_file: Path | None = setting(None, "authority of an https endpoint, PEM; unset: public ones")
     sample: float = setting(0.01, "share of calls traced where the caller does not say", ge=0, le=1)
+
+    def __post_init__(self) -> None:
+        if self.ca_file is not None and not (self.endpoint or "").startswith("https:"):
+            raise ValueError("ca-file needs an https endpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

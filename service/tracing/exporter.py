@@ -46,8 +46,11 @@ _log = logging.getLogger(__name__)
 class TraceExporter:
     """An observer of calls. `counts`: those that were sampled, by `exported` or why they were dropped."""
 
-    def __init__(self, endpoint: str, ratio: float, model: str, resource: Mapping[str, Value]) -> None:
-        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`. To be made inside the event loop."""
+    def __init__(
+        self, endpoint: str, ratio: float, model: str, resource: Mapping[str, Value], roots: bytes | None = None
+    ) -> None:
+        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`, whose authorities are `roots` or public ones. To be
+        made inside the event loop."""
         self.counts = Counter(dict.fromkeys(("exported", "queue", "failed", "refused", "shutdown"), 0))
         self._ratio = ratio
         self._model = model
@@ -58,7 +61,7 @@ class TraceExporter:
         self._closing = asyncio.Event()
         self._failing = False
         self._address = endpoint
-        self._channel = _channel(endpoint)
+        self._channel = _channel(endpoint, roots)
         self._send = self._channel.unary_unary(
             _EXPORT, ExportTraceServiceRequest.SerializeToString, ExportTraceServiceResponse.FromString
         )
@@ -158,9 +161,9 @@ class TraceExporter:
         self._failing = bool(trouble)
 
 
-def _channel(endpoint: str) -> grpc.aio.Channel:
+def _channel(endpoint: str, roots: bytes | None) -> grpc.aio.Channel:
     scheme, _, address = endpoint.partition("://")
     options = (("grpc.max_reconnect_backoff_ms", 10_000), ("grpc.enable_http_proxy", 0))
     if scheme == "https":
-        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), options)
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options)
     return grpc.aio.insecure_channel(address, options)

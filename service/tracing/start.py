@@ -46,4 +46,8 @@ def start(options: TraceOptions, model: str) -> Traces:
         "service.version": version(),
         "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
     }
-    return Traces(TraceExporter(options.endpoint, options.sample, model, resource))
+    try:
+        roots = None if options.ca_file is None else options.ca_file.read_bytes()
+    except OSError as error:
+        raise BadSettings(f"traces.ca-file: {options.ca_file}: {error.strerror}") from None
+    return Traces(TraceExporter(options.endpoint, options.sample, model, resource, roots))

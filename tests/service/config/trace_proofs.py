@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from service.config.settings import Settings
+from service.config.settings import BadSettings, Settings
 from service.observability.record import Observers
 from service.tracing.start import start
-from tests.service.config.proofs import FAKE, Proof, Tools
+from tests.service.config.proofs import FAKE, Proof, Tools, becomes
 
+SECURE = (*FAKE, "--traces.endpoint=https://127.0.0.1:1")
 COLLECTOR = (*FAKE, "--traces.endpoint=http://127.0.0.1:1")
 
 
@@ -24,7 +25,17 @@ def some(before: object, after: object) -> bool:
     return before is None and isinstance(after, int)
 
 
+async def refused(settings: Settings, tools: Tools) -> bool:
+    """Whether the authority's file is looked for."""
+    try:
+        await start(settings.traces, "m").close()
+    except BadSettings:
+        return True
+    return False
+
+
 PROOFS = {
+    "traces.ca-file": Proof("{folder}/no.pem", refused, becomes(False, True), SECURE),
     "traces.endpoint": Proof("https://127.0.0.1:1", waiting, some),
     "traces.sample": Proof("0", waiting, lambda before, after: before > after == 0, COLLECTOR),
 }

@@ -19,7 +19,7 @@ PATIENCE = 20.0  # seconds after which a test that waits has failed
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """On a free port of the loopback."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self.fails: grpc.StatusCode | None = None
         self.hangs = threading.Event()  # from now on nothing is answered
         self.rejects = 0  # spans of each message
@@ -28,7 +28,10 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._over = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(4))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        if credentials is None:
+            self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        else:
+            self.endpoint = f"https://127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', credentials)}"
         self._server.start()
 
     def Export(

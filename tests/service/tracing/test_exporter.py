@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import grpc
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from service.observability.record import RecordBuilder, RequestRecord
 from service.tracing import exporter as module
 from service.tracing.exporter import TraceExporter
-from service.tracing.spans import sampled
+from service.tracing.spans import sampled, spans_of
+from tests.service.certificates import HERE, Authority
 from tests.service.tracing.collector import PATIENCE, Collector
 
 NOBODY = "http://127.0.0.1:1"
@@ -33,8 +37,8 @@ def collector() -> Iterator[Collector]:
 
 
 @asynccontextmanager
-async def exporting(endpoint: str, ratio: float = 1.0) -> AsyncIterator[TraceExporter]:
-    one = TraceExporter(endpoint, ratio, "m", {"service.name": "test"})
+async def exporting(endpoint: str, roots: bytes | None = None) -> AsyncIterator[TraceExporter]:
+    one = TraceExporter(endpoint, 1.0, "m", {"service.name": "test"}, roots)
     try:
         yield one
     finally:
@@ -96,6 +100,48 @@ async def test_a_collector_that_comes_late_gets_what_waited(collector: Collector
         await asyncio.to_thread(collector.until, lambda: collector.asked > 0)
         collector.fails = None
         await until(one, exported=10)
+
+
+async def test_a_collector_with_a_certificate_is_trusted_by_its_authority_alone() -> None:
+    authority = Authority("of the collector")
+    collector = Collector(grpc.ssl_server_credentials([authority.sign(*HERE)]))
+    try:
+        async with exporting(collector.endpoint, Authority("another").pem) as one:
+            one(record())
+        assert one.counts["exported"] == 0
+        async with exporting(collector.endpoint, authority.pem) as one:
+            one(record())
+            await until(one, exported=1)
+    finally:
+        collector.close()
+
+
+STAMPS = st.none() | st.floats(0, 10)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.tuples(*[STAMPS] * 4),
+    st.floats(0, 5),
+    st.tuples(*[st.none() | st.floats(0, 10)] * 3),
+    st.sampled_from(["", "follower"]),
+)
+def test_spans_fit_into_each_other_whatever_the_stamps(
+    stamps: tuple[float | None, ...], lookup: float, took: tuple[float | None, ...], role: str
+) -> None:
+    builder = RecordBuilder("whippet.v1.GenerationService/Generate", arrived_at=2.0)
+    builder.ended_at, builder.lookup, builder.role, builder.traced = 9.0, lookup, role, True
+    builder.read_at, builder.admitted_at, builder.looked_up_at, builder.submitted_at = stamps
+    builder.queue, builder.prefill, builder.decode = took
+    builder.span()
+    call, *below = spans_of(builder.build(), "m")
+    assert below[0].start_time_unix_nano == call.start_time_unix_nano
+    assert below[-1].end_time_unix_nano == call.end_time_unix_nano
+    for span in below:
+        assert span.parent_span_id == call.span_id
+        assert call.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+    for one, following in pairwise(below):
+        assert one.end_time_unix_nano == following.start_time_unix_nano
 
 
 def test_servers_decide_alike_of_one_trace() -> None:

@@ -237,6 +237,11 @@ def test_an_endpoint_that_is_none_is_refused(wrong: str) -> None:
         load(["--engine=fake", f"--traces.endpoint={wrong}"])
 
 
+def test_an_authority_without_tls_is_refused() -> None:
+    with pytest.raises(BadSettings, match="ca-file needs an https endpoint"):
+        load(["--engine=fake", "--traces.endpoint=http://127.0.0.1:1", "--traces.ca-file=ca.pem"])
+
+
 def test_without_the_extra_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.tracing.start.find_spec", lambda name: None)
     assert not start(TraceOptions(), "m").observers
