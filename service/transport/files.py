@@ -59,7 +59,7 @@ class FileWatch:
         self._asked.set()
 
     def _follow(self) -> None:
-        self._remind()
+        self._guarded(self._remind)
         reminded = time.monotonic()
         while True:
             asked = self._asked.wait(_CHECK_INTERVAL)
@@ -67,19 +67,20 @@ class FileWatch:
             changed = asked or self._stamps() != self._seen
             if changed:
                 self._seen = self._settled()
-                self._read_again()
+                self.failures += not self._guarded(self._read)
             if changed or time.monotonic() - reminded > _DAY:
-                self._remind()
+                self._guarded(self._remind)
                 reminded = time.monotonic()
 
-    def _read_again(self) -> None:
-        """An error that nobody expected must not end the thread."""
+    def _guarded(self, work: Callable[[], None]) -> bool:
+        """Whether it was done. An error that nobody expected must not end the thread."""
         try:
-            self._read()
+            work()
+            return True
         except Exception as error:
-            self.failures += 1
             reason = error if isinstance(error, BadSettings) else type(error).__name__
             _log.error("the old %s stay in force: %s", self._name, reason)
+            return False
 
     def _settled(self) -> tuple[_Stamp, ...]:
         """What is there once it changes no more. A change while it is read is seen by the next look."""
