@@ -243,6 +243,10 @@ class Engine(Protocol):
     def restarts(self) -> int: ...
 
     @property
+    def deaths(self) -> Mapping[str, int]:
+        """How often its process came to an end that nobody wished, by the reason."""
+
+    @property
     def reverted(self) -> Mapping[str, Reverted]:
         """Switches that were turned back and not set since, by name."""
 

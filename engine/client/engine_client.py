@@ -67,6 +67,10 @@ class EngineClient:
         return self._supervisor.restarts
 
     @property
+    def deaths(self) -> Mapping[str, int]:
+        return self._supervisor.deaths
+
+    @property
     def reverted(self) -> Mapping[str, Reverted]:
         return self._switching.reverted
 

@@ -8,6 +8,7 @@ import logging
 import random
 import signal
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +90,7 @@ class Supervisor:
     def __init__(self, settings: EngineSettings, listener: Listener, backoff: Backoff) -> None:
         self.state = EngineState.STOPPED
         self.restarts = 0
+        self.deaths = Counter(dict.fromkeys(("not_started", "hung", "ended", "killed", "out_of_memory"), 0))
         self._settings = settings
         self._listener = listener
         self._backoff = backoff
@@ -193,6 +195,7 @@ class Supervisor:
             child = await Child.spawn(self._settings, functools.partial(self._report, first))
         except OSError as error:
             self._lose()
+            self.deaths["not_started"] += 1
             return f"could not be started: {error}"
         self._child = child
         grace = 0.0
@@ -206,8 +209,11 @@ class Supervisor:
         finally:
             code = await child.end(grace)
             self._child = None
-        killed = silence is None and code == -signal.SIGKILL and oom_kills() == short_of_memory
-        self._listener.on_death(None if killed else child.last_step())
+        why = "hung" if silence is not None else "ended" if code != -signal.SIGKILL else "killed"
+        if why == "killed" and oom_kills() != short_of_memory:
+            why = "out_of_memory"
+        self.deaths[why] += 1
+        self._listener.on_death(None if why == "killed" else child.last_step())
         if silence is not None:
             return f"gave no sign of life for {silence:.1f} s"
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"

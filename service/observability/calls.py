@@ -7,7 +7,7 @@ classic buckets: native histograms need the protobuf format, which prometheus_cl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from service.observability.histogram import Histogram, merged
 from service.observability.record import RequestRecord
@@ -32,6 +32,8 @@ class CallCounts:
     def __init__(self) -> None:
         self.between = Histogram(_BETWEEN)  # seconds from token to token, added to while answers are read
         self._requests: Counter[tuple[str, str]] = Counter()
+        self._tenants: Counter[tuple[str, str]] = Counter()  # calls by tenant and code
+        self._tokens: Counter[tuple[str, str]] = Counter()  # by tenant and kind
         self._first = {source: Histogram(_SECONDS) for source in _SOURCES}
         self._whole = {source: Histogram(_SECONDS) for source in _SOURCES}
         self._queue, self._prefill, self._decode = Histogram(_SECONDS), Histogram(_SECONDS), Histogram(_SECONDS)
@@ -39,6 +41,11 @@ class CallCounts:
 
     def __call__(self, record: RequestRecord) -> None:
         self._requests[record.method, record.code] += 1
+        if record.tenant:
+            self._tenants[record.tenant, record.code] += 1
+        if record.completion_tokens:
+            self._tokens[record.tenant, "prompt"] += record.prompt_tokens
+            self._tokens[record.tenant, "generated"] += record.completion_tokens
         if not record.finish_reason:
             return
         source = record.cache_source
@@ -85,6 +92,11 @@ class CallCounts:
             ("request_generation_tokens", self._answer),
         ):
             yield name, {(): histogram}
+
+    def of_tenants(self, named: Collection[str]) -> Iterator[tuple[str, Rows]]:
+        """As `families`, of these tenants alone."""
+        for name, counts in (("tenant_requests", self._tenants), ("tenant_tokens", self._tokens)):
+            yield name, {(tenant, what): count for (tenant, what), count in counts.items() if tenant in named}
 
 
 def _until_first(record: RequestRecord) -> float:

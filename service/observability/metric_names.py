@@ -91,6 +91,7 @@ FAMILIES: Mapping[str, Family] = {
     "optimization_reverts": _counter("Times that a switch was turned back, since steps failed after it.", "name"),
     "engine_state": _gauge("1 for the state that the engine is in.", "state"),
     "engine_restarts": _counter("Times that the engine was started again."),
+    "engine_deaths": _counter("Times that the engine process came to an end that nobody wished.", "reason"),
     "engine_load_progress": _gauge("How far each phase of loading is, from 0 to 1.", "phase"),
     "event_loop_lag_seconds": _histogram("How late the front's event loop was, ten times a second."),
     "tls_certificate_expiry_timestamp_seconds": _gauge("When our certificate expires; Unix time."),
@@ -115,6 +116,11 @@ FAMILIES: Mapping[str, Family] = {
     "request_decode_time_seconds": _histogram("From its first token to its last."),
     "request_prompt_tokens": _histogram("Tokens of a request's prompt."),
     "request_generation_tokens": _histogram("Tokens of an answer."),
+    # Tenants that the tenants file wants named
+    "tenant_requests": _counter("Calls of a tenant that have ended, by how.", "tenant", "code"),
+    "tenant_tokens": _counter("Tokens of a tenant's prompts and answers.", "tenant", "kind"),
+    "tenant_requests_live": _gauge("Requests of a tenant that have not ended.", "tenant"),
+    "tenant_tokens_left": _gauge("Tokens that a tenant may still use; negative where it owes some.", "tenant"),
     # The engine
     "engine_sequences": _gauge("Sequences in the engine.", "state"),
     "engine_pages": _gauge(

@@ -62,6 +62,7 @@ class Metrics:
             *self._process(),
             *self._requests(),
             *(_family(name, rows) for name, rows in self._instruments.calls.families()),
+            *self._tenants(),
             *_engine(load),
             *self._counted(load),
             *self._cached(),
@@ -83,6 +84,7 @@ class Metrics:
         yield _by("limits", limits)
         yield _by("engine_state", {state.value: int(state is engine.state) for state in EngineState})
         yield _one("engine_restarts", engine.restarts)
+        yield _by("engine_deaths", engine.deaths)
         yield _by("engine_load_progress", self._instruments.progress.phases)
         yield from _optimizations(self._switches)
         yield _one("config_reloads", self._instruments.reloads["reloads"])
@@ -100,6 +102,14 @@ class Metrics:
         yield _one("draining", int(admission.draining))
         yield _one("access_log_left_out", self._instruments.access.left_out)
         yield _by("traces", self._instruments.traces)
+
+    def _tenants(self) -> Iterator[Metric]:
+        """Those that the operator wants named."""
+        uses = self._admission.uses
+        yield _by("tenant_requests_live", {use.tenant: use.live for use in uses})
+        yield _by("tenant_tokens_left", {use.tenant: use.tokens_left for use in uses if use.tokens_left is not None})
+        for name, rows in self._instruments.calls.of_tenants({use.tenant for use in uses}):
+            yield _family(name, rows)
 
     def _counted(self, load: EngineLoad) -> Iterator[Metric]:
         rows = _Rows()

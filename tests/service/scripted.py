@@ -79,6 +79,7 @@ class ScriptedEngine:
     info = INFO
     load = EngineLoad()
     restarts = 0
+    deaths: Mapping[str, int] = MappingProxyType({"hung": 0})
     reverted: Mapping[str, Reverted] = MappingProxyType({})
     reverts: Mapping[str, int] = MappingProxyType({})
 

@@ -116,6 +116,21 @@ def scraped(server: Server) -> str:
         return str(page.read().decode())
 
 
+def test_metrics_name_whom_the_file_lists(one: Server, folder: Path) -> None:
+    tenants(folder, one, f"acme: {{tokens-per-minute: {RATE}, metrics: true}}\nbravo: {{tokens-per-minute: {RATE}}}\n")
+    for caller in (ACME, BRAVO):
+        one.generation.Generate(ask("named or not", 4), metadata=caller, timeout=20)
+
+    until(lambda: 'tenant_tokens_total{kind="generated",tenant="acme"} ' in scraped(one))
+    text = scraped(one)
+    assert 'tenant_requests_total{code="OK",tenant="acme"} ' in text
+    assert 'tenant_requests_live{tenant="acme"} 0.0' in text
+    assert 'tenant_tokens_left{tenant="acme"} ' in text
+    assert "bravo" not in text
+    tenants(folder, one, "acme: {requests: 2}\n")
+    assert "acme" not in scraped(one)
+
+
 def test_a_priority_beyond_the_tenants_is_lowered(one: Server, folder: Path) -> None:
     """One runs at a time: who waits is served by priority."""
     tenants(folder, one, "acme: {priority: background}")

@@ -129,6 +129,8 @@ async def test_one_that_is_stopped_while_it_loads_is_replaced_and_who_waits_is_a
         os.kill(pid_of(client), signal.SIGSTOP)
         assert len(await asyncio.wait_for(waiting, PATIENCE)) == 10
         assert client.restarts >= 2
+        assert client.deaths["killed"] == 1
+        assert client.deaths["hung"] >= 1
         with pytest.raises(EngineUnavailable):
             await ids_of(stream)
 
