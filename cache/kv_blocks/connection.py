@@ -13,6 +13,7 @@ from cache.kv_blocks.resp import ForeignValueError, RespConnection, RespError
 from cache.store.breaker import Breaker
 from cache.store.redis_hello import (
     FORBIDDEN,
+    OLD,
     STRANGER,
     Complaints,
     NotMasterError,
@@ -34,13 +35,22 @@ def connect(settings: RedisSettings, deadline: float, tls: TlsFiles | None = Non
     link = RespConnection(address, context, deadline)
     try:
         link.log_in(settings.login(), deadline)
-        check_hello(link.listed(b"HELLO", b"2", deadline=deadline), watched is not None)
+        check_hello(_hello(link, deadline), watched is not None)
         if where.database:
             link.command(b"SELECT", b"%d" % where.database, deadline=deadline)
     except BaseException:
         link.close()
         raise
     return link
+
+
+def _hello(link: RespConnection, deadline: float) -> object:
+    try:
+        return link.listed(b"HELLO", b"2", deadline=deadline)
+    except RespError as error:
+        if str(error) == "ERR":
+            raise UnfitError(OLD) from None
+        raise
 
 
 def _master(

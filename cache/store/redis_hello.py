@@ -24,6 +24,7 @@ SENTINEL = (
     "redis-url names a sentinel: nothing is cached there. "
     "Name sentinels in redis-sentinels, and their master in redis-url"
 )
+OLD = "redis-url names what does not know HELLO: nothing is cached there. Redis 7 is needed"
 STRANGER = "Redis does not take our user name and password: nothing is cached there"
 FORBIDDEN = "Redis forbids our user a command or a key that is needed: see the rules in the documentation, under caches"
 

@@ -15,11 +15,18 @@ from typing import Any, cast
 from redis.asyncio import ConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthenticationWrongNumberOfArgsError, NoPermissionError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 
 from cache.api import Address, Login, RedisSettings
 from cache.store.redis_hello import (
     FORBIDDEN,
+    OLD,
     STRANGER,
     Complaints,
     NotMasterError,
@@ -90,7 +97,7 @@ class RedisServer:
             address = self._master or await self._found(wait)
             client = client_of(address, settings.login(), settings.where.database, self._tls.context(), wait)
             try:
-                check_hello(await _asked(client, "HELLO", 2), settings.sentinels is not None)
+                check_hello(await _hello(client), settings.sentinels is not None)
             except BaseException:
                 self.doubt()
                 await close(client)
@@ -149,6 +156,15 @@ class RedisServer:
             return None
         finally:
             await close(client)
+
+
+async def _hello(client: Redis) -> object:
+    try:
+        return await _asked(client, "HELLO", 2)
+    except ResponseError as error:
+        if type(error) is ResponseError:  # none of those that have a word of their own
+            raise UnfitError(OLD) from None
+        raise
 
 
 async def _asked(client: Redis, *words: str | int) -> object:

@@ -51,6 +51,10 @@ def test_bad_settings_are_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad.yaml").write_text("scheduler: {max_sequencez: 3}\n")
+
+    def pair(name: str) -> list[str]:
+        return [f"--cache.redis-cert-file={tmp_path / name}", f"--cache.redis-key-file={tmp_path / name}"]
+
     for flags, environ, words in (
         (["--scheduler.max-sequences=0"], {}, ["scheduler.max-sequences"]),
         (["--warp=9"], {}, ["--warp"]),
@@ -65,8 +69,10 @@ def test_bad_settings_are_one_line_and_exit_code_2(
         (["--cache.redis-sentinels=a:1"], {}, ["cache", "redis-url"]),
         ([f"--cache.key-file={tmp_path}/none"], {}, ["cache.key-file"]),
         ([f"--cache.redis-password-file={tmp_path}/none"], {}, ["cache.redis-password-file"]),
+        ([*pair("none"), "--cache.redis-url=rediss://x"], {}, ["cache.redis-cert-file", "none"]),
+        ([*pair("bad.yaml"), "--cache.redis-url=rediss://x"], {}, ["cache.redis-ca-file, -cert-file and -key-file"]),
         (["--cache.semantic.mode=perhaps"], {}, ["cache.semantic.mode"]),
-        ([f"--tls.cert={tmp_path}/none", f"--tls.key={tmp_path}/none"], {}, ["tls.key"]),
+        ([f"--tls.cert={tmp_path}/none", f"--tls.key={tmp_path}/none"], {}, ["tls.cert"]),
     ):
         with monkeypatch.context() as patch:
             for name, value in environ.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -52,10 +53,12 @@ def _check_redis(options: CacheOptions) -> None:
         return
     try:
         check_redis(redis)
-    except (OSError, ValueError) as error:
+    except ssl.SSLError as error:
         raise BadSettings(
-            f"cache.redis-…-file: cannot be used ({getattr(error, 'reason', type(error).__name__)})"
+            f"cache.redis-ca-file, -cert-file and -key-file: {error.reason or 'no certificates'}"
         ) from None
+    except OSError as error:
+        raise BadSettings(f"cache.redis-…-file: {error}") from None
 
 
 class AnswerCaches:

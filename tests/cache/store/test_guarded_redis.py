@@ -231,6 +231,11 @@ async def test_a_cluster_is_refused_by_name_and_once(
     assert "Redis Cluster, which is not supported" in said
 
 
+async def test_what_knows_no_hello_is_too_old(make_redis: Callable[..., Any], refused: Any) -> None:
+    (said,) = await refused(RedisSettings(url=make_redis("--rename-command", "HELLO", "").url, **ROOMY))
+    assert "Redis 7 is needed" in said
+
+
 async def test_a_sentinel_is_no_store(refused: Any, guarded: GuardedRedis) -> None:
     url = f"rediss://root:of-the-operator@127.0.0.1:{guarded.sentinels[1].port}"
     plain = {"sentinels": None, "sentinel_password_file": None, "password_file": None}
