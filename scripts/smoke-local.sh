@@ -32,8 +32,10 @@ until grep -q '^ready: ' "$work/out"; do
     waited=$((waited + 1))
 done
 address=$(sed -n 's/^ready: data \([^ ]*\).*/\1/p' "$work/out")
+ADMIN=$(sed -n 's/^ready: .* admin \([^ ]*\).*/\1/p' "$work/out")
+HEALTH=$(sed -n 's/^ready: .* health \([^ ]*\).*/\1/p' "$work/out")
 
-"$here/smoke.sh" "$address"
+DRAIN=yes ADMIN=$ADMIN HEALTH=$HEALTH "$here/smoke.sh" "$address"
 result=$?
 
 kill "$server"

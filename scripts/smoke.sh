@@ -2,6 +2,8 @@
 # Asks a running server one of everything with grpcurl, and says what failed and why.
 #   scripts/smoke.sh HOST:PORT [grpcurl flags …]
 # GRPCURL names the grpcurl to use. Plaintext, unless flags are given: -cacert ca.pem -H "authorization: Bearer …"
+# ADMIN=HOST:PORT asks the admin port as well, with the same flags, and HEALTH=HOST:PORT the health port, in plaintext.
+# DRAIN=yes takes the server out of service for a moment, through ADMIN, and back.
 # Exit code: 0, or the number of checks that failed; 2 for a wrong call.
 set -u
 
@@ -124,6 +126,60 @@ call "an invalid request is refused field by field" 67 \
 
 call "an unknown model is not found" 69 '{"model": "no such model", "text": "x"}' "$@" "$address" "$service/Generate" &&
     has err 'NotFound' && pass
+
+# refused_tokens FLAGS…: none, and one that nobody has, in place of the flags' own.
+refused_tokens() {
+    left=$#
+    while [ "$left" -gt 0 ]; do
+        flag=$1
+        shift
+        left=$((left - 1))
+        if [ "$flag" = -H ]; then
+            shift
+            left=$((left - 1))
+        else
+            set -- "$@" "$flag"
+        fi
+    done
+    call "without a token nobody is served" 80 '{"text": "x"}' "$@" "$address" "$service/Generate" &&
+        has err 'Unauthenticated' && pass
+    call "nor with a token that nobody has" 80 '{"text": "x"}' -H 'authorization: Bearer nobody' "$@" \
+        "$address" "$service/Generate" && has err 'Unauthenticated' && pass
+}
+case " $* " in *" -H authorization:"*) refused_tokens "$@" ;; esac
+
+case " $* " in
+*" -plaintext "*) ;;
+*) call "plaintext is refused where TLS is spoken" 1 "" -plaintext -connect-timeout 3 "$address" list && pass ;;
+esac
+
+if [ -n "${HEALTH:-}" ]; then
+    call "the health port" 0 "{\"service\": \"$service\"}" -plaintext "$HEALTH" grpc.health.v1.Health/Check &&
+        has out '"status": "SERVING"' && pass
+fi
+
+admin=whippet.v1.AdminService
+if [ -n "${ADMIN:-}" ]; then
+    call load 0 '{}' "$@" "$ADMIN" "$admin/GetLoad" &&
+        has out '"state": "ENGINE_STATE_READY"' '"page_size": [1-9]' && pass
+    call optimizations 0 '{}' "$@" "$ADMIN" "$admin/ListOptimizations" && has out '"name": "batching"' && pass
+fi
+if [ -n "${ADMIN:-}" ] && [ "${DRAIN:-}" = yes ]; then
+    if call "a drain" 0 '{"timeout": "50s"}' "$@" "$ADMIN" "$admin/Drain"; then
+        if grep -Eq 'remaining|admitting' "$work/out"; then
+            fail "not drained"
+        else
+            pass
+        fi
+    fi
+    call "health of a drained server" 0 "{\"service\": \"$service\"}" "$@" "$address" grpc.health.v1.Health/Check &&
+        has out '"status": "NOT_SERVING"' && pass
+    call "a drained server refuses" 78 '{"text": "x"}' "$@" "$address" "$service/Generate" &&
+        has err 'Unavailable' 'draining' && pass
+    call "back in service" 0 '{}' "$@" "$ADMIN" "$admin/Undrain" &&
+        call "back in service" 0 '{"text": "x", "stopping": {"max_tokens": 1}}' "$@" "$address" "$service/Generate" &&
+        has out '"prompt_tokens": [1-9]' && pass
+fi
 
 echo "smoke: $passed passed, $failed failed against $address"
 exit "$failed"

@@ -11,10 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import Serve
+from tests.service.config.front_proofs import certify
+from tests.service.transport.test_token_file import entry
+
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "scripts" / "smoke.sh"
 LOCAL = ROOT / "scripts" / "smoke-local.sh"
 CHECKS = 12
+MORE = 7  # of a server of one's own: admin port, health port, a drain and back
 
 Done = subprocess.CompletedProcess[str]
 Smoke = Callable[..., Done]
@@ -136,10 +141,46 @@ def test_every_check_can_fail(fake: object, recorded: Path, tmp_path: Path, chec
     assert any(line.startswith(f"FAIL {check}: ") for line in failed), done.stdout
 
 
+@pytest.mark.parametrize(
+    ("method", "check"),
+    [
+        ("GetLoad", "load"),
+        ("AdminService/Drain", "a drain"),
+        ("Undrain", "back in service"),
+    ],
+)
+def test_so_can_those_of_the_admin_port(fake: object, grpcurl: Path, tmp_path: Path, method: str, check: str) -> None:
+    """Where the method's answer is another one."""
+    real = shlex.quote(str(grpcurl))
+    liar = executable(
+        tmp_path / "grpcurl",
+        f'case "$* " in *"{method} "*)',
+        f'  {real} "$@" >/dev/null; echo \'{{"remaining": 3}}\'; exit {int(method == "Undrain")} ;;',
+        "esac",
+        f'exec {real} "$@"',
+    )
+    done = script(SMOKE, fake.data, GRPCURL=liar, ADMIN=fake.admin, DRAIN="yes")  # type: ignore[attr-defined]
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
+    assert done.returncode == len(failed) == 1
+    assert failed[0].startswith(f"FAIL {check}: "), done.stdout
+
+
+def test_a_server_with_tls_and_tokens(serve: Serve, grpcurl: Path, tmp_path: Path) -> None:
+    certify(tmp_path)
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text(entry(rights="[generate, admin]"))
+    pair = (f"--tls.cert={tmp_path}/server.pem", f"--tls.key={tmp_path}/server.key")
+    with serve("--engine=fake", f"--auth.tokens-file={tokens}", *pair) as one:
+        ports = {"ADMIN": one.admin, "HEALTH": one.health, "DRAIN": "yes"}
+        done = script(SMOKE, one.data, "-insecure", "-H", "authorization: Bearer secret", GRPCURL=grpcurl, **ports)
+        assert done.returncode == 0, done.stdout
+        assert f"{CHECKS + MORE + 3} passed, 0 failed" in done.stdout
+
+
 def test_a_server_of_its_own(whippet: Path, grpcurl: Path) -> None:
     done = script(LOCAL, "--engine", "fake", WHIPPET=whippet, GRPCURL=grpcurl)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{CHECKS} passed, 0 failed" in done.stdout
+    assert f"{CHECKS + MORE} passed, 0 failed" in done.stdout
 
 
 def test_a_server_that_does_not_start(whippet: Path, grpcurl: Path) -> None:

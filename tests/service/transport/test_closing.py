@@ -1,0 +1,65 @@
+"""How long new calls are kept waiting before a port closes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+
+from service.transport import closing
+from service.transport.closing import Gate
+
+CALL = MagicMock()  # its handler and details, which the gate hands on
+
+
+def gate_and_call() -> tuple[Gate, Callable[[], asyncio.Task[object]]]:
+    gate = Gate()
+
+    async def handler(details: object) -> object:
+        return CALL
+
+    return gate, lambda: asyncio.ensure_future(gate.intercept_service(handler, CALL))
+
+
+async def test_calls_that_come_before_wait_until_goaway_is_said() -> None:
+    gate, call = gate_and_call()
+    assert await call() is CALL
+    server = MagicMock(stop=AsyncMock())
+    leaving = gate.leave(server)
+    await asyncio.sleep(0)
+    waiting = call()
+    await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    assert server.stop.called
+    assert await waiting is CALL
+    await leaving
+    assert gate.leave(server) is leaving
+    assert await call() is CALL  # answered, which is to say refused
+
+
+async def test_who_is_in_a_hurry_waits_for_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for patience in ("_QUIET", "_LONGEST_HOLD"):
+        monkeypatch.setattr(closing, patience, 3600.0)
+    gate, call = gate_and_call()
+    server = MagicMock(stop=AsyncMock())
+    leaving = gate.leave(server)
+    await asyncio.sleep(0)
+    calls = [call() for _ in range(3)]
+    await asyncio.wait(calls, timeout=0.01)
+    assert not server.stop.called
+    gate.hurry()
+    await asyncio.wait_for(leaving, 60)
+    assert server.stop.called
+    assert await asyncio.gather(*calls) == [CALL] * 3
+
+
+async def test_nor_if_the_hurry_came_before() -> None:
+    gate, call = gate_and_call()
+    gate.hurry()
+    server = MagicMock(stop=AsyncMock())
+    leaving = gate.leave(server)
+    await leaving
+    await gate.close(server, 1.0)
+    assert server.stop.call_args.args == (1.0,)
+    assert await call() is CALL
