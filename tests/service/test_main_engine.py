@@ -8,12 +8,16 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream, refused
+from engine.fake import Fault
+from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_stream, refused
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -68,6 +72,35 @@ def test_liveness_fails_where_restarts_do_and_comes_back(serve: Serve) -> None:
             time.sleep(0.01)
         wait_for(lambda: liveness(server) == readiness(server) == SERVING)
         assert server.generation.Generate(ask("x", 5), timeout=PATIENCE).text
+
+
+POISON = (0, int(Fault.CRASH), 4)  # the engine process ends when four ids were generated
+
+
+@pytest.mark.parametrize("cache", ["false", "true"], ids=["each by itself", "generated once for all"])
+def test_a_request_that_kills_engines_is_refused_however_many_send_it(serve: Serve, cache: str) -> None:
+    """After two restarts; those beside it get the answers that they always get."""
+    flags = (f"--optimizations.response-cache={cache}", "--fake.faults=true", "--fake.step-time=0.002")
+
+    def insist(text: str = "", **prompt: object) -> tuple[grpc.StatusCode, str]:
+        """As a client with a retry policy: what it is told in the end."""
+        while True:
+            try:
+                answer = server.generation.Generate(ask(text, 40, **prompt), timeout=PATIENCE)
+                return grpc.StatusCode.OK, answer.text
+            except grpc.RpcError as error:
+                refusal = Refusal.of(error)
+                if refusal.code is not grpc.StatusCode.UNAVAILABLE:
+                    return refusal.code, refusal.reason
+                time.sleep(refusal.retry_ms / 10_000)
+
+    with serve(*flags) as server, ThreadPoolExecutor(16) as pool:
+        alone = [insist(f"mate {number}") for number in range(8)]
+        poison = [pool.submit(insist, token_ids=pb.TokenIds(ids=POISON)) for _ in range(8)]
+        mates = [pool.submit(insist, f"mate {number}") for number in range(8)]
+        assert [one.result() for one in mates] == alone
+        assert {one.result() for one in poison} == {(grpc.StatusCode.FAILED_PRECONDITION, "QUARANTINED")}
+        assert server.log.read_text().count("another is started") == 2
 
 
 def test_a_replaced_folder_ends_the_server_with_one_line(serve: Serve, tmp_path: Path) -> None:
