@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo, Reverted
+from engine.client.inbox import Stream
 from engine.client.profiles import Profiles
-from engine.client.streams import Stream, Streams
+from engine.client.streams import Streams
 from engine.client.supervisor import Backoff, Supervisor
 from engine.client.switching import Switching
 from engine.errors import EngineUnavailable, InvalidModel

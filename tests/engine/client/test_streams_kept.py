@@ -8,7 +8,7 @@ import time
 import pytest
 
 from engine.api import FinishReason, TokenEvents
-from engine.client.streams import Stream
+from engine.client.inbox import Stream
 from engine.errors import DeadlineExceeded, EngineUnavailable, Quarantined
 from engine.fake import plain_request
 from engine.ipc.events import Event

@@ -1,0 +1,216 @@
+"""One request as the front sees it: what has come for it and was not read yet, under a cap, and the face of that to
+its reader."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from engine.api import GenerationRequest, TokenEvents
+from engine.errors import Aborted, DeadlineExceeded, EngineError, EngineFailed, OutOfMemory
+from engine.ipc.events import Event, Failure
+from engine.ipc.frames import Command, Pause, Resume
+
+Send = Callable[[Command], None]
+
+
+class Owner(Protocol):
+    """Who has them all."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def send(self) -> Send: ...
+
+    def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
+        """Forgets a stream and what it holds, here and in the engine."""
+
+
+def _size(event: Event) -> int:
+    """Bytes that an unread event is taken to occupy."""
+    tops = sum(len(one.top) for one in event.logprobs) if event.logprobs else 0
+    return 32 + 12 * (len(event.token_ids) + tops)
+
+
+class Inbox:
+    """What came for one request. `held` is what the reader was given last and is presumably still at."""
+
+    __slots__ = (
+        "_cap",
+        "_delay",
+        "_due",
+        "_error",
+        "_events",
+        "_held",
+        "_paused",
+        "_queued",
+        "_timer",
+        "_tokens",
+        "_waiter",
+        "_want",
+        "deaths",
+        "key",
+        "live",
+        "made",
+        "owner",
+        "request",
+    )
+
+    def __init__(self, key: int, request: GenerationRequest, owner: Owner, cap: int) -> None:
+        self.key = key
+        self.request = request
+        self.made = 0  # tokens that came
+        self.deaths = 0  # of processes that had it and that it may have to do with
+        self.owner = owner
+        self.live = True  # the engine has it
+        self._cap = cap  # bytes
+        self._events: list[Event] = []
+        self._error: EngineError | None = None
+        self._queued = 0  # bytes
+        self._held = 0  # bytes
+        self._paused = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._want = 1  # tokens that wake the reader
+        self._delay = 0.0  # seconds after which fewer do
+        self._tokens = 0  # unread
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = False  # the delay is over
+
+    def batch(self, tokens: int, delay: float) -> None:
+        """See TokenStream.batch."""
+        self._want, self._delay = (tokens, delay) if delay > 0 else (1, 0.0)
+
+    def put(self, event: Event) -> None:
+        """From the engine."""
+        if event.failure is not None:
+            self.end(exception_of(event.failure))
+            return
+        self._events.append(event)
+        self._queued += _size(event)
+        self._tokens += len(event.token_ids)
+        self.made += len(event.token_ids)
+        if event.finish is not None:
+            self.live = False
+        elif self._queued + self._held > self._cap and not self._paused:
+            self._paused = True
+            self.owner.send(Pause(self.key))
+        if self._ready:
+            self._wake()
+        elif self._timer is None:
+            self._timer = self.owner.loop.call_later(self._delay, self._overdue)
+
+    def end(self, error: EngineError | None) -> None:
+        """Nothing more will come. What came before is read first."""
+        self._stop_timer()
+        self.live = False
+        self._error = error
+        self._wake()
+
+    def drop(self, error: EngineError | None) -> None:
+        """Nobody will read what came."""
+        self._events.clear()
+        self.end(error)
+
+    async def next(self) -> TokenEvents:
+        """All that is there, as one; waits for something."""
+        self._held = 0
+        if self._paused and self._queued <= self._cap // 2:
+            self._paused = False
+            if self.live:
+                self.owner.send(Resume(self.key))
+        while not (self._events and self._ready):
+            if self._error is not None:
+                error, self._error = self._error, None
+                try:
+                    raise error
+                finally:
+                    del error  # it knows this frame and those of its callers, which would else live until a collection
+            if not self.live:
+                raise StopAsyncIteration
+            await self._wait()
+        self._stop_timer()
+        events, self._events = self._events, []
+        self._held, self._queued, self._tokens = self._queued, 0, 0
+        if len(events) == 1:
+            return TokenEvents(events[0].token_ids, events[0].logprobs, events[0].finish, events[0].start)
+        return TokenEvents(
+            tuple(itertools.chain.from_iterable([event.token_ids for event in events])),
+            tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
+            events[-1].finish,
+            events[0].start,
+        )
+
+    @property
+    def _ready(self) -> bool:
+        """Whether what is there is worth waking the reader, who alone can end a pause."""
+        return self._tokens >= self._want or self._due or self._paused or not self.live
+
+    def _overdue(self) -> None:
+        self._timer = None
+        self._due = True
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        self._due = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise RuntimeError("a stream has one reader")
+        self._waiter = self.owner.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Stream:
+    """Implements engine.api.TokenStream. Dropping it unread cancels it too, if only when it is collected."""
+
+    __slots__ = ("_inbox",)
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, TokenEvents]:
+        return self._inbox.next()
+
+    def batch(self, tokens: int, delay: float) -> None:
+        self._inbox.batch(tokens, delay)
+
+    def cancel(self) -> None:
+        self._inbox.owner.cancel(self._inbox, None)
+
+    def abort(self, reason: str) -> None:
+        if self._inbox.live:
+            self._inbox.owner.cancel(self._inbox, Aborted(reason))
+
+    def __del__(self) -> None:
+        inbox = self._inbox
+        if inbox.live:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                inbox.owner.loop.call_soon_threadsafe(inbox.owner.cancel, inbox, None)
+
+
+def exception_of(failure: Failure) -> EngineError:
+    """A fresh one."""
+    match failure:
+        case Failure.DEADLINE:
+            return DeadlineExceeded("the deadline passed")
+        case Failure.STEP:
+            return EngineFailed("a step failed")
+        case Failure.MEMORY:
+            return OutOfMemory("the engine has no memory for this request")
