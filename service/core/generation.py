@@ -63,7 +63,7 @@ class Generator:
             request = self._lowered(request, origin.tenant)
             if admission.slots.many_misses or not self._sources.may_know(request):
                 admission.slots.check(request.priority, origin.deadline, origin.tenant)
-            ids = await self._model.encode(request.prompt, facts, origin.deadline)
+            ids = await self._model.encode(request.prompt, facts, origin)
             record.prompt_tokens = len(ids)
             found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin)
             ticket.lookup_ended()

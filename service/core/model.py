@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
 from service.core.errors import InvalidRequest, Violation
-from service.core.request import ChatPrompt, ModelFacts, Prompt, Request, TextPrompt, TokenPrompt
+from service.core.request import ChatPrompt, ModelFacts, Origin, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
 from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
 from service.core.text.processes import TextProcesses
@@ -43,7 +43,7 @@ class ServedModel:
             self._known = (info, self._facts(info))
         return self._known[1]
 
-    async def encode(self, prompt: Prompt, facts: ModelFacts, deadline: float | None) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, facts: ModelFacts, origin: Origin) -> tuple[int, ...]:
         """The prompt's token ids. Raises InvalidRequest where the template refuses it or it is too long; and as
         TextProcesses.run."""
         if isinstance(prompt, TokenPrompt):
@@ -52,11 +52,9 @@ class ServedModel:
             least = self._tokenizer.least_tokens(prompt.text)
             if least >= facts.max_context:
                 raise InvalidRequest((Violation(prompt.field, too_long(least, facts.max_context)),))
-        return tuple(await self.tokenize(prompt, deadline, facts.max_context - 1))
+        return tuple(await self.tokenize(prompt, origin, facts.max_context - 1))
 
-    async def tokenize(
-        self, prompt: TextPrompt | ChatPrompt, deadline: float | None, most: int | None = None
-    ) -> Sequence[int]:
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, origin: Origin, most: int | None = None) -> Sequence[int]:
         """At most `most` ids. Raises InvalidRequest where there are more, where the template refuses the prompt or it
         is larger than MOST_TEXT; and as TextProcesses.run."""
         try:
@@ -64,26 +62,26 @@ class ServedModel:
                 _check_size(prompt, (prompt.text,))
                 if self._tokenizer.here(prompt.text):
                     return self._tokenizer.encode(prompt.text)
-                return await self._ids("encode", pack(EncodeText(prompt.text, most)), deadline)
+                return await self._ids("encode", pack(EncodeText(prompt.text, most)), origin)
             _check_size(prompt, (text for message in prompt.messages for text in (message.role, message.content)))
             if self._tokenizer.chat_here(prompt.messages):
                 return self._tokenizer.encode_chat(prompt.messages)
             messages = [(message.role, message.content) for message in prompt.messages]
-            return await self._ids("encode_chat", pack(EncodeChat(messages, most)), deadline)
+            return await self._ids("encode_chat", pack(EncodeChat(messages, most)), origin)
         except (ChatTemplateError, Refusal) as error:
             raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
 
-    async def detokenize(self, ids: list[int], deadline: float | None) -> str:
+    async def detokenize(self, ids: list[int], origin: Origin) -> str:
         """Special tokens left out. Raises InvalidRequest; and as TextProcesses.run."""
         if self._tokenizer.decode_here(ids):
             return self._tokenizer.decode(ids)
         try:
-            return (await self._processes.run("decode", pack_ids(ids), deadline)).decode()
+            return (await self._processes.run("decode", pack_ids(ids), origin.deadline, origin.tenant)).decode()
         except Refusal as error:
             raise InvalidRequest((Violation("token_ids", str(error)),)) from None
 
-    async def _ids(self, kind: str, payload: bytes, deadline: float | None) -> Sequence[int]:
-        return unpack_ids(await self._processes.run(kind, payload, deadline))
+    async def _ids(self, kind: str, payload: bytes, origin: Origin) -> Sequence[int]:
+        return unpack_ids(await self._processes.run(kind, payload, origin.deadline, origin.tenant))
 
     def detokenizer(self, request: Request) -> Detokenizer | None:
         """None where neither text nor stop strings are asked for."""

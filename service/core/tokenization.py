@@ -20,11 +20,11 @@ class Tokenization:
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, origin: Origin) -> Sequence[int]:
         with self._admission.admit(origin.tenant, None, origin.deadline):
             origin.record.admitted_at = time.monotonic()
-            ids = await self._model.tokenize(prompt, origin.deadline)
+            ids = await self._model.tokenize(prompt, origin)
             origin.record.prompt_tokens = len(ids)
             return ids
 
     async def detokenize(self, ids: list[int], origin: Origin) -> str:
         with self._admission.admit(origin.tenant, None, origin.deadline):
             origin.record.admitted_at = time.monotonic()
-            return await self._model.detokenize(ids, origin.deadline)
+            return await self._model.detokenize(ids, origin)

@@ -25,6 +25,7 @@ from service.core.errors import Overloaded
 from service.core.text.control import DONE, REFUSED, Configure
 from service.core.text.forking import RETRY, ForkServer, Worker
 from service.core.text.jobs import KINDS, Refusal
+from service.core.text.turns import Turns
 
 SMALL = 64 * 2**10  # bytes of a payload
 _MOMENT = 0.1  # seconds that a job gets to end once its caller has gone
@@ -86,14 +87,14 @@ class TextProcesses:
         await self._server.start()
         await asyncio.gather(self._small.warm(), self._large.warm())
 
-    async def run(self, kind: str, payload: bytes, deadline: float | None = None) -> bytes:
-        """Does one job. `deadline` is on the clock of time.monotonic.
+    async def run(self, kind: str, payload: bytes, deadline: float | None = None, sender: str = "") -> bytes:
+        """Does one job; senders take turns. `deadline` is on the clock of time.monotonic.
 
         Raises Refusal where the input is at fault, too much time or memory included; Overloaded, DeadlineExceeded,
         EngineUnavailable, or JobFailed. Once cancelled, the job is abandoned.
         """
         pool = self._small if len(payload) <= SMALL else self._large
-        return await pool.run(self._numbers[kind], payload, deadline)
+        return await pool.run(self._numbers[kind], payload, deadline, sender)
 
     async def close(self) -> None:
         """Kills them."""
@@ -107,7 +108,7 @@ class _Pool:
         self._server = server
         self._limits = limits
         self._refusals = refusals
-        self._turn = asyncio.Semaphore(limits.processes)
+        self._turns = Turns(limits.processes)
         self._waiting = 0  # jobs
         self._bytes = 0  # theirs
         self._idle: list[Worker] = []
@@ -116,8 +117,8 @@ class _Pool:
         """Forks before the first job."""
         self._idle.append(await self._server.fork(self._limits.memory))
 
-    async def run(self, kind: int, payload: bytes, deadline: float | None) -> bytes:
-        await self._wait(len(payload), deadline)
+    async def run(self, kind: int, payload: bytes, deadline: float | None, sender: str) -> bytes:
+        await self._wait(len(payload), deadline, sender)
         job = asyncio.ensure_future(self._job(kind, payload, deadline))
         job.add_done_callback(self._over)
         try:
@@ -126,7 +127,7 @@ class _Pool:
             asyncio.get_running_loop().call_later(_MOMENT, job.cancel)
             raise
 
-    async def _wait(self, size: int, deadline: float | None) -> None:
+    async def _wait(self, size: int, deadline: float | None, sender: str) -> None:
         """For this job's turn."""
         if self._waiting >= self._limits.jobs or self._bytes + size > self._limits.waiting:
             self._refusals["TEXT_QUEUE"] += 1
@@ -135,7 +136,7 @@ class _Pool:
         self._bytes += size
         try:
             async with asyncio.timeout(_left(deadline)):
-                await self._turn.acquire()
+                await self._turns.acquire(sender)
         except TimeoutError:
             raise DeadlineExceeded("the deadline has passed") from None
         finally:
@@ -143,7 +144,7 @@ class _Pool:
             self._bytes -= size
 
     def _over(self, job: asyncio.Task[bytes]) -> None:
-        self._turn.release()
+        self._turns.release()
         if not job.cancelled():
             job.exception()  # seen, though the caller may have gone
 

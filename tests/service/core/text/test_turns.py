@@ -1,0 +1,65 @@
+"""Senders take turns, and a turn is never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from service.core.text.turns import Turns
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_senders_take_turns() -> None:
+    turns, order = Turns(1), ""
+    await turns.acquire("busy")
+
+    async def job(sender: str) -> None:
+        nonlocal order
+        await turns.acquire(sender)
+        order += sender
+        turns.release()
+
+    jobs = [asyncio.create_task(job(sender)) for sender in "aaaaabbc"]
+    await settled()
+    turns.release()
+    await asyncio.gather(*jobs)
+    assert order == "abcabaaa"
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_turn_is_lost_by_those_who_give_up(seed: int) -> None:
+    draw, turns, at_once, most = random.Random(seed), Turns(2), 0, 0
+
+    async def job(sender: str) -> None:
+        nonlocal at_once, most
+        await turns.acquire(sender)
+        at_once += 1
+        most = max(most, at_once)
+        try:
+            await asyncio.sleep(0)
+        finally:
+            at_once -= 1
+            turns.release()
+
+    jobs = []
+    for _ in range(200):
+        jobs.append(asyncio.create_task(job(draw.choice("abc"))))
+        if draw.random() < 0.5:
+            draw.choice(jobs).cancel()
+        if draw.random() < 0.3:
+            await asyncio.sleep(0)
+    await asyncio.gather(*jobs, return_exceptions=True)
+    assert most == 2
+    for _ in range(2):
+        await asyncio.wait_for(turns.acquire("d"), 20)
+    third = asyncio.create_task(turns.acquire("d"))
+    await settled()
+    assert not third.done()
+    turns.release()
+    await asyncio.wait_for(third, 20)
