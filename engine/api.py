@@ -204,6 +204,8 @@ class EngineLoad:
     cached_tokens: int = 0  # of those, whose keys and values were there
     generated_tokens: int = 0
     preemptions: int = 0
+    device_used_bytes: int = 0  # of a GPU's memory, by all processes
+    device_bytes: int = 0  # 0 without a GPU
     tier: TierReport | None = None  # None where there is no shared tier
 
 

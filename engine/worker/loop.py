@@ -34,6 +34,7 @@ from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.worker.device_memory import DeviceMemory
 from engine.worker.marking import Marking
 from engine.worker.profiles import Profiles
 from engine.worker.recording import StepRecorder
@@ -59,6 +60,7 @@ class Loop:
         tier_report: Callable[[], TierReport] | None = None,
         recorder: StepRecorder | None = None,
         marking: Marking | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self._link = link
         self._runner = runner
@@ -69,6 +71,7 @@ class Loop:
         self._recorder = recorder
         self._profiles = Profiles(link.send)
         self._marking = marking
+        self._memory = memory
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
         self._failures = 0  # steps in a row
@@ -191,6 +194,9 @@ class Loop:
 
     def _load(self) -> EngineLoad:
         load = self._scheduler.load
+        if self._memory is not None:
+            used, total = self._memory.read()
+            load = replace(load, device_used_bytes=used, device_bytes=total)
         return load if self._tier_report is None else replace(load, tier=self._tier_report())
 
 

@@ -34,6 +34,7 @@ from engine.log_lines import use_json
 from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, PAGE_SIZE, EngineSettings
+from engine.worker.device_memory import DeviceMemory
 from engine.worker.loop import Loop
 from engine.worker.marking import Marking
 from engine.worker.recording import StepRecorder
@@ -91,7 +92,8 @@ def _serve(link: Link, marking: Marking) -> int:
     gc.freeze()  # what was loaded stays; later collections need not look at it
     link.send(Ready(replace(runner.info, texts_digest=texts, unused=idle)))
     _log.debug("ready: %d sequences, %d pages", runner.info.max_sequences, runner.info.total_pages)
-    Loop(link, runner, scheduler, switches, tier, tier_report, _recorder(settings, runner), marking).run()
+    memory = DeviceMemory() if runner.info.device.startswith("cuda") else None
+    Loop(link, runner, scheduler, switches, tier, tier_report, _recorder(settings, runner), marking, memory).run()
     if tier is not None:
         tier.close()
     runner.close()

@@ -177,6 +177,9 @@ def _engine(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
         f"{load.preemptions} preemptions",
     )
     yield _row("engine", told)
+    if load.device_bytes:
+        used = f"{_bytes(load.device_used_bytes)} of {_bytes(load.device_bytes)}"
+        yield _row("gpu", (used, f"{load.device_used_bytes / load.device_bytes:.0%} used"))
 
 
 def _front(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:

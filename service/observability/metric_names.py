@@ -127,6 +127,7 @@ FAMILIES: Mapping[str, Family] = {
         "Key-value pages: that sequences need, that are kept for prompts to come, and free ones.", "state"
     ),
     "kv_cache_usage_ratio": _gauge("Share of the key-value pages that sequences need."),
+    "device_memory_bytes": _gauge("Memory of the GPU, in use by whatever process and in all.", "state"),
     "engine_steps": _counter("Steps."),
     "prompt_tokens": _counter("Prompt tokens of sequences that have begun."),
     "prompt_cached_tokens": _counter("Of those, whose keys and values were there."),

@@ -186,6 +186,8 @@ def _engine(load: EngineLoad) -> Iterator[Metric]:
     free = max(0, load.total_pages - load.used_pages - load.kept_pages)
     yield _by("engine_pages", {"used": load.used_pages, "kept": load.kept_pages, "free": free})
     yield _one("kv_cache_usage_ratio", load.used_pages / load.total_pages if load.total_pages else 0.0)
+    device = {"used": load.device_used_bytes, "total": load.device_bytes} if load.device_bytes else {}
+    yield _by("device_memory_bytes", device)
     yield _one("engine_steps", load.steps)
     yield _one("prompt_tokens", load.prompt_tokens)
     yield _one("prompt_cached_tokens", load.cached_tokens)

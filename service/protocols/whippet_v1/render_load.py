@@ -62,6 +62,8 @@ def _engine(cases: UseCases) -> admin_pb2.GetLoadResponse:
         kept_pages=now.kept_pages,
         total_pages=now.total_pages if info is None else info.total_pages,
         page_size=PAGE_SIZE,
+        device_used_bytes=now.device_used_bytes,
+        device_bytes=now.device_bytes,
         steps=now.steps,
         prompt_tokens=now.prompt_tokens,
         cached_tokens=now.cached_tokens,

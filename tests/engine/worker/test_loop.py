@@ -36,6 +36,7 @@ from engine.ipc.link import Link
 from engine.kv.page_pool import PagePool
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import EngineSettings, FakeSettings
+from engine.worker.device_memory import DeviceMemory
 from engine.worker.loop import Loop, out_of_memory
 from engine.worker.switches import Switches
 
@@ -45,7 +46,7 @@ PATIENCE = 20.0  # seconds after which a test that waits has failed
 class Front:
     """The other end of a running loop."""
 
-    def __init__(self, **fake: object) -> None:
+    def __init__(self, memory: DeviceMemory | None = None, **fake: object) -> None:
         settings = EngineSettings(
             model="",
             kind="fake",
@@ -58,7 +59,7 @@ class Front:
         self.seen: list[Report] = []
         limits = Limits(max_sequences=2, max_batch_tokens=64, max_context=1024)
         runner, scheduler = FakeRunner(settings), Scheduler(limits, PagePool(64))
-        self.loop = Loop(Link(theirs), runner, scheduler, Switches(settings, runner, scheduler))
+        self.loop = Loop(Link(theirs), runner, scheduler, Switches(settings, runner, scheduler), memory=memory)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(theirs,))
         self.thread.start()
@@ -301,3 +302,27 @@ def test_only_the_latest_profile_has_stacks_and_none_goes_on(front: Front) -> No
     assert not found[0].stacks
     assert not found[2].stacks
     assert "stack sampler" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_memory_of_a_gpu_is_asked_for_once_a_second_and_kept_where_it_is_lost() -> None:
+    answers = iter([(59, 100), (58, 100), RuntimeError("CUDA error"), (56, 100)])
+    times = iter([0.0, 0.5, 1.0, 2.0, 3.0])
+
+    def ask() -> tuple[int, int]:
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    memory = DeviceMemory(ask, lambda: next(times))
+    assert [memory.read()[0] for _ in range(5)] == [41, 41, 42, 42, 44]
+    assert next(answers, None) is None
+
+
+def test_the_load_tells_of_a_gpus_memory() -> None:
+    front = Front(memory=DeviceMemory(lambda: (25, 100)))
+    front.send(Submit(1, plain_request((1,), 3)))
+    front.read_to_end(1)
+    load = front.wait_for_load(running=0)
+    assert (load.device_used_bytes, load.device_bytes) == (75, 100)
+    front.close()

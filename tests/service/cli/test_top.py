@@ -57,6 +57,8 @@ NOW = load(
     runs_on="fast things",
     front_cpu=Duration(seconds=1),
     front_bytes=3 * 2**30,
+    device_used_bytes=20 * 2**30,
+    device_bytes=80 * 2**30,
 )
 
 
@@ -74,6 +76,7 @@ def test_a_frame_tells_what_happened_between_two_looks() -> None:
         "answers NOT ASKED",
         "2 restarts",
         "50% of a core  3.0 GiB",
+        "20.0 GiB of 80.0 GiB  25% used",
     ):
         assert told in text, text
     assert "CANCELLED" not in text  # none of late
