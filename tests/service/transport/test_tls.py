@@ -24,6 +24,7 @@ from service.transport.tls import Certificates, read_pair
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 from tests.service.conftest import PATIENCE, Refusal, Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template
+from tests.service.observability.test_metrics import page_of, value
 from tests.service.transport.presented import entry, named
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -271,6 +272,10 @@ def refuses(server: Server, folder: Path, client: str) -> bool:
         return False
 
 
+def expiry(pair: tuple[bytes, bytes]) -> float:
+    return x509.load_pem_x509_certificate(pair[1]).not_valid_after_utc.timestamp()
+
+
 def test_certificates_change_under_60_streams(serve: Serve, tmp_path: Path) -> None:
     """None is lost: each goes on with tokens of steps that came after everything had changed."""
     old, new = Authority("old"), Authority("new")
@@ -296,6 +301,9 @@ def test_certificates_change_under_60_streams(serve: Serve, tmp_path: Path) -> N
         write_pair(tmp_path, "server", (third[0], other[1]))  # a key and a certificate that do not fit
         until(lambda: "the old certificates stay in force: tls.key" in one.log.read_text())
         assert shown(one.data) == der(second)
+        page = page_of(one)
+        assert value(page, "identity_reload_failures_total", file="certificates") >= 1
+        assert value(page, "tls_certificate_expiry_timestamp_seconds") == expiry(second)
         write_pair(tmp_path, "server", third)
         until(lambda: shown(one.data) == der(third))
 
