@@ -127,6 +127,7 @@ class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelO
     """Everything the engine process needs to know."""
 
     model: str  # the folder; empty for a fake that speaks bytes
+    model_digest: str | None = None  # that the folder must have, as `quant.checkpoint.digest.of_model` writes it
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     shared_tier: BlockSettings | None = None  # None: keys and values stay on the device

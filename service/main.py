@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from collections import Counter
@@ -26,6 +27,7 @@ from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches, checked
 from service.core.answers.flush import Flusher
 from service.core.answers.lookup import AnswerSources
+from service.core.cache_dir import UnsafeFolder, cache_dir
 from service.core.draining import Drain
 from service.core.generation import Generator
 from service.core.model import ServedModel
@@ -78,8 +80,8 @@ def serve(argv: Sequence[str]) -> int:
         refuse_strangers(settings)
         logs.set_up(settings.log_level, settings.log.format)
         silence()
-        return uvloop.run(_serve(settings, partial(load, argv)))
-    except BadSettings as error:
+        return uvloop.run(_serve(settings, partial(load, argv, dict(os.environ))))
+    except (BadSettings, UnsafeFolder) as error:
         return _refuse(error, BAD_SETTINGS)
     except PortTaken as error:
         return _refuse(error, PORT_TAKEN)
@@ -127,6 +129,7 @@ class _Parts:
 async def _serve(settings: Settings, again: Callable[[], Settings]) -> int:
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(_Signals(asyncio.get_running_loop()))
+        stack.enter_context(cache_dir(settings.cache_dir, os.environ))
         refusals = Counter[str]()
         processes = TextProcesses(settings.model, refusals=refusals)
         stack.push_async_callback(processes.close)

@@ -89,7 +89,9 @@ def _name(digest: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Folder of exported models, kept between runs."""
+    """Folder of exported models, kept between runs: below the setting `cache-dir`, which the server passes on."""
+    if named := os.environ.get("WHIPPET_CACHE_DIR"):
+        return Path(named) / "embedders"
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "whippet" / "embedders"
 
@@ -133,6 +135,7 @@ def _export(folder: Path, work: Path, digest: str) -> Path:
     made.mkdir()
     command = [sys.executable, "-m", "cache.semantic.source", str(folder), str(raw)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"HF_HOME": str(work), "TMPDIR": str(work)}  # the only folder that is sure to be writable
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     try:

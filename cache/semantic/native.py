@@ -84,8 +84,9 @@ def compile_encoder(target: Path) -> None:
         raise NotNative(f"no C compiler: {named}" if named else "no C compiler")
     options = ("-O3", "-std=gnu11", "-mtune=native", *(f"-m{name.replace('_', '')}" for name in NEEDS))
     command = [compiler, *options, "-shared", "-fPIC", str(SOURCE), "-o", str(target)]
+    environment = {**os.environ, "TMPDIR": str(target.parent)}  # where it may write in any case
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotNative(f"{compiler}: {error}") from None
     if done.returncode != 0:

@@ -20,7 +20,7 @@ from engine.errors import EngineUnavailable, InvalidModel
 from engine.ipc.frames import Profiled, Progress, SetLogLevel, Step, Switched, TurnedBack
 from engine.ipc.step_mark import MarkedStep
 from engine.settings import EngineSettings, LogLevel
-from quant.checkpoint.digest import of_texts
+from quant.checkpoint.digest import of_model, of_texts
 from quant.checkpoint.errors import BadFile
 
 _BACKOFF = Backoff()
@@ -39,7 +39,7 @@ class EngineClient:
         backoff: Backoff = _BACKOFF,
     ) -> None:
         self._supervisor = Supervisor(settings, self, backoff)
-        self._folder = settings.model
+        self._folder, self._digest = settings.model, settings.model_digest
         self._texts = texts
         self._streams = Streams(asyncio.get_running_loop(), self._supervisor.send, stream_buffer)
         self._profiles = Profiles(self._supervisor.send)
@@ -147,6 +147,9 @@ class EngineClient:
         if (change := self._change(info)) is not None:
             self._replaced = True
             raise InvalidModel(f"{self._folder}: {change} since this server started; start it again to serve them")
+        found = of_model(info.weights_digest, info.texts_digest)
+        if self._digest not in (None, found):
+            raise InvalidModel(f"{self._folder}: its digest is {found}, which is not the model-digest that is set")
         self._info = info
         self._load = EngineLoad(total_pages=info.total_pages)
         self._switching.tell()

@@ -125,7 +125,9 @@ def compiler_version() -> str:
 
 
 def default_cache() -> Path:
-    """Where machine code is kept between runs."""
+    """Where machine code is kept between runs: below the setting `cache-dir`, which the server passes on."""
+    if named := os.environ.get("WHIPPET_CACHE_DIR"):
+        return Path(named) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "whippet" / "kernels"
 

@@ -107,12 +107,21 @@ def open_products(flags: Collection[str], folder: Path | None = None) -> CpuProd
     try:
         if kept.is_file():
             return CpuProducts(kept)
-        with tempfile.TemporaryDirectory() as room:
+        with _room(folder) as room:
             fresh = Path(room) / "products.so"
-            _compile([compiler, *options, str(SOURCE), "-o", str(fresh)])
+            _compile([compiler, *options, str(SOURCE), "-o", str(fresh)], room)
             return CpuProducts(_keep(fresh, kept))
     except OSError as error:
         raise NoProducts(f"the library cannot be used: {error}") from error
+
+
+def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """To compile in: where the result is kept, since no other folder may be writable. Raises OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=folder)
+    except OSError:
+        return tempfile.TemporaryDirectory()
 
 
 def _compiler() -> str:
@@ -129,12 +138,14 @@ def _units(flags: Collection[str]) -> tuple[str, ...]:
     return tuple(f"-m{unit}" for unit in used)
 
 
-def _compile(command: list[str]) -> None:
+def _compile(command: list[str], room: str) -> None:
     """With threads if the compiler has them."""
-    failure = ""
+    failure, environment = "", {**os.environ, "TMPDIR": room}
     for threads in (("-fopenmp",), ()):
         try:
-            done = subprocess.run([*command, *threads], capture_output=True, text=True, timeout=PATIENCE, check=False)
+            done = subprocess.run(
+                [*command, *threads], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+            )
         except subprocess.TimeoutExpired as error:
             raise NoProducts(f"{command[0]} took more than {PATIENCE:.0f} s") from error
         if done.returncode == 0:

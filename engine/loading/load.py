@@ -71,7 +71,7 @@ def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
     with checkpoint_errors(folder):
         weights = load_weights(config, source, load_linear, placement)
     seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(placement.dtype))
-    return Loaded(weights, _identity(seen, what), what.form.name)
+    return Loaded(weights, _identity(seen, what.form), what.form.name)
 
 
 def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
@@ -85,12 +85,24 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
             load_linear = quantized_loader(form.spec, "int8" if form.int8 else None)
             weights = load_weights(config, checkpoint, load_linear, what.placement)
             checkpoint.close()
-            return Loaded(weights, _identity(fingerprint.result(), what), form.name)
+            return Loaded(weights, _identity(fingerprint.result(), form), form.name)
     finally:
         fingerprint.close()
 
 
-def _identity(files: str, what: Loading) -> str:
+def weights_digest(folder: Path, form: Format) -> str:
+    """As `load` finds it, without loading. Reads every weight. Raises InvalidModel."""
+    with checkpoint_errors(folder):
+        checkpoint = Checkpoint(folder)
+        checkpoint.close()
+        fingerprint = digest.WeightsDigest((*checkpoint.files, *described_by(folder)))
+        try:
+            return _identity(fingerprint.result(), form)
+        finally:
+            fingerprint.close()
+
+
+def _identity(files: str, form: Format) -> str:
     """The digest of the files, and of what else decides what the weights compute."""
-    made = [what.form.name] if what.form.int8 else []
+    made = [form.name] if form.int8 else []
     return digest.of_text(files, *made) if made else files

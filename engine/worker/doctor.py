@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from engine.errors import EngineError, Unsupported
 from engine.execution.graph_decode.weights import why_one_pass
-from engine.execution.registry import EXECUTORS, SWITCHES, leaders
+from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
@@ -26,7 +27,7 @@ from engine.linear import Placement, load_dense
 from engine.linear.quantized import loader_of
 from engine.loading.dummy import DummyLinears
 from engine.loading.formats import Format, read_folder
-from engine.loading.load import check
+from engine.loading.load import check, weights_digest
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.model.weights import load_weights
@@ -34,6 +35,7 @@ from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, Quantization
 from engine.worker import hardware
 from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.digest import of_model, of_texts
 from quant.checkpoint.formats import FORMATS
 from quant.checkpoint.tensors import dense_tensors
 
@@ -67,6 +69,7 @@ class ModelReport:
     weights_bytes: int  # in memory
     max_context: int  # tokens
     pages: int
+    digest: str | None  # that `model-digest` may demand; None: not asked for
 
 
 @dataclass(slots=True)
@@ -88,23 +91,27 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON object. 1 where there are problems."""
-    report = examine(_settings(sys.argv[1:] if argv is None else argv))
+    report = examine(*_asked(sys.argv[1:] if argv is None else argv))
     sys.stdout.write(json.dumps(asdict(report)) + "\n")
     return 1 if report.problems else 0
 
 
-def _settings(argv: Sequence[str]) -> EngineSettings:
+def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
     parser = argparse.ArgumentParser(prog="python -m engine.worker.doctor", allow_abbrev=False)
     parser.add_argument("--model", default="")
     parser.add_argument("--device", default="auto", choices=get_args(Device))
     parser.add_argument("--dtype", default="auto", choices=get_args(Dtype))
     parser.add_argument("--quantization", default="auto", choices=get_args(Quantization))
     parser.add_argument("--decoder", default="auto", choices=get_args(DecoderChoice))
-    return EngineSettings(**vars(parser.parse_args(argv)))
+    parser.add_argument("--digest", action="store_true")
+    given = vars(parser.parse_args(argv))
+    digest = given.pop("digest")
+    return EngineSettings(**given), digest
 
 
-def examine(settings: EngineSettings) -> Report:
-    """Reports on the machine and, where `settings.model` names one, on serving that model."""
+def examine(settings: EngineSettings, digest: bool = False) -> Report:
+    """Reports on the machine and, where `settings.model` names one, on serving that model; with its digest, for which
+    all weights are read."""
     report = Report(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
     try:
         report.gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -118,9 +125,9 @@ def examine(settings: EngineSettings) -> Report:
         report.dtypes = _dtypes(device, dtype, settings)
         report.formats = _formats(None if config is None else form)
         parts = None if config is None else _parts(config, form, Placement(dtype, device))
-        report.decoders = _decoders(settings, parts)
+        report.decoders = _decoders(settings, parts, device)
         if parts is not None:
-            report.model = _model(settings, form, parts)
+            report.model = _model(settings, form, parts, digest)
             report.optimizations = _switches(parts, report)
         if not any(one.chosen for one in report.decoders):
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)
@@ -173,12 +180,12 @@ def _format_reason(name: str, form: Format) -> str:
     return "int8 was asked for" if form.int8 else "the folder holds other weights"
 
 
-def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
-    """In the order of the registry; without a model, what would be tried."""
+def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.device) -> list[Option]:
+    """In the order of the registry; without a model, what would serve the tiny one that an entry is tried on."""
     found: list[Option] = []
     taken = False
     for entry in leaders(EXECUTORS):
-        reason = None if parts is None else entry.why_not(parts)
+        reason = entry.why_not(_trial(entry, device) if parts is None else parts)
         if settings.decoder not in ("auto", entry.decoder):
             reason = f"{settings.decoder} was asked for"
         chosen = reason is None and not taken
@@ -187,6 +194,15 @@ def _decoders(settings: EngineSettings, parts: Parts | None) -> list[Option]:
         taken = taken or chosen
         found.append(Option(entry.decoder, chosen, reason))
     return found
+
+
+def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
+    """Of the model that it is compared with eager on."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(entry.trial)))
+        config, form = read_folder(Path(folder), "auto")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _parts(config, form, Placement(dtype, device))
 
 
 def _switches(parts: Parts, report: Report) -> list[Option]:
@@ -231,7 +247,7 @@ def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 
-def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
+def _model(settings: EngineSettings, form: Format, parts: Parts, digest: bool) -> ModelReport:
     """Raises InvalidModel or Unsupported for what would keep it from being served."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
     check(folder, config, form)
@@ -243,7 +259,8 @@ def _model(settings: EngineSettings, form: Format, parts: Parts) -> ModelReport:
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     sequences = settings.max_sequences or hardware.most_sequences(placement.device)
     room = make_room(settings, sequences, config.max_context, shape, placement.activations, free)
-    return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages)
+    known = of_model(weights_digest(folder, form), of_texts(folder)) if digest else None
+    return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages, known)
 
 
 def _count(shape: tuple[int, ...]) -> int:

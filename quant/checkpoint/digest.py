@@ -51,6 +51,11 @@ def of_texts(folder: Path) -> str:
     return whole.hexdigest()
 
 
+def of_model(weights: str, texts: str) -> str:
+    """Of everything that decides what a model answers: the digests of its weights and of its texts."""
+    return f"sha256:{of_text(weights, texts)}"
+
+
 def of_text(*parts: str) -> str:
     """SHA-256 of what stands in for weights that no file holds."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, get_args
 
 from engine.errors import InvalidModel
 from engine.settings import Device, Dtype, ModelOptions, Quantization
+from service.cli import machine as machines
 from service.cli.doctor_text import render
 from service.cli.interpreter import command, environment
-from service.cli.machine import look, probe
+from service.core.cache_dir import UnsafeFolder, look
 from service.version import version
 
 ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their time
@@ -49,32 +52,47 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT")
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT")
     parser.add_argument("--metrics-listen", default="127.0.0.1:9090", metavar="HOST:PORT")
+    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="as for whippet serve")
+    parser.add_argument("--digest", action="store_true", help="read all weights and say what --model-digest may demand")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def examine(flags: argparse.Namespace) -> dict[str, Any]:
     """The whole report, as printed with --json."""
-    machine = look()
+    machine = machines.look()
     missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
     engine = _engine_report(flags)
     text, text_problems = _text_report(flags.model)
     addresses = (flags.listen, flags.admin_listen, flags.health_listen, flags.metrics_listen)
-    problems = [*missing, *engine.get("problems", []), *text_problems]
+    kept, unsafe = _kept(flags.cache_dir)
+    problems = [*missing, *unsafe, *engine.get("problems", []), *text_problems]
     return {
         "whippet": version(),
         "machine": asdict(machine),
+        "kept": kept,
         "engine": engine,
         "model": None if flags.model is None else {"folder": flags.model, "text": text},
-        "ports": [asdict(probe(address)) for address in addresses if address],
+        "ports": [asdict(machines.probe(address)) for address in addresses if address],
         "problems": list(dict.fromkeys(problems)),
     }
+
+
+def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
+    """Where compiled code and the embedder are kept, what is wrong with it, and a problem that forbids it."""
+    try:
+        found = look(folder, os.environ)
+    except UnsafeFolder as error:
+        return {"folder": str(folder), "wrong": "cannot be used"}, [str(error)]
+    return {"folder": None if found.path is None else str(found.path), "wrong": found.wrong or None}, []
 
 
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
     """The report of `engine.worker.doctor`; `problems` alone where it gives none."""
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     arguments += ["--quantization", flags.quantization]
+    if flags.digest:
+        arguments.append("--digest")
     if flags.model is not None:
         arguments += ["--model", flags.model]
     try:

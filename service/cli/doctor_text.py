@@ -7,12 +7,14 @@ from typing import Any
 
 
 def render(report: dict[str, Any]) -> str:
-    machine, engine = report["machine"], report["engine"]
+    machine, engine, kept = report["machine"], report["engine"], report["kept"]
     lines = [
         ("whippet", f"{report['whippet']} on Python {machine['python']}, {machine['system']}"),
         ("processor", f"{machine['cpu']}, {machine['cores']} cores, {' '.join(machine['features']) or 'no vectors'}"),
         ("memory", f"{_size(machine['memory_bytes'])}, {_size(machine['free_bytes'])} free"),
         ("packages", ", ".join(f"{name} {found or 'MISSING'}" for name, found in machine["packages"].items())),
+        ("compiler", machine["compiler"] or "no C compiler: quantized and bfloat16 models are slow on a CPU"),
+        ("cache-dir", ", ".join(filter(None, (kept["folder"] or "none", kept["wrong"])))),
         *_engine(engine),
         *_model(report["model"], engine.get("model")),
         *(("port", f"{one['address']}: {one['problem'] or 'free'}") for one in report["ports"]),
@@ -59,6 +61,8 @@ def _model(model: dict[str, Any] | None, engine: dict[str, Any] | None) -> Itera
         yield "model", f"{engine['architecture']}, {engine['weight_format']}, {millions}"
         weights = f"{_size(engine['weights_bytes'])} of weights"
         yield "model", f"{weights}, context {engine['max_context']} tokens, {engine['pages']} pages"
+        if engine["digest"] is not None:
+            yield "model", f"digest {engine['digest']}"
     if model["text"] is not None:
         text = model["text"]
         chat = "a chat template" if text["chat"] else "no chat template"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import socket
 from dataclasses import dataclass
 from importlib import metadata
@@ -42,6 +44,7 @@ class Machine:
     memory_bytes: int | None
     free_bytes: int | None  # that could be taken now
     packages: dict[str, str | None]  # name → version
+    compiler: str | None  # of C, which products of quantized weights on a CPU and the embedder are made with
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def look(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> M
         memory_bytes=total,
         free_bytes=free,
         packages={name: _version(name) for name in PACKAGES},
+        compiler=_compiler(),
     )
 
 
@@ -89,6 +93,12 @@ def probe(address: str) -> PortState:
     except (ValueError, OverflowError):
         return PortState(address, "write HOST:PORT, [ADDRESS]:PORT for IPv6")
     return PortState(address, None)
+
+
+def _compiler() -> str | None:
+    """As the engine looks for it: $CC, or the first of the usual names."""
+    named = os.environ.get("CC")
+    return next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -168,6 +168,9 @@ class ServedOptions:
     """What is served."""
 
     model: str | None = setting(None, "folder of the model, as Hugging Face lays it out")
+    model_digest: str | None = setting(
+        None, "what the folder must have, as `whippet doctor --digest` says it", pattern=r"^sha256:[0-9a-f]{64}$"
+    )
     model_name: str | None = setting(None, "what requests call it; unset: the folder's name", min_length=1)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
@@ -183,6 +186,9 @@ class Settings(ModelOptions, ServedOptions):
     metrics_listen: AddressOrNone = setting("127.0.0.1:9090", "Prometheus metrics over plain HTTP; empty: none")
     insecure: bool = setting(False, "anybody may call, beyond this machine too, where there are no tokens")
     log_level: LogLevel = setting("info", "of both processes")
+    cache_dir: Path | None = setting(
+        None, "folder of compiled code and the exported embedder; unset: ~/.cache/whippet, or in $XDG_CACHE_HOME"
+    )
     log: LogOptions = LogOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()
@@ -198,6 +204,8 @@ class Settings(ModelOptions, ServedOptions):
     def __post_init__(self) -> None:
         if self.model is None and self.engine.kind == "model":
             raise ValueError("--model FOLDER is needed")
+        if self.model is None and self.model_digest is not None:
+            raise ValueError("model-digest needs a model")
 
     @property
     def served_name(self) -> str:
@@ -210,6 +218,7 @@ class Settings(ModelOptions, ServedOptions):
         """The engine's share. `vocab_size` is the tokenizer's, for a fake engine that must speak its ids."""
         return EngineSettings(
             model=self.model or "",
+            model_digest=self.model_digest,
             log_level=self.log_level,
             log_format=self.log.format,
             shared_tier=self.cache.blocks(),

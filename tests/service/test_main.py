@@ -110,6 +110,22 @@ def test_an_engine_that_refuses_is_exit_code_3() -> None:
     assert "vocabulary" in [line for line in done.stderr.splitlines() if line.startswith("whippet: ")][-1]
 
 
+def test_another_model_than_the_one_demanded_is_exit_code_3() -> None:
+    folder = ROOT / "models" / "demo-draft"
+    done = start(f"--model={folder}", f"--model-digest=sha256:{'0' * 64}")
+    assert done.returncode == 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("whippet: ")]
+    assert f"{folder}: its digest is sha256:" in line
+    assert start(f"--model={folder}", "--model-digest=sha256:12").returncode == 2
+
+
+def test_a_folder_for_code_that_others_can_write_is_exit_code_2(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    done = start(f"--cache-dir={tmp_path}")
+    assert done.returncode == 2
+    assert f"whippet: cache-dir: {tmp_path} can be written by others" in done.stderr
+
+
 def test_help_is_no_error() -> None:
     done = start("--help")
     assert done.returncode == 0

@@ -15,6 +15,7 @@ from engine.execution.registry import EXECUTORS, ExecutorEntry
 from engine.settings import EngineSettings
 from engine.worker import doctor, hardware
 from engine.worker.build import build
+from quant.checkpoint.digest import of_model, of_texts
 
 pytestmark = pytest.mark.isa
 
@@ -63,6 +64,16 @@ def test_it_tells_what_building_comes_to(dtype: Any) -> None:
     assert report.model.weights_bytes <= info.weights_bytes <= report.model.weights_bytes * 1.05
 
 
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_its_digest_is_that_of_a_model_that_is_served(quantization: Any) -> None:
+    given = settings(quantization=quantization)
+    report = doctor.examine(given, digest=True)
+    runner = build(given, lambda stage, done, total: None)
+    runner.close()
+    assert report.model is not None
+    assert report.model.digest == of_model(runner.info.weights_digest, of_texts(DEMO))
+
+
 @pytest.mark.parametrize(("flags", "chosen"), [({"avx512_bf16"}, "bfloat16"), ({"avx512f"}, "float32")])
 def test_the_type_of_a_bfloat16_model_follows_the_cpu(
     flags: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +88,9 @@ def test_the_type_of_a_bfloat16_model_follows_the_cpu(
 def test_without_a_model() -> None:
     report = doctor.examine(settings(""))
     assert (report.model, report.problems) == (None, [])
-    assert [one.name for one in report.decoders] == ["graph", "eager"]
+    graph, eager = report.decoders
+    assert (graph.name, graph.chosen, graph.reason) == ("graph", False, "needs a CUDA device")
+    assert (eager.name, eager.chosen) == ("eager", True)
     assert report.torch == torch.__version__
 
 

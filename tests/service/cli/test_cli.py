@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -154,6 +155,8 @@ def flags(**given: Any) -> argparse.Namespace:
             "dtype": "auto",
             "decoder": "auto",
             "quantization": "auto",
+            "cache_dir": None,
+            "digest": False,
             **ports,
             **given,
         }
@@ -205,6 +208,19 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     return use
 
 
+def test_the_doctor_says_where_code_is_kept(engine: Engine, tmp_path: Path) -> None:
+    engine("""printf '{"problems": []}'""")
+    kept = tmp_path / "kept"
+    told = render(doctor.examine(flags(cache_dir=kept)))
+    assert re.search(rf"^cache-dir  {kept}$", told, re.MULTILINE)
+    assert re.search(r"^compiler   (/.*cc|/.*clang|no C compiler: .*)$", told, re.MULTILINE)
+    assert not kept.exists()
+    kept.mkdir(mode=0o777)
+    kept.chmod(0o777)
+    (problem,) = doctor.examine(flags(cache_dir=kept))["problems"]
+    assert f"{kept} can be written by others" in problem
+
+
 def test_an_engine_that_cannot_be_asked(engine: Engine) -> None:
     engine("echo 'Traceback' >&2; echo 'ModuleNotFoundError: No module named torch' >&2; exit 1")
     report = doctor.examine(flags())
@@ -248,6 +264,8 @@ def test_a_taken_port_is_told_and_no_problem(engine: Engine) -> None:
 def test_the_doctor_takes_the_settings_of_a_server() -> None:
     """It reads them without pydantic, whose absence it would report."""
     known = {leaf.path[0]: leaf.default for leaf in leaves(Settings) if len(leaf.path) == 1}
-    given = {name: value for name, value in vars(doctor._parser().parse_args([])).items() if name != "json"}
-    assert len(given) == 9
+    given = {
+        name: value for name, value in vars(doctor._parser().parse_args([])).items() if name not in ("json", "digest")
+    }
+    assert len(given) == 10
     assert given == {name: known[name] for name in given}

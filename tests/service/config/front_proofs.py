@@ -19,9 +19,11 @@ import grpc
 
 from engine.api import Priority
 from engine.client import EngineClient
+from engine.errors import InvalidModel
 from engine.fake import plain_request
 from service.config.settings import BadSettings, Settings
 from service.core.admission import Admission
+from service.core.cache_dir import cache_dir
 from service.core.draining import Drain
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -33,6 +35,8 @@ from service.transport.writer import StallWatch
 from tests.service.asked import chat
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
 from tests.service.conftest import Server, ask
+
+MODELS = Path(__file__).resolve().parents[3] / "models"
 
 TOKEN = "open sesame"
 KNOWN = (("authorization", f"Bearer {TOKEN}"),)
@@ -135,6 +139,26 @@ def quota(settings: Settings, tools: Tools) -> int | None:
     (tools.folder / "tenants.yaml").write_text("acme: {requests: 1}\n")
     path = settings.auth.tenants_file
     return None if path is None else TenantsFile(path, lambda outcome: None).policies().of("acme").requests
+
+
+def kept_in(settings: Settings, tools: Tools) -> str:
+    """Where compiled code goes."""
+    environ = {"XDG_CACHE_HOME": str(tools.folder / "elsewhere")}
+    with cache_dir(settings.cache_dir, environ) as found:
+        assert found is not None
+        return found.relative_to(tools.folder).parts[0]
+
+
+async def served(settings: Settings, tools: Tools) -> bool:
+    """Whether the model folder is taken for the right one."""
+    client = EngineClient(settings.engine_settings())
+    try:
+        await client.start()
+    except InvalidModel:
+        return False
+    finally:
+        await client.close()
+    return True
 
 
 def named(settings: Settings, tools: Tools) -> str:
@@ -290,6 +314,8 @@ ELSEWHERE = becomes("127.0.0.1", "127.0.0.2")
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 PROOFS = {
+    "cache-dir": Proof("{folder}/kept", kept_in, becomes("elsewhere", "kept"), FAKE),
+    "model-digest": Proof(f"sha256:{'0' * 64}", served, becomes(True, False), (*FAKE, f"--model={MODELS}/demo-draft")),
     "model-name": Proof("other", server("model"), becomes("fake", "other")),
     "config": Proof("{folder}/c.yaml", named, becomes("fake", "from-file")),
     "listen": Proof("127.0.0.2:0", server("data"), ELSEWHERE),
