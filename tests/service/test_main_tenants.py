@@ -223,9 +223,12 @@ def begins(server: Server) -> bool:
     return True
 
 
-def test_two_servers_keep_to_one_quota(serve: Serve, flags: list[str], folder: Path, redis_server: RedisServer) -> None:
+def test_two_servers_keep_to_one_quota(
+    serve: Serve, flags: list[str], folder: Path, make_redis: Callable[..., RedisServer]
+) -> None:
     """Sixteen callers ask for some ten times of what the tenant has."""
     (folder / "tenants.yaml").write_text(f"acme: {{tokens-per-minute: {RATE}, burst: {BURST}}}\n")
+    redis_server = make_redis()
     shared = (f"--cache.redis-url={redis_server.url}", "--cache.redis-budget=1", "--log-level=warning")
     with serve(*flags, *shared) as one, serve(*flags, *shared) as other:
         begun = time.monotonic()
@@ -249,4 +252,7 @@ def test_two_servers_keep_to_one_quota(serve: Serve, flags: list[str], folder: P
         assert 0.6 * allowed < sum(used) <= 1.05 * allowed, f"{used} of {allowed:.0f}"
         redis_server.command("FLUSHALL")
         until(lambda: begins(one))  # a bucket that is lost is a full one
+        redis_server.stop()
+        for server in (one, other):
+            until(lambda server=server: all(begins(server) for _ in range(9)))  # each keeps to the quota for itself
         assert "Traceback" not in one.log.read_text() + other.log.read_text()
