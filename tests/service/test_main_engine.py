@@ -63,8 +63,7 @@ def test_liveness_fails_where_restarts_do_and_comes_back(serve: Serve) -> None:
     """So that whoever started the server starts it again as a whole, on another machine perhaps."""
     with serve("--engine.give-up=1") as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
-        wait_for(lambda: readiness(server) != SERVING)
-        assert liveness(server) == SERVING, "one death is none that failed"
+        assert liveness(server) == SERVING, "one death is no restart that failed"
         while liveness(server) == SERVING:
             for pid in server.engine_pids():
                 with contextlib.suppress(ProcessLookupError):
