@@ -106,6 +106,7 @@ class ServedModel:
             vocab_size=info.vocab_size,
             max_context=info.max_context,
             chat=self._tokenizer.chat,
+            # those that the folder lists were checked; one of the tokenizer alone may be beyond what the model can say
             eos_token_ids=tuple(i for i in self._tokenizer.eos_token_ids if i < info.vocab_size),
             defaults=resolve_defaults(self._tokenizer.default_sampling),
         )

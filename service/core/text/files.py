@@ -115,13 +115,17 @@ def read_sampling(files: ModelFiles, config: dict[str, Any]) -> SamplingDefaults
 
 def read_eos(files: ModelFiles, generation: dict[str, Any]) -> tuple[int, ...]:
     """End-of-text ids of generation_config.json, of config.json where the former names none."""
-    for name, config in (("generation_config.json", generation), ("config.json", files.object("config.json"))):
+    model = files.object("config.json")
+    size = model.get("vocab_size")
+    for name, config in (("generation_config.json", generation), ("config.json", model)):
         value = config.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
             files.refuse(name, "eos_token_id is neither a token id nor a list of them", "correct it")
+        if isinstance(size, int) and any(item >= size for item in ids):
+            files.refuse(name, f"an eos_token_id is beyond the vocabulary of {size}", "correct it")
         if ids:
             return tuple(ids)
     return ()

@@ -46,6 +46,15 @@ def test_an_id_out_of_all_bounds(model: Path, number: int) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB; a table would take gigabytes
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("ids", [8192, [2, 8192], 10**12, [2**64]])
+def test_an_end_of_text_beyond_the_vocabulary(model: Path, name: str, ids: int | list[int]) -> None:
+    change(model / "generation_config.json", lambda value: value.pop("eos_token_id", None))
+    change(model / name, lambda value: value.update(eos_token_id=ids))
+    with pytest.raises(InvalidModel, match=rf"{name}: an eos_token_id is beyond the vocabulary of 8192"):
+        Tokenizer.load(model)
+
+
 def test_a_token_without_end(model: Path) -> None:
     change(model / "tokenizer.json", lambda value: value["model"]["vocab"].update({"x" * 5000: 8192}))
     with pytest.raises(InvalidModel, match="5000 characters"):
