@@ -9,11 +9,10 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 
 import uvloop
 
@@ -45,6 +44,7 @@ from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.whippet_v1.rights import GENERATION
 from service.protocols.whippet_v1.services import WhippetV1
+from service.signals import Signals
 from service.tracing.start import Traces
 from service.tracing.start import start as start_traces
 from service.transport import reflection
@@ -128,7 +128,7 @@ class _Parts:
 
 async def _serve(settings: Settings, again: Callable[[], Settings]) -> int:
     async with AsyncExitStack() as stack:
-        stop = stack.enter_context(_Signals(asyncio.get_running_loop()))
+        stop = stack.enter_context(Signals(asyncio.get_running_loop()))
         stack.enter_context(cache_dir(settings.cache_dir, os.environ))
         refusals = Counter[str]()
         processes = TextProcesses(settings.model, refusals=refusals)
@@ -156,7 +156,7 @@ async def _serve(settings: Settings, again: Callable[[], Settings]) -> int:
         return await _drain(within, parts, stop)
 
 
-async def _ready(settings: Settings, parts: _Parts, stop: _Signals, stack: AsyncExitStack) -> bool:
+async def _ready(settings: Settings, parts: _Parts, stop: Signals, stack: AsyncExitStack) -> bool:
     """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
     if not await stop.before(parts.engine.start()):
         return False
@@ -295,7 +295,7 @@ def _announce(settings: Settings, parts: _Parts) -> None:
     sys.stdout.flush()
 
 
-async def _drain(within: float | None, parts: _Parts, stop: _Signals) -> int:
+async def _drain(within: float | None, parts: _Parts, stop: Signals) -> int:
     """Refuses new requests, waits for live ones, then closes; without waiting where `within` is None, since nothing was
     served yet, or cannot be any more. A second signal ends all waiting."""
     parts.drain.begin(for_good=True)
@@ -329,39 +329,3 @@ async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
-
-
-class _Signals:
-    """SIGTERM and SIGINT. Once the server has ended, one more does nothing: not even while the interpreter takes itself
-    apart, when no handler is left. After an exception, whoever called `serve` has its own handlers again."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._came = asyncio.Event()
-        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def __enter__(self) -> _Signals:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if kind is None else handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._came.set)
-
-    async def before(self, work: Awaitable[object]) -> bool:
-        """Runs `work` until it is done or a signal comes; whether it was done."""
-        task = asyncio.ensure_future(work)
-        signalled = asyncio.ensure_future(self._came.wait())
-        try:
-            await asyncio.wait((task, signalled), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                await task
-                return True
-            self._came.clear()
-            return False
-        finally:
-            for other in (task, signalled):
-                other.cancel()
-            await asyncio.gather(task, signalled, return_exceptions=True)
