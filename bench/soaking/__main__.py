@@ -42,6 +42,7 @@ GROWTH = 0.04  # of what a process holds, over the measured time: what its alloc
 LEAST_GROWTH = 6 << 20  # bytes, however small the process
 QUIET = (0.6, 0.7)  # of the time: from when on engines are left alone, and memory is measured
 POOLS = 4 * 16  # connections to Redis that a front keeps at most
+KV_BYTES = 32 << 20
 HOME = 20.0  # seconds until what a request held must have been given back
 _ADDRESSES = re.compile(r"^ready: data (\S+) admin (\S+) ", re.MULTILINE)
 _METRICS = re.compile(r"^metrics: (http://\S+)$", re.MULTILINE)
@@ -192,7 +193,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         tokens, tenants, keys = folder / "tokens.yaml", folder / "tenants.yaml", write_keys(folder / "keys")
         write_tokens(tokens, TENANTS)
         write_quotas(tenants, TENANTS[-1], 6000)
-        engine = ("--engine=fake", "--fake.step-time=0.002") if given.model is None else (f"--model={given.model}",)
+        # Pages that were never used are not resident: so few that all have been used before memory is measured.
+        model = (f"--model={given.model}", f"--scheduler.kv-bytes={KV_BYTES}")
+        engine = ("--engine=fake", "--fake.step-time=0.002") if given.model is None else model
         flags = [*engine, f"--cache.redis-url={redis.url}", f"--cache.key-file={keys}", f"--auth.tokens-file={tokens}"]
         flags += [f"--auth.tenants-file={tenants}", "--cache.prefix.min-tokens=16", "--drain.delay=0"]
         with serving(folder, [*flags, *given.flag]) as server:
