@@ -40,6 +40,8 @@ class Identity:
 
     def reload(self) -> None:
         """Soon, whether or not the files look changed."""
+        if self._tokens is None:
+            _log.info("there is no tokens file to be read again")
         for one in (self._tokens, self._certificates):
             if one is not None:
                 one.reload()
