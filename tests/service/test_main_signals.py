@@ -159,9 +159,8 @@ def test_sighup_reads_the_tokens_again_and_ends_nothing(serve: Serve, tmp_path: 
         assert server.stop() == 0
 
 
-def test_sighup_without_tokens_is_a_line(serve: Serve) -> None:
+def test_sighup_without_anything_to_read_ends_nothing(serve: Serve) -> None:
     with serve() as server:
         server.process.send_signal(signal.SIGHUP)
         assert server.generation.Generate(ask("x", 3), timeout=10).text
         assert server.stop() == 0
-        assert "no tokens file" in server.log.read_text()
