@@ -23,7 +23,7 @@ HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,a
 ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: serve test lint format proto bench soak sbom smoke clean
+.PHONY: serve test lint format proto chart bench soak sbom smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
@@ -39,13 +39,14 @@ ifndef ARGS
 	$(PYTEST) tests/timing
 endif
 
-lint: $(VENV)/.test $(BUFCLI) ## Style, types, arrows between packages, the wire contract, figures in the docs
+lint: $(VENV)/.test $(BUFCLI) ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/proto.py --check
 	$(BIN)/python -m scripts.figures --check
+	$(BIN)/python scripts/chart.py --check
 	$(BUFCLI) lint
 
 format: $(VENV)/.test ## Bring the code into shape
@@ -54,6 +55,9 @@ format: $(VENV)/.test ## Bring the code into shape
 
 proto: $(VENV)/.test ## Make service/pb anew from protos/
 	$(BIN)/python scripts/proto.py
+
+chart: $(VENV)/.test ## Make the chart's schema and table of values anew from helm/whippet/values.yaml
+	$(BIN)/python scripts/chart.py
 
 bench: $(VENV)/.test ## What the documents' CPU figures come from
 	$(BIN)/python -m bench.engine_cpu

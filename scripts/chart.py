@@ -1,6 +1,6 @@
 """What of the chart follows from its values.yaml: the schema, and the table of its README.
 
-    python scripts/chart.py [--check]
+    python scripts/chart.py [--check]    # `make chart`
 
 A value's type is that of its default, unless RULES says more. Objects have no other keys than their defaults.
 """
@@ -46,6 +46,7 @@ RULES: dict[str, Schema] = {
     "image.pullSecrets": WORDS,
     "model.source": {"enum": ["demo", "pvc", "initContainer", "image"]},
     "model.path": {"type": "string", "not": {"pattern": "^/|(^|/)\\.\\.(/|$)"}},
+    "model.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "model.sizeGiB": MORE_THAN_0,
     "model.readMiBPerSecond": MORE_THAN_0,
     "model.manifest": {"type": "string", "pattern": "^([0-9a-f]{64}  [^\\n]+\\n?)*$"},
@@ -192,7 +193,7 @@ def main() -> int:
         for name in stale:
             (CHART / name).write_text(made[name])
     elif stale:
-        sys.stderr.write(f"{', '.join(stale)} do not follow from values.yaml: call python scripts/chart.py\n")
+        sys.stderr.write(f"{', '.join(stale)} do not follow from values.yaml: call make chart\n")
     return int(check and bool(stale))
 
 
