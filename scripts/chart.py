@@ -150,9 +150,10 @@ def shape(value: Any, path: str = "") -> Schema:
 
 def schema(values: dict[str, Any]) -> str:
     """The text of values.schema.json."""
-    whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart whippet"}
-    whole |= shape(values)
-    whole["properties"]["global"] = {"type": "object", "description": "of parent charts; not used"}
+    shown = shape(values)
+    shown["properties"]["global"] = {"type": "object", "description": "of parent charts; not used"}
+    title = "Values of the chart whippet"
+    whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **shown}
     return json.dumps(whole, indent=2) + "\n"
 
 
