@@ -29,13 +29,14 @@ class SharedQuota:
         self._buckets = buckets
         self._clock = clock
         self._size = BucketSize(1.0, 1.0)
+        self._spare = 1.0  # tokens that are borrowed beyond what is expected
         self._expected = 0.0  # tokens that live requests are still to take
         self._coming = 0.0  # that those are to take who wait for a loan
         self._credit = 0.0  # tokens borrowed and not used; negative: used and not borrowed
         self._owed = 0.0  # by all servers, when last asked
         self._asked_at = clock()
         self._empty_until = 0.0
-        self._down_until = 0.0
+        self._down_until = 0.0  # 0: it is not known to be down
         self._loan: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -48,6 +49,7 @@ class SharedQuota:
         """How many tokens there are too few for one more request: 0 where it may begin, or where the store does not
         answer in time. It is expected to take `more`, which the caller has to note at once with `expect`."""
         self._size = size
+        self._spare = max(1.0, _SHARE * min(size.most, 60 * size.per_second))
         until = self._clock() + self._buckets.budget
         self._coming += more
         try:
@@ -67,7 +69,7 @@ class SharedQuota:
 
     def used(self, tokens: float) -> None:
         """So many were used. While the store is down, they count in the server's own bucket alone."""
-        if self._clock() >= self._down_until:
+        if not self._down_until or self._clock() >= self._down_until:
             self._credit -= tokens
 
     def close(self) -> None:
@@ -76,11 +78,6 @@ class SharedQuota:
             self._timer.cancel()
         if self._loan is not None:
             self._loan.cancel()
-
-    @property
-    def _spare(self) -> float:
-        """Tokens that are borrowed beyond what is expected."""
-        return max(1.0, _SHARE * min(self._size.most, 60 * self._size.per_second))
 
     def _lacking(self) -> float | None:
         """See `lacking`. None: a loan is needed first."""
@@ -96,9 +93,10 @@ class SharedQuota:
 
     def _soon(self) -> None:
         """Borrows, pays or gives back within a moment, if that is worth it."""
-        if self._timer is not None or self._loan is not None:
-            return
-        now, room = self._clock(), self._credit - self._expected
+        room = self._credit - self._expected
+        if self._spare / 2 <= room <= 3 * self._spare or self._timer is not None or self._loan is not None:
+            return  # as for nearly every token
+        now = self._clock()
         if now < self._down_until:
             return
         if self._credit < 0 or room > 3 * self._spare or (room < self._spare / 2 and now >= self._empty_until):
@@ -124,7 +122,7 @@ class SharedQuota:
         finally:
             self._loan = None
         now = self._clock()
-        self._asked_at = now
+        self._asked_at, self._down_until = now, 0.0
         self._credit += owed + grant.tokens
         self._owed = max(0.0, -grant.level)
         if grant.tokens < wanted:
