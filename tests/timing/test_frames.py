@@ -33,7 +33,7 @@ def tls(request: pytest.FixtureRequest) -> bool:
 def spoken_to(tls: bool, serve: Serve, tmp_path: Path) -> Iterator[Server]:
     certify(tmp_path)
     flags = [f"--tls.cert={tmp_path}/server.pem", f"--tls.key={tmp_path}/server.key"] if tls else []
-    with serve("--fake.step-time=0.002", *flags) as one:
+    with serve("--fake.step-time=0.002", "--log-level=warning", *flags) as one:
         yield one
         assert one.stop() == 0
         log = one.log.read_text()
