@@ -53,14 +53,14 @@ def test_the_top_of_a_package_is_no_heap(package: str) -> None:
     ("importer", "imported"),
     [
         # The front and the engine: four faces, no more.
-        ("service.main", "engine.worker"),
+        ("service.assembly", "engine.worker"),
         ("service.core", "engine.scheduling"),
         ("service.protocols", "engine.ipc"),
         ("engine.api", "service.config"),
-        ("engine.client", "service.main"),
+        ("engine.client", "service.assembly"),
         # The cache: its face alone, and of that the engine's protocols alone.
         ("service.core", "cache.seal"),
-        ("service.main", "cache.store"),
+        ("service.assembly", "cache.store"),
         ("engine.execution", "cache.open"),
         ("engine.kv", "cache.open"),
         ("engine.kv.open_tier", "cache.kv_blocks"),

@@ -1,0 +1,176 @@
+"""The composition root: settings to the parts of a server, bound and not yet started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.api import EngineState
+from engine.client import EngineClient
+from engine.errors import InvalidModel
+from engine.settings import CPU_SEQUENCES
+from service.config.settings import Settings
+from service.core.admission import Admission
+from service.core.answers.caches import AnswerCaches, checked
+from service.core.answers.flush import Flusher
+from service.core.answers.lookup import AnswerSources
+from service.core.draining import Drain
+from service.core.generation import Generator
+from service.core.model import ServedModel
+from service.core.profiling import Profiler
+from service.core.reloading import Reloader
+from service.core.switches import Switches
+from service.core.text import Tokenizer
+from service.core.text.processes import TextProcesses
+from service.core.tokenization import Tokenization
+from service.observability.instruments import Instruments
+from service.observability.metrics import Metrics
+from service.observability.scrape import MetricsPort
+from service.protocols.seam import Services, UseCases, WireProtocol
+from service.protocols.whippet_v1.services import WhippetV1
+from service.tracing.start import Traces
+from service.tracing.start import start as start_traces
+from service.transport import reflection
+from service.transport.descriptors import connections
+from service.transport.health import SERVICE as HEALTH
+from service.transport.health import Health
+from service.transport.identity import Identity
+from service.transport.inbox import SMALL, Inbox, InboxBounds
+from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, open_port
+from service.transport.rpc import Guard, Strangers
+from service.transport.tenants_file import quotas_of
+from service.transport.writer import StallWatch
+
+PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What starts and stops with the server."""
+
+    identity: Identity
+    reloader: Reloader
+    engine: EngineClient
+    admission: Admission
+    drain: Drain
+    caches: AnswerCaches
+    health: Health
+    watch: StallWatch
+    data: Port
+    admin: Port
+    probes: Port
+    instruments: Instruments
+    metrics: MetricsPort | None
+    traces: Traces
+
+    def reload(self) -> None:
+        """Reads again, soon, what files say of callers, of ourselves and of the settings."""
+        self.reloader.now()
+        self.identity.reload()
+        self.admission.quotas.reload()
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        return (self.data, self.admin, self.probes)
+
+
+def build(
+    settings: Settings, again: Callable[[], Settings], texts: str, processes: TextProcesses, refusals: Counter[str]
+) -> Parts:
+    """Everything, bound and not yet started."""
+    identity = Identity(settings)
+    guard = identity.guard
+    traces = start_traces(settings.traces, settings.served_name)
+    instruments = Instruments(settings.log.tenants, traces.observers, traces.counts, traces.sample)
+    cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments)
+    health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
+    observers = instruments.observers
+    watch = StallWatch(settings.stream.stall_timeout)
+    reloader = Reloader(settings, again, engine, cases.switches, cases.caches, instruments.reloads)
+    metrics = Metrics(
+        engine, cases.admission, cases.caches, cases.switches, settings.served_name, instruments, identity
+    )
+    limits = settings.limits
+    wide = PortBounds(
+        connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
+    )
+    prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
+    orders = Inbox(SMALL, refusals)
+    data = [protocol.data_services(cases, guard, prompts, watch, observers) for protocol in PROTOCOLS]
+    operators = [protocol.admin_services(cases, guard, orders, observers) for protocol in PROTOCOLS]
+
+    def port(setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
+        """With health and reflection beside the services."""
+        names = [name for one in services for name in one.names]
+        handlers = [handler for one in services for handler in one.handlers]
+        handlers += [health.handlers(inbox, observers), reflection.handlers([*names, HEALTH], inbox, observers)]
+        handlers.append(Strangers(observers))
+        return open_port(setting, address, handlers, identity.credentials() if services else None, bounds)
+
+    return Parts(
+        identity=identity,
+        reloader=reloader,
+        engine=engine,
+        admission=cases.admission,
+        drain=cases.drain,
+        caches=cases.caches,
+        health=health,
+        watch=watch,
+        data=port("listen", settings.listen, data, prompts, wide),
+        admin=port("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
+        probes=port("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
+        instruments=instruments,
+        metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
+        if settings.metrics_listen
+        else None,
+        traces=traces,
+    )
+
+
+def _use_cases(
+    settings: Settings,
+    texts: str,
+    guard: Guard,
+    processes: TextProcesses,
+    refusals: Counter[str],
+    instruments: Instruments,
+) -> tuple[UseCases, EngineClient]:
+    """What protocols call, around an engine that is not started yet."""
+    cache_options = checked(settings.cache)
+    tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model, only_plain=True)
+    if tokenizer.digest != processes.digest:
+        raise InvalidModel(f"{settings.model}: has changed while it was read; start the server again")
+    vocab_size = None if settings.model is None else tokenizer.vocab_size
+    engine = EngineClient(
+        settings.engine_settings(vocab_size),
+        texts=texts,
+        stream_buffer=settings.stream.buffer_bytes,
+        on_progress=instruments.progress,
+    )
+
+    def capacity() -> int:
+        known = engine.info  # before it is there, what was asked for or a CPU's share
+        return settings.scheduler.max_sequences or CPU_SEQUENCES if known is None else known.max_sequences
+
+    caches = AnswerCaches(cache_options, engine, tokenizer.digest, wished=settings.cache.semantic.mode)
+    quotas = quotas_of(settings.auth.tenants_file, caches, refusals)
+    admission = Admission(settings.limits, capacity, refusals=refusals, quotas=quotas)
+    model = ServedModel(settings.served_name, tokenizer, engine, processes)
+    switches = Switches(settings.optimizations, engine, caches.unused)
+    sources = AnswerSources(model, engine, caches, switches, admission.slots)
+    cases = UseCases(
+        engine=engine,
+        model=model,
+        processes=processes,
+        generator=Generator(model, sources, admission),
+        tokenization=Tokenization(model, admission),
+        admission=admission,
+        drain=Drain(admission, settings.drain.delay),
+        switches=switches,
+        caches=caches,
+        flusher=Flusher(caches, guard.tenants),
+        profiler=Profiler(engine),
+        instruments=instruments,
+    )
+    return cases, engine
