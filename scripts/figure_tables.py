@@ -321,6 +321,38 @@ def soak(results: Results, key: str) -> float:
     return float(max(results["soak-h100"], key=lambda run: run["seconds"])[key])
 
 
+def soaking(results: Results) -> str:
+    """The two servers under callers and trouble."""
+    rows = [
+        [
+            "the demo model" if run["model"] else "the fake engine",
+            whole(run["requests"]),
+            *(whole(ended(run, code)) for code in ("OK", "UNAVAILABLE")),
+            whole(sum(run["trouble"].values())),
+            whole(run["restarts"]),
+            whole(run["faults"]),
+            " / ".join(f"{rounded(run['grown_bytes'][name] / 2**20, 1)}" for name in ("front", "engine")),
+        ]
+        for run in results["soaking-cpu"]
+    ]
+    head = [
+        "",
+        "requests",
+        "whole answers",
+        "UNAVAILABLE",
+        "troubles",
+        "engines killed",
+        "faults",
+        "front / engine grew by, MiB",
+    ]
+    return table(head, rows)
+
+
+def ended(run: Mapping[str, Any], code: str) -> int:
+    """Requests of any kind that ended so."""
+    return sum(count for end, count in run["ends"].items() if end.split()[1] == code)
+
+
 def gate_cpu(results: Results) -> str:
     """What the gate between fetching and computing decides, by measured rate of prefill."""
     rows = [
@@ -358,6 +390,7 @@ RENDERERS: Mapping[str, Renderer] = {
     "prefix-cpu": prefix_cpu,
     "trace-cpu": trace_cpu,
     "gate-cpu": gate_cpu,
+    "soaking-cpu": soaking,
     "throughput.next-day": next_day,
     "decode.revision": lambda r: str(r["decode-h100"][0]["revision"]),
     "engine.revision": lambda r: str(r["engine-cpu"]["sha"]),
@@ -381,5 +414,6 @@ RENDERERS: Mapping[str, Renderer] = {
     "soak.tokens": lambda r: f"{soak(r, 'tokens') / 1e6:.1f}",
     "soak.left": lambda r: whole(soak(r, "left")),
     "soak.changed": lambda r: whole(soak(r, "changed")),
+    "soaking.revision": lambda r: ", ".join(str(run["revision"]) for run in r["soaking-cpu"]),
     "soak.revision": lambda r: str(r["soak-h100"][0]["revision"]),
 }
