@@ -120,7 +120,7 @@ class EngineClient:
     async def set_optimization(self, name: str, enabled: bool) -> None:
         if self._supervisor.state is not EngineState.READY:
             raise self.unavailable()
-        await self._switching.set(name, enabled, self._load.steps)
+        await self._switching.set(name, enabled)
 
     async def profile(self, seconds: float) -> str:
         if self._supervisor.state is not EngineState.READY:

@@ -27,14 +27,14 @@ class Switching:
         self._first = switches_of(settings)  # what a process starts with
         self._on = dict(self._first)
         self._tickets = itertools.count(1)
-        self._asked: dict[int, tuple[Switch, int, asyncio.Future[None]]] = {}  # with the engine's steps at that time
+        self._asked: dict[int, tuple[Switch, asyncio.Future[None]]] = {}
         self._trials: dict[str, int] = {}  # the engine's steps when it was changed
 
-    async def set(self, name: str, enabled: bool, steps: int) -> None:
-        """Returns when it is set. `steps` is the engine's count. Raises EngineError."""
+    async def set(self, name: str, enabled: bool) -> None:
+        """Returns when it is set. Raises EngineError."""
         switch = Switch(next(self._tickets), name, enabled)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked[switch.ticket] = switch, steps, answer
+        self._asked[switch.ticket] = switch, answer
         self._send(switch)
         await answer
 
@@ -45,11 +45,11 @@ class Switching:
             if report.refusal is not None:
                 _log.warning("a restarted engine would not be switched: %s", report.refusal)
             return
-        switch, steps, answer = asked
+        switch, answer = asked
         if report.refusal is None:
             self.reverted.pop(switch.name, None)
             if self._on.get(switch.name) is not switch.enabled:
-                self._trials[switch.name] = steps
+                self._trials[switch.name] = report.steps
             self._on[switch.name] = switch.enabled
         if not answer.done():
             if report.refusal is None:
@@ -82,7 +82,7 @@ class Switching:
 
     def fail(self, error: Callable[[], EngineError]) -> None:
         """Whoever waits for an answer."""
-        for _, _, answer in self._asked.values():
+        for _, answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error())
         self._asked.clear()

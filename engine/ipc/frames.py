@@ -118,6 +118,7 @@ class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
     ticket: int
     refusal: str | None
+    steps: int = 0  # that were done before
 
 
 class TurnedBack(msgspec.Struct, frozen=True, array_like=True, tag=8):

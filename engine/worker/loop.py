@@ -135,7 +135,8 @@ class Loop:
 
     def _set(self, command: Switch | SetLogLevel) -> None:
         if isinstance(command, Switch):
-            self._link.send(Switched(command.ticket, self._switches.set(command.name, command.enabled)))
+            refusal = self._switches.set(command.name, command.enabled)
+            self._link.send(Switched(command.ticket, refusal, self._scheduler.load.steps))
         else:
             logging.getLogger().setLevel(command.level.upper())
 

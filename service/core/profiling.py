@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.api import Engine
@@ -53,7 +54,8 @@ class Profiler:
         except asyncio.CancelledError:
             sampler.stop()
             raise
-        return ProcessProfile("front", await asyncio.to_thread(sampler.finish))
+        with ThreadPoolExecutor(1, "profile") as thread:
+            return ProcessProfile("front", await asyncio.get_running_loop().run_in_executor(thread, sampler.finish))
 
     async def _of_engine(self, seconds: float) -> ProcessProfile:
         try:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 
@@ -73,29 +74,30 @@ class Reloader:
         if self._path is None:
             await asyncio.Event().wait()
             return
-        while True:
-            try:
-                async with asyncio.timeout(self._interval):
-                    await self._asked.wait()
-            except TimeoutError:
-                pass
-            if await self._due(self._path):
-                await self._again()
-            await self._switch()
+        with ThreadPoolExecutor(1, "settings") as thread:
+            while True:
+                try:
+                    async with asyncio.timeout(self._interval):
+                        await self._asked.wait()
+                except TimeoutError:
+                    pass
+                if await self._due(thread, self._path):
+                    await self._again(thread)
+                await self._switch()
 
-    async def _due(self, path: Path) -> bool:
+    async def _due(self, thread: Executor, path: Path) -> bool:
         """Whether it is to be read: asked for, or changed and no longer being written."""
         asked = self._asked.is_set()
         self._asked.clear()
-        before, self._seen = self._seen, await asyncio.to_thread(_stamp, path)
+        before, self._seen = self._seen, await asyncio.get_running_loop().run_in_executor(thread, _stamp, path)
         due = asked or (self._seen != self._stamp and self._seen == before)
         if due:
             self._stamp = self._seen
         return due
 
-    async def _again(self) -> None:
+    async def _again(self, thread: Executor) -> None:
         try:
-            settings, cache = await asyncio.to_thread(self._readable)
+            settings, cache = await asyncio.get_running_loop().run_in_executor(thread, self._readable)
         except Exception as error:
             self._counts["failures"] += 1
             what = str(error) if isinstance(error, BadSettings) else type(error).__name__

@@ -145,6 +145,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
     """No field of EngineSettings can be forgotten: each one changes with some flag."""
     flags = {
         "model": "--model=m",
+        "model_digest": f"--model-digest=sha256:{'0' * 64}",
         "kind": "--engine=model",
         "hang_timeout": "--engine.hang-timeout=9",
         "give_up": "--engine.give-up=9",
