@@ -177,7 +177,8 @@ class Loop:
                 self._link.send(TurnedBack(reverted))
             return self._scheduler.fail(plan)
         self._failures = 0
-        self._switches.worked()
+        if self._switches.worked():
+            self._told_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it is told at once
         if self._recorder is not None:
             self._recorder.add(plan, result)
         return events

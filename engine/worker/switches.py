@@ -45,10 +45,13 @@ class Switches:
             self._trials[name] = TRIAL_STEPS
         return None
 
-    def worked(self) -> None:
-        """A step did."""
-        if self._trials:
-            self._trials = {name: left - 1 for name, left in self._trials.items() if left > 1}
+    def worked(self) -> bool:
+        """A step did. Whether a trial ended with it."""
+        if not self._trials:
+            return False
+        tried = len(self._trials)
+        self._trials = {name: left - 1 for name, left in self._trials.items() if left > 1}
+        return len(self._trials) < tried
 
     def failed(self, times: int) -> Reverted | None:
         """So many steps in a row did. Turns back the switch that was set last of those on trial."""

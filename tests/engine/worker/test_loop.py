@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.api import EngineLoad, FinishReason
+from engine.api import TRIAL_STEPS, EngineLoad, FinishReason
 from engine.errors import EngineFailed, Unsupported
 from engine.fake import FakeRunner, Fault, plain_request
 from engine.ipc.events import Event, Failure
@@ -245,6 +245,13 @@ def test_switches_answer(front: Front) -> None:
     answers = {report.ticket: report.refusal for report in front.seen if isinstance(report, Switched)}
     assert answers[1] is None
     assert "nonsense" in (answers[2] or "")
+
+
+def test_the_front_hears_of_the_step_with_which_a_trial_ends(front: Front) -> None:
+    front.send(Switch(1, "graphs", False), Submit(1, plain_request((1,), 2 * TRIAL_STEPS)))
+    front.read_to_end(1)
+    since = next(report.steps for report in front.seen if isinstance(report, Switched))
+    assert since + TRIAL_STEPS in [load.steps for load in front.loads()]
 
 
 def test_a_runner_that_fails_to_switch_is_no_end(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
