@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError, Message
 
 from engine.api import Priority, SamplingParams
 from service.core.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
@@ -26,24 +22,23 @@ from service.core.request import (
     TokenPrompt,
 )
 from service.core.text import ChatMessage
-from service.core.validation import Violations, too_long
+from service.core.validation import Violations
 from service.pb.whippet.v1 import generation_pb2 as pb
+from service.protocols.wishes import (
+    SamplingWish,
+    StopWish,
+    read_logprobs,
+    read_request_id,
+    read_sampling,
+    read_stops,
+    read_token_ids,
+)
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
-_Message = TypeVar("_Message", bound=Message)
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 256
-MAX_STOP_TOKENS = 64
-MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 20
 MAX_TOKENS_PER_MESSAGE = 1024
 MAX_DELAY = 60.0  # seconds
 DEFAULT_DELAY = 0.05  # seconds, where a message may hold several tokens
-_GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
-_LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
-_SEEDS = 1 << 64
-_REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 _PRIORITIES = {
     pb.PRIORITY_UNSPECIFIED: Priority.NORMAL,
@@ -60,14 +55,6 @@ _ACCESS = {
 }
 
 
-def decode(kind: type[_Message], data: bytes) -> _Message:
-    """Raises InvalidRequest where the bytes are no such message, invalid UTF-8 included; gRPC would answer INTERNAL."""
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        raise InvalidRequest((Violation("", f"the bytes are no {kind.DESCRIPTOR.full_name}"),)) from None
-
-
 def check_model(name: str, facts: ModelFacts) -> None:
     """Raises UnknownModel."""
     if name and name != facts.name:
@@ -80,7 +67,7 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
     check_model(message.model, facts)
     found = Violations()
     request = Request(
-        request_id=_request_id(message.request_id, found),
+        request_id=read_request_id(message.request_id, found),
         prompt=_prompt(message, facts, found),
         sampling=_sampling(message.sampling, facts, found),
         stops=_stops(message.stopping, facts, found),
@@ -124,14 +111,6 @@ def read_detokenize(message: pb.DetokenizeRequest, facts: ModelFacts) -> list[in
     return list(message.token_ids)
 
 
-def _request_id(given: str, found: Violations) -> str:
-    if not given:
-        return secrets.token_hex(12)
-    if not _REQUEST_ID.fullmatch(given):
-        found.add("request_id", "must be at most 128 bytes of printable ASCII, without a space at either end")
-    return given
-
-
 def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) -> Prompt:
     field = message.WhichOneof("input")
     if field == "text":
@@ -139,19 +118,9 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
     if field == "chat":
         return _chat(message.chat, facts, found)
     if field == "token_ids":
-        return _token_ids(message.token_ids.ids, facts, found)
+        return read_token_ids(message.token_ids.ids, facts, found, TokenPrompt.field)
     found.add("input", "one of text, token_ids and chat is needed")
     return TextPrompt("")
-
-
-def _token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations) -> TokenPrompt:
-    if not ids:
-        found.add(TokenPrompt.field, "must not be empty")
-    elif len(ids) >= facts.max_context:
-        found.add(TokenPrompt.field, too_long(len(ids), facts.max_context))
-    elif found.token_ids(TokenPrompt.field, ids, facts.vocab_size):
-        return TokenPrompt(tuple(ids))
-    return TokenPrompt(())
 
 
 def _chat(chat: pb.Chat, facts: ModelFacts, found: Violations) -> ChatPrompt:
@@ -167,79 +136,37 @@ def _chat(chat: pb.Chat, facts: ModelFacts, found: Violations) -> ChatPrompt:
 
 
 def _sampling(given: pb.SamplingOptions, facts: ModelFacts, found: Violations) -> SamplingParams:
-    default = facts.defaults
+    def wished(name: str) -> Any:
+        return getattr(given, name) if given.HasField(name) else None
 
-    def pick(name: str, fallback: float, low: float, high: float, above: bool = False) -> float:
-        if not given.HasField(name):
-            return fallback
-        value: float = getattr(given, name)
-        found.number(f"sampling.{name}", value, low, high, above=above)
-        return value
-
-    temperature = pick("temperature", default.temperature, 0, 100)
-    top_k = given.top_k if given.HasField("top_k") else default.top_k
-    found.number("sampling.top_k", top_k, 0, None)
-    return SamplingParams(
-        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_k=top_k,
-        top_p=pick("top_p", default.top_p, 0, 1, above=True),
-        min_p=pick("min_p", default.min_p, 0, 1),
-        repetition_penalty=pick("repetition_penalty", default.repetition_penalty, _LEAST_PENALTY, 100),
-        presence_penalty=pick("presence_penalty", default.presence_penalty, -2, 2),
-        frequency_penalty=pick("frequency_penalty", default.frequency_penalty, -2, 2),
-        seed=given.seed % _SEEDS if given.HasField("seed") else secrets.randbits(63),
-        logit_bias=_logit_bias(given, facts, found),
+    wish = SamplingWish(
+        temperature=wished("temperature"),
+        top_k=wished("top_k"),
+        top_p=wished("top_p"),
+        min_p=wished("min_p"),
+        repetition_penalty=wished("repetition_penalty"),
+        presence_penalty=wished("presence_penalty"),
+        frequency_penalty=wished("frequency_penalty"),
+        seed=wished("seed"),
+        logit_bias=given.logit_bias,
     )
-
-
-def _logit_bias(given: pb.SamplingOptions, facts: ModelFacts, found: Violations) -> tuple[tuple[int, float], ...]:
-    if len(given.logit_bias) > MAX_LOGIT_BIAS:
-        found.add("sampling.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries")
-        return ()
-    bias = sorted(given.logit_bias.items())
-    for token_id, value in bias:
-        field = f"sampling.logit_bias[{token_id}]"
-        if not 0 <= token_id < facts.vocab_size:
-            found.add(field, f"must name a token id from 0 to {facts.vocab_size - 1}")
-        found.number(field, value, -100, 100)
-    return tuple(bias)
+    return read_sampling(wish, facts, found, "sampling.")
 
 
 def _stops(given: pb.StoppingOptions, facts: ModelFacts, found: Violations) -> Stops:
-    max_tokens = given.max_tokens if given.HasField("max_tokens") else None
-    if max_tokens is not None:
-        found.number("stopping.max_tokens", max_tokens, 1, None)
-    found.number("stopping.min_tokens", given.min_tokens, 0, None)
-    if max_tokens is not None and 1 <= max_tokens < given.min_tokens:
-        found.add("stopping.min_tokens", "must be at most max_tokens")
-    _check_stop_strings(given.stop_strings, found)
-    own = () if given.ignore_eos else facts.eos_token_ids
-    token_ids: tuple[int, ...] = ()
-    if len(given.stop_token_ids) > MAX_STOP_TOKENS:
-        found.add("stopping.stop_token_ids", f"must be at most {MAX_STOP_TOKENS}")
-    elif found.token_ids("stopping.stop_token_ids", given.stop_token_ids, facts.vocab_size):
-        token_ids = tuple(dict.fromkeys((*given.stop_token_ids, *own)))
-    return Stops(
-        max_tokens=max_tokens,
+    wish = StopWish(
+        max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         min_tokens=given.min_tokens,
-        strings=tuple(dict.fromkeys(given.stop_strings)) if len(given.stop_strings) <= MAX_STOP_STRINGS else (),
-        token_ids=token_ids,
+        strings=given.stop_strings,
+        token_ids=given.stop_token_ids,
+        ignore_eos=given.ignore_eos,
         include=given.include_stop,
     )
-
-
-def _check_stop_strings(strings: Sequence[str], found: Violations) -> None:
-    if len(strings) > MAX_STOP_STRINGS:
-        found.add("stopping.stop_strings", f"must be at most {MAX_STOP_STRINGS}")
-        return
-    for index, string in enumerate(strings):
-        if len(string) > MAX_STOP_BYTES or not 1 <= len(string.encode()) <= MAX_STOP_BYTES:
-            found.add(f"stopping.stop_strings[{index}]", f"must have 1 to {MAX_STOP_BYTES} bytes")
+    return read_stops(wish, facts, found, "stopping.", "stop_strings")
 
 
 def _output(given: pb.OutputOptions, found: Violations) -> Output:
-    logprobs = given.logprobs if given.HasField("logprobs") else None
-    found.number("output.logprobs", given.logprobs, 0, MAX_LOGPROBS)
+    logprobs = read_logprobs(given.logprobs if given.HasField("logprobs") else None, found, "output.logprobs")
     return Output(given.text if given.HasField("text") else True, given.token_ids, logprobs)
 
 

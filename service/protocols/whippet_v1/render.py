@@ -13,7 +13,7 @@ from service.core.request import CacheOutcome, CacheSource, Ending, Output, Prom
 from service.core.switches import Switch
 from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.parse import MAX_LOGPROBS
+from service.protocols.wishes import MAX_LOGPROBS
 
 _INT64 = 1 << 63
 _REASONS = {

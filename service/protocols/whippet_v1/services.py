@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-from google.protobuf.message import Message
-
 from service.observability.record import Observers
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
+from service.protocols.bodies import as_it_is, streamed, unary
 from service.protocols.seam import Services, UseCases
-from service.protocols.whippet_v1.parse import decode
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION, MODEL, RIGHTS
 from service.protocols.whippet_v1.servicer import AdminServicer, GenerationServicer, ModelServicer
-from service.protocols.whippet_v1.shape import check_shape
 from service.transport.inbox import Inbox
-from service.transport.rpc import Call, Endpoints, Guard, StreamBody, UnaryBody, service
+from service.transport.rpc import Endpoints, Guard, service
 from service.transport.status import ResourceTypes
 from service.transport.writer import StallWatch
 
 RESOURCES = ResourceTypes(model="whippet.v1.Model", request="whippet.v1.GenerateRequest")
-_Message = TypeVar("_Message", bound=Message)
-_Request = TypeVar("_Request")
 
 
 class WhippetV1:
@@ -80,37 +72,3 @@ class WhippetV1:
             "Profile": endpoints.unary(may["Profile"], unary(admin_pb2.ProfileRequest, as_it_is, admin.profile)),
         }
         return Services((service(ADMIN, methods, observers),), (ADMIN,))
-
-
-def unary(
-    kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[Message]]
-) -> UnaryBody:
-    """The body over bytes. `read` makes its request out of the message."""
-
-    async def answer(call: Call) -> bytes:
-        return (await body(await _received(kind, read, call), call)).SerializeToString()
-
-    return answer
-
-
-def streamed(
-    kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[None]]
-) -> StreamBody:
-    """The body over bytes; it writes its responses to the call's context."""
-
-    async def answer(call: Call) -> None:
-        await body(await _received(kind, read, call), call)
-
-    return answer
-
-
-def as_it_is(message: _Message) -> _Message:
-    """A message that is small enough to be the request itself."""
-    return message
-
-
-async def _received(kind: type[_Message], read: Callable[[_Message], _Request], call: Call) -> _Request:
-    """The request. Neither bytes nor message outlive this call, so that what they hold beside it costs nothing."""
-    data = await call.message()
-    check_shape(kind, data)
-    return read(decode(kind, data))

@@ -16,7 +16,8 @@ import pytest
 from service.core.errors import UnknownModel
 from service.observability.record import RecordBuilder
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.services import RESOURCES, as_it_is, unary
+from service.protocols.bodies import as_it_is, unary
+from service.protocols.whippet_v1.services import RESOURCES
 from service.transport.auth import ALL_RIGHTS, NoTokens
 from service.transport.inbox import SMALL, Inbox
 from service.transport.rpc import MAX_ANSWER_BYTES, Call, Endpoints

@@ -17,7 +17,8 @@ from service.core.model import resolve_defaults
 from service.core.request import ChatPrompt, Delivery, ModelFacts, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatMessage, SamplingDefaults
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.parse import decode, read_generation
+from service.protocols.bodies import decode
+from service.protocols.whippet_v1.parse import read_generation
 from service.protocols.whippet_v1.render import sampling as sampling_message
 
 DEFAULTS = SamplingParams(

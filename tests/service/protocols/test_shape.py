@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from service.core.errors import InvalidRequest
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.shape import MOST_FIELDS, UNCOUNTED, check_shape
+from service.protocols.shape import MOST_FIELDS, UNCOUNTED, check_shape
 from tests.service.conftest import Server, ask, refused
 
 

@@ -1,0 +1,58 @@
+"""From the bytes of a call to a request, the same for every protocol: their shape is looked at, they become a message,
+and the protocol reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from service.core.errors import InvalidRequest, Violation
+from service.protocols.shape import check_shape
+from service.transport.rpc import Call, StreamBody, UnaryBody
+
+_Message = TypeVar("_Message", bound=Message)
+_Request = TypeVar("_Request")
+
+
+def decode(kind: type[_Message], data: bytes) -> _Message:
+    """Raises InvalidRequest where the bytes are no such message, invalid UTF-8 included; gRPC would answer INTERNAL."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest((Violation("", f"the bytes are no {kind.DESCRIPTOR.full_name}"),)) from None
+
+
+def unary(
+    kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[Message]]
+) -> UnaryBody:
+    """The body over bytes. `read` makes its request out of the message."""
+
+    async def answer(call: Call) -> bytes:
+        return (await body(await _received(kind, read, call), call)).SerializeToString()
+
+    return answer
+
+
+def streamed(
+    kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[None]]
+) -> StreamBody:
+    """The body over bytes; it writes its responses to the call's context."""
+
+    async def answer(call: Call) -> None:
+        await body(await _received(kind, read, call), call)
+
+    return answer
+
+
+def as_it_is(message: _Message) -> _Message:
+    """A message that is small enough to be the request itself."""
+    return message
+
+
+async def _received(kind: type[_Message], read: Callable[[_Message], _Request], call: Call) -> _Request:
+    """The request. Neither bytes nor message outlive this call, so that what they hold beside it costs nothing."""
+    data = await call.message()
+    check_shape(kind, data)
+    return read(decode(kind, data))

@@ -1,0 +1,148 @@
+"""What a caller may wish for in every protocol, and the bounds of it. Fields are named as the caller's protocol has
+them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.api import SamplingParams
+from service.core.request import ModelFacts, Stops, TokenPrompt
+from service.core.validation import Violations, too_long
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+_GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
+_LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
+_SEEDS = 1 << 64
+_REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingWish:
+    """How the next token shall be drawn. None: the model's default; of a seed, a fresh one."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWish:
+    """When the answer shall end."""
+
+    max_tokens: int | None = None  # None: as many as the context leaves
+    min_tokens: int = 0
+    strings: Sequence[str] = ()
+    token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include: bool = False
+
+
+def read_sampling(wish: SamplingWish, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
+    """With the model's defaults where nothing is wished. `prefix` is put before the names of fields."""
+    default = facts.defaults
+
+    def pick(name: str, low: float, high: float | None, *, above: bool = False) -> float:
+        value: float | None = getattr(wish, name)
+        if value is None:
+            fallback: float = getattr(default, name)
+            return fallback
+        found.number(prefix + name, value, low, high, above=above)
+        return value
+
+    temperature = pick("temperature", 0, 100)
+    return SamplingParams(
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_k=int(pick("top_k", 0, None)),
+        top_p=pick("top_p", 0, 1, above=True),
+        min_p=pick("min_p", 0, 1),
+        repetition_penalty=pick("repetition_penalty", _LEAST_PENALTY, 100),
+        presence_penalty=pick("presence_penalty", -2, 2),
+        frequency_penalty=pick("frequency_penalty", -2, 2),
+        seed=secrets.randbits(63) if wish.seed is None else wish.seed % _SEEDS,
+        logit_bias=_logit_bias(wish.logit_bias, facts, found, f"{prefix}logit_bias"),
+    )
+
+
+def _logit_bias(
+    given: Mapping[int, float], facts: ModelFacts, found: Violations, field: str
+) -> tuple[tuple[int, float], ...]:
+    if len(given) > MAX_LOGIT_BIAS:
+        found.add(field, f"must have at most {MAX_LOGIT_BIAS} entries")
+        return ()
+    bias = sorted(given.items())
+    for token_id, value in bias:
+        if not 0 <= token_id < facts.vocab_size:
+            found.add(f"{field}[{token_id}]", f"must name a token id from 0 to {facts.vocab_size - 1}")
+        found.number(f"{field}[{token_id}]", value, -100, 100)
+    return tuple(bias)
+
+
+def read_stops(wish: StopWish, facts: ModelFacts, found: Violations, prefix: str, strings: str = "stop") -> Stops:
+    """`strings` is what the protocol calls the field of stop strings."""
+    if wish.max_tokens is not None:
+        found.number(f"{prefix}max_tokens", wish.max_tokens, 1, None)
+    found.number(f"{prefix}min_tokens", wish.min_tokens, 0, None)
+    if wish.max_tokens is not None and 1 <= wish.max_tokens < wish.min_tokens:
+        found.add(f"{prefix}min_tokens", "must be at most max_tokens")
+    _check_stop_strings(wish.strings, found, prefix + strings)
+    own = () if wish.ignore_eos else facts.eos_token_ids
+    token_ids: tuple[int, ...] = ()
+    if len(wish.token_ids) > MAX_STOP_TOKENS:
+        found.add(f"{prefix}stop_token_ids", f"must be at most {MAX_STOP_TOKENS}")
+    elif found.token_ids(f"{prefix}stop_token_ids", wish.token_ids, facts.vocab_size):
+        token_ids = tuple(dict.fromkeys((*wish.token_ids, *own)))
+    return Stops(
+        max_tokens=wish.max_tokens,
+        min_tokens=wish.min_tokens,
+        strings=tuple(dict.fromkeys(wish.strings)) if len(wish.strings) <= MAX_STOP_STRINGS else (),
+        token_ids=token_ids,
+        include=wish.include,
+    )
+
+
+def _check_stop_strings(strings: Sequence[str], found: Violations, field: str) -> None:
+    if len(strings) > MAX_STOP_STRINGS:
+        found.add(field, f"must be at most {MAX_STOP_STRINGS}")
+        return
+    for index, string in enumerate(strings):
+        if len(string) > MAX_STOP_BYTES or not 1 <= len(string.encode()) <= MAX_STOP_BYTES:
+            found.add(f"{field}[{index}]", f"must have 1 to {MAX_STOP_BYTES} bytes")
+
+
+def read_token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations, field: str) -> TokenPrompt:
+    if not ids:
+        found.add(field, "must not be empty")
+    elif len(ids) >= facts.max_context:
+        found.add(field, too_long(len(ids), facts.max_context))
+    elif found.token_ids(field, ids, facts.vocab_size):
+        return TokenPrompt(tuple(ids))
+    return TokenPrompt(())
+
+
+def read_logprobs(given: int | None, found: Violations, field: str) -> int | None:
+    """How many candidates are sent beside each token's own."""
+    if given is not None:
+        found.number(field, given, 0, MAX_LOGPROBS)
+    return given
+
+
+def read_request_id(given: str, found: Violations, field: str = "request_id") -> str:
+    """Made here where the caller has none."""
+    if not given:
+        return secrets.token_hex(12)
+    if not _REQUEST_ID.fullmatch(given):
+        found.add(field, "must be at most 128 bytes of printable ASCII, without a space at either end")
+    return given
