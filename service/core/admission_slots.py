@@ -16,9 +16,10 @@ from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.errors import Overloaded
 from service.core.fair_queue import FairQueue, Waiting
-from service.core.pace import Departures, retry_hint
+from service.core.pace import Departures, Returns, Stay, retry_hint
 
 DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
+_STAY = 1.0  # seconds that a generation is taken to last until one was seen
 _MISSES = 64  # cache misses that a full queue allows at once
 _MISSES_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
 
@@ -26,10 +27,11 @@ _MISSES_RATE = 128.0  # and per second; each takes the better part of a millisec
 class AdmissionSlot:
     """One of them. Leaving the `with` block gives it back."""
 
-    __slots__ = ("_owner", "_waiting", "given_back")
+    __slots__ = ("_owner", "_waiting", "given_back", "unqueued_since")
 
-    def __init__(self, owner: AdmissionSlots, waiting: Waiting) -> None:
+    def __init__(self, owner: AdmissionSlots, waiting: Waiting, unqueued_since: float | None) -> None:
         self._owner = owner
+        self.unqueued_since = unqueued_since  # when it began, where it had not to wait
         self._waiting: Waiting | None = waiting  # None: it has its first token
         self.given_back = False
 
@@ -76,6 +78,8 @@ class AdmissionSlots:
         self._taken = 0
         self._queue = FairQueue()
         self._departures = Departures()
+        self._stay = Stay(presumed=_STAY)  # of those that did not wait: afterwards departures tell more
+        self._returns = Returns()
         self._misses = 0.0  # recent cache misses while the queue was full
         self._misses_at = clock()
         self.refusals = Counter[str]() if refusals is None else refusals  # by reason; others count there as well
@@ -148,8 +152,9 @@ class AdmissionSlots:
         waiting = Waiting(tenant, priority, tokens)
         self._queue.add(waiting, now if arrived_at is None else arrived_at)
         self._taken += 1
-        self._departures.arrival(now, self._taken > self._capacity())
-        return AdmissionSlot(self, waiting)
+        queued = self._taken > self._capacity()
+        self._departures.arrival(now, queued)
+        return AdmissionSlot(self, waiting, unqueued_since=None if queued else now)
 
     def patience(self, arrived_at: float, refuse: Callable[[Overloaded], None]) -> asyncio.TimerHandle | None:
         """Refuses the request when it has waited for too long: to be cancelled when it has its first token. None where
@@ -168,7 +173,10 @@ class AdmissionSlots:
         saturated = self._taken > self._capacity()
         slot.start()
         self._taken -= 1
-        self._departures.departure(self._clock(), saturated)
+        now = self._clock()
+        if slot.unqueued_since is not None:
+            self._stay.ended(now - slot.unqueued_since)
+        self._departures.departure(now, saturated)
 
     def overloaded(self, message: str, reason: str, queue_time: float) -> Overloaded:
         """The refusal, counted. Says when to come back."""
@@ -181,17 +189,20 @@ class AdmissionSlots:
         return DeadlineExceeded(message)
 
     def _waited(self) -> Overloaded:
-        return self.overloaded("the first token did not come in time", "QUEUE_TIMEOUT", self._queue_time())
+        return self.overloaded("the first token did not come in time", "QUEUE_TIMEOUT", self._return_time())
 
     def _queue_full(self) -> Overloaded:
-        return self.overloaded("too many requests wait", "QUEUE_FULL", self._queue_time())
+        return self.overloaded("too many requests wait", "QUEUE_FULL", self._return_time())
 
     def _too_many_tokens(self) -> Overloaded:
-        return self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS", self._queue_time())
+        return self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS", self._return_time())
 
-    def _queue_time(self) -> float:
-        """Seconds until all who wait now have gone."""
-        return max(1, self._taken - self._capacity()) * self._departures.expected_interval(self._clock())
+    def _return_time(self) -> float:
+        """Seconds until all who wait now have gone, and those who were refused before are back."""
+        now, capacity = self._clock(), max(1, self._capacity())
+        interval = self._departures.expected_interval(now, self._stay.mean, capacity)
+        queue_time = max(1, self._taken - capacity) * interval
+        return self._returns.next(now, queue_time, interval, interval * capacity)
 
     def _recent_misses(self) -> float:
         now = self._clock()

@@ -45,8 +45,8 @@ class InvalidRequest(ServiceError):
 class UnknownModel(ServiceError):
     """No model of that name is served."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__("no such model is served here")
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(f"no such model is served here: {name[:128]!r}; {served!r} is")
         self.name = name
 
 

@@ -7,6 +7,7 @@ import random
 _SHORTEST_HINT = 0.1  # seconds
 _LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be foretold
 _SMOOTHING = 0.1  # weight of the newest measurement
+_STAYS_AHEAD = 6.0  # that those who were refused before are let pass
 _ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
 
 
@@ -24,9 +25,11 @@ class Departures:
         """Seconds between two of them; 0 while too few were seen."""
         return self._mean if self._count >= _ENOUGH_DEPARTURES else 0.0
 
-    def expected_interval(self, now: float) -> float:
-        """The same as a guess: no shorter than the wait for the next one is already."""
-        return max(self.interval, 0.0 if self._waited_since is None else now - self._waited_since)
+    def expected_interval(self, now: float, stay: float, capacity: int) -> float:
+        """The same as a guess: with too few seen, from how long one is held. All slots may have been taken at
+        once: while nobody leaves, a stay is taken to be as long as that has lasted."""
+        waited = 0.0 if self._waited_since is None else now - self._waited_since
+        return max(self.interval or stay / capacity, waited / capacity)
 
     def arrival(self, now: float, saturated: bool) -> None:
         """One more, who waits or not."""
@@ -44,13 +47,28 @@ class Departures:
 class Stay:
     """How long requests are live."""
 
-    def __init__(self) -> None:
-        self.mean = 0.0  # seconds
+    def __init__(self, presumed: float = 0.0) -> None:
+        self.mean = presumed  # seconds; what it is taken to be until one was seen
         self._seen = False
 
     def ended(self, seconds: float) -> None:
         self.mean = smoothed(self.mean, seconds, first=not self._seen)
         self._seen = True
+
+
+class Returns:
+    """When those who were refused are to be back: one after another, as the queue has room. Told the same
+    time, they would meet again, and all but one be refused again."""
+
+    def __init__(self) -> None:
+        self._last = 0.0  # of those told so far, on the caller's clock
+
+    def next(self, now: float, queue_time: float, interval: float, stay: float) -> float:
+        """Seconds until the next one is to come. Not everybody does: nobody is told to let more than a few pass."""
+        latest = queue_time + _STAYS_AHEAD * stay
+        self._last = max(self._last, now + queue_time - interval) + interval
+        self._last = min(self._last, now + latest)
+        return self._last - now
 
 
 def retry_hint(queue_time: float) -> float:

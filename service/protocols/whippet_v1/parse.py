@@ -58,7 +58,7 @@ _ACCESS = {
 def check_model(name: str, facts: ModelFacts) -> None:
     """Raises UnknownModel."""
     if name and name != facts.name:
-        raise UnknownModel(name)
+        raise UnknownModel(name, facts.name)
 
 
 def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: bool) -> Request:

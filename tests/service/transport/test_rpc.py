@@ -99,7 +99,7 @@ async def test_a_refusal_holds_nothing_of_what_it_refused() -> None:
     async def body(request: object, call: Call) -> pb.TokenizeResponse:
         held = Held()
         seen.append(weakref.ref(held))
-        raise UnknownModel("x")
+        raise UnknownModel("x", "served")
 
     endpoints, context = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES), Recorder()
     method = endpoints.unary(ALL_RIGHTS, unary(pb.TokenizeRequest, as_it_is, body))
@@ -125,7 +125,7 @@ async def test_a_caller_that_has_gone_is_as_good_as_cancelled(caplog: pytest.Log
             raise grpc.aio.InternalError("the write failed")
 
     async def failing(request: pb.TokenizeRequest, call: Call) -> pb.DetokenizeResponse:
-        raise UnknownModel("x")
+        raise UnknownModel("x", "served")
 
     with pytest.raises(asyncio.CancelledError):
         await call(failing, context=Gone())

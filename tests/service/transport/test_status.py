@@ -21,7 +21,7 @@ from service.transport.status import Failure, failure_of
 C = grpc.StatusCode
 EXPECTED = {
     InvalidRequest((Violation("a", "b"),)): (C.INVALID_ARGUMENT, {"BadRequest"}),
-    errors.UnknownModel("m"): (C.NOT_FOUND, {"ResourceInfo"}),
+    errors.UnknownModel("m", "served"): (C.NOT_FOUND, {"ResourceInfo"}),
     errors.UnknownRequest("r"): (C.NOT_FOUND, {"ResourceInfo"}),
     errors.DuplicateRequest("r"): (C.ALREADY_EXISTS, {"ErrorInfo"}),
     errors.Unimplemented("f", "m"): (C.UNIMPLEMENTED, {"ErrorInfo"}),

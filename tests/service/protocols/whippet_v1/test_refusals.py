@@ -136,6 +136,7 @@ def test_unknown_model(server: Server) -> None:
     ):
         refusal = refused(call, request)
         assert refusal.code is grpc.StatusCode.NOT_FOUND
+        assert refusal.message == "no such model is served here: 'other'; 'fake' is"
         detail = refusal.details["ResourceInfo"]
         assert (detail.resource_type, detail.resource_name) == ("whippet.v1.Model", "other")  # type: ignore[attr-defined]
     assert server.generation.Generate(ask("x", 1, model="fake"), timeout=20).prompt_info.model == "fake"
