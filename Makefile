@@ -39,7 +39,7 @@ ifndef ARGS
 	$(PYTEST) tests/timing
 endif
 
-lint: $(VENV)/.test $(BUFCLI) ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema
+lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -96,7 +96,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM)
+$(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM) $(BUFCLI)
 	@echo "Whippet: installing what the tests need"
 	$(PIP) install -c constraints.txt -e '.[test]'
 	@{ command -v redis-server && command -v cc; } >/dev/null || { \
@@ -106,7 +106,9 @@ $(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM)
 	@touch $@
 
 $(BUFCLI):
-	@command -v npm >/dev/null || { echo "buf comes from npm; on Debian: apt-get install npm"; exit 1; }
+	@echo "Whippet: the contract is linted and called with buf; fetching it from npm"
+	@command -v npm >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends npm; } || { \
+	    echo "buf comes from npm; install it, and call make again"; exit 1; }
 	npm install --no-audit --no-fund --loglevel=error --prefix .tools @bufbuild/buf@$(BUF)
 
 $(PROMTOOL):

@@ -1,4 +1,5 @@
-"""Generates service/pb from protos/. With --check, only says whether what is committed is fresh.
+"""Generates from protos/ the stubs of the server and of the Python client, and the descriptors that reflection serves.
+With --check, only says whether what is committed is fresh.
 
 protoc writes absolute imports of the proto package (`from whippet.v1 import …`). They are rewritten to where the code
 lives, so that no top-level `whippet` package is needed and the names that reflection serves stay those of the protos.
@@ -11,62 +12,81 @@ import filecmp
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "service" / "pb"
-IMPORT = re.compile(r"^(from|import) whippet\.", re.MULTILINE)
+PROTOS = ROOT / "protos"
 
 
-def generate(out: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A package of stubs."""
+
+    package: str  # dotted
+    folder: Path
+    packages: tuple[str, ...]  # top-level folders of protos/
+    descriptors: str = ""  # file for all descriptors, comments and JSON names included; empty: none
+
+
+TARGETS = (
+    Target("service.pb", ROOT / "service" / "pb", ("whippet",), descriptors="descriptors.binpb"),
+    Target("whippet_client.pb", ROOT / "clients" / "python" / "whippet_client" / "pb", ("whippet",)),
+)
+
+
+def generate(target: Target, out: Path) -> None:
     """Writes the package tree of the stubs under `out`."""
-    sources = sorted(str(p.relative_to(ROOT / "protos")) for p in (ROOT / "protos").rglob("*.proto"))
-    well_known = str(resources.files("grpc_tools") / "_proto")
-    code = protoc.main(
-        [
-            "protoc",
-            f"-I{ROOT / 'protos'}",
-            f"-I{well_known}",
-            f"--python_out={out}",
-            f"--pyi_out={out}",
-            f"--grpc_python_out={out}",
-            *sources,
-        ]
+    sources = sorted(
+        str(path.relative_to(PROTOS)) for one in target.packages for path in (PROTOS / one).rglob("*.proto")
     )
+    flags = [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+    if target.descriptors:
+        flags += ["--include_source_info", f"--descriptor_set_out={out / target.descriptors}"]
+    well_known = resources.files("grpc_tools") / "_proto"
+    code = protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *flags, *sources])
     if code != 0:
         sys.exit(code)
+    imports = re.compile(rf"^(from|import) (?=(?:{'|'.join(target.packages)})\.)", re.MULTILINE)
     for path in [*out.rglob("*.py"), *out.rglob("*.pyi")]:
-        path.write_text(IMPORT.sub(r"\1 service.pb.whippet.", path.read_text()))
-    for folder in (out, out / "whippet", out / "whippet" / "v1"):
+        path.write_text(imports.sub(rf"\1 {target.package}.", path.read_text()))
+    for folder in {out, *(parent for source in sources for parent in (out / source).parents if out in parent.parents)}:
         (folder / "__init__.py").touch()
 
 
-def stale(fresh: Path) -> list[str]:
+def stale(target: Target, fresh: Path) -> list[str]:
     """Paths that differ between `fresh` and the committed tree."""
-    roots = (fresh, TARGET)
-    names = {p.relative_to(root) for root in roots for p in root.rglob("*") if p.suffix in (".py", ".pyi")}
+    roots = (fresh, target.folder)
+    kinds = (".py", ".pyi", ".binpb")
+    names = {path.relative_to(root) for root in roots for path in root.rglob("*") if path.suffix in kinds}
     return sorted(
-        str(n)
-        for n in names
-        if not ((fresh / n).exists() and (TARGET / n).exists() and filecmp.cmp(fresh / n, TARGET / n, shallow=False))
+        str((target.folder / name).relative_to(ROOT)) for name in names if not _same(fresh / name, target.folder / name)
     )
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and filecmp.cmp(one, other, shallow=False)
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if the committed code is not what protos/ gives")
-    if parser.parse_args().check:
-        with tempfile.TemporaryDirectory() as folder:
-            generate(Path(folder))
-            if changed := stale(Path(folder)):
-                sys.exit(f"generated code is stale, run `make proto`: {', '.join(changed)}")
-        return
-    TARGET.mkdir(parents=True, exist_ok=True)
-    generate(TARGET)
+    check = parser.parse_args().check
+    changed = []
+    for target in TARGETS:
+        if check:
+            with tempfile.TemporaryDirectory() as folder:
+                generate(target, Path(folder))
+                changed += stale(target, Path(folder))
+        else:
+            target.folder.mkdir(parents=True, exist_ok=True)
+            generate(target, target.folder)
+    if changed:
+        sys.exit(f"generated code is stale, run `make proto`: {', '.join(changed)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 
 from engine.api import EngineState
 from engine.client import EngineClient
@@ -98,13 +99,15 @@ def build(
     prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
     orders = Inbox(SMALL, refusals)
     data = [protocol.data_services(cases, guard, prompts, watch, observers) for protocol in PROTOCOLS]
+    contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
     operators = [protocol.admin_services(cases, guard, orders, observers) for protocol in PROTOCOLS]
 
     def port(setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
         """With health and reflection beside the services."""
         names = [name for one in services for name in one.names]
         handlers = [handler for one in services for handler in one.handlers]
-        handlers += [health.handlers(inbox, observers), reflection.handlers([*names, HEALTH], inbox, observers)]
+        handlers.append(health.handlers(inbox, observers))
+        handlers += reflection.handlers([*names, HEALTH], contract, inbox, observers)
         handlers.append(Strangers(observers))
         return open_port(setting, address, handlers, identity.credentials() if services else None, bounds)
 

@@ -19,7 +19,7 @@ from typing import Protocol
 from engine.errors import Aborted
 from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlots
-from service.core.errors import Draining, DuplicateRequest, UnknownRequest
+from service.core.errors import Draining, DuplicateRequest, Reason, UnknownRequest
 from service.core.pace import Stay
 from service.core.quotas import Quotas
 
@@ -130,7 +130,7 @@ class Admission:
         """A line in the table. Without a name, `abort` cannot reach it. Raises Draining, DuplicateRequest,
         DeadlineExceeded or Overloaded."""
         if self._draining:
-            self.slots.refusals["DRAINING"] += 1
+            self.slots.refusals[Reason.DRAINING] += 1
             raise Draining(_DRAIN_RETRY * random.uniform(1.0, 1.5))
         if request_id is None:
             request_id = f"\0{next(self._unnamed)}"  # no caller's name has such a character
@@ -141,10 +141,10 @@ class Admission:
         tenant_limit = self.quotas.policy(tenant).requests or self._limits.tenant_requests
         if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
             one_leaves = self._stay.mean / tenant_limit
-            raise self.slots.overloaded("the tenant has too many live requests", "TENANT_QUOTA", one_leaves)
+            raise self.slots.overloaded("the tenant has too many live requests", Reason.TENANT_QUOTA, one_leaves)
         if len(self._live) >= self._limits.live_requests or self._in_lookup >= max(_MOST_LOOKUPS, self.slots.total):
             one_leaves = self._stay.mean / len(self._live)
-            raise self.slots.overloaded("too many requests are live", "LIVE_REQUESTS", one_leaves)
+            raise self.slots.overloaded("too many requests are live", Reason.LIVE_REQUESTS, one_leaves)
         ticket = Ticket(self, tenant, request_id, self._clock())
         self._live[tenant, request_id] = ticket
         self._tenants[tenant] += 1

@@ -14,7 +14,7 @@ from types import TracebackType
 from engine.api import Priority
 from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
-from service.core.errors import Overloaded
+from service.core.errors import Overloaded, Reason
 from service.core.fair_queue import FairQueue, Waiting
 from service.core.pace import Departures, Returns, Stay, retry_hint
 
@@ -178,7 +178,7 @@ class AdmissionSlots:
             self._stay.ended(now - slot.unqueued_since)
         self._departures.departure(now, saturated)
 
-    def overloaded(self, message: str, reason: str, queue_time: float) -> Overloaded:
+    def overloaded(self, message: str, reason: Reason, queue_time: float) -> Overloaded:
         """The refusal, counted. Says when to come back."""
         self.refusals[reason] += 1
         return Overloaded(message, reason, retry_hint(queue_time))
@@ -189,13 +189,13 @@ class AdmissionSlots:
         return DeadlineExceeded(message)
 
     def _waited(self) -> Overloaded:
-        return self.overloaded("the first token did not come in time", "QUEUE_TIMEOUT", self._return_time())
+        return self.overloaded("the first token did not come in time", Reason.QUEUE_TIMEOUT, self._return_time())
 
     def _queue_full(self) -> Overloaded:
-        return self.overloaded("too many requests wait", "QUEUE_FULL", self._return_time())
+        return self.overloaded("too many requests wait", Reason.QUEUE_FULL, self._return_time())
 
     def _too_many_tokens(self) -> Overloaded:
-        return self.overloaded("too many prompt tokens wait", "QUEUED_TOKENS", self._return_time())
+        return self.overloaded("too many prompt tokens wait", Reason.QUEUED_TOKENS, self._return_time())
 
     def _return_time(self) -> float:
         """Seconds until all who wait now have gone, and those who were refused before are back."""

@@ -20,6 +20,7 @@ ServiceError
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,49 @@ class Violation:
 
     field: str  # its path, "sampling.top_p" for one; empty for the message itself
     description: str
+
+
+class Reason(StrEnum):
+    """For programs: `reason` of a refusal's google.rpc.ErrorInfo. What each means, and what to do about it, stands at
+    `ErrorReason` of the contract, which has the same names."""
+
+    # A limit is reached.
+    QUEUE_FULL = "QUEUE_FULL"
+    QUEUED_TOKENS = "QUEUED_TOKENS"
+    QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
+    LIVE_REQUESTS = "LIVE_REQUESTS"
+    TENANT_QUOTA = "TENANT_QUOTA"
+    TENANT_TOKENS = "TENANT_TOKENS"
+    TEXT_QUEUE = "TEXT_QUEUE"
+    MESSAGES = "MESSAGES"
+    PROFILE_RUNNING = "PROFILE_RUNNING"
+    ANSWER_TOO_LARGE = "ANSWER_TOO_LARGE"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    # The server, or a part of it, is not there.
+    DRAINING = "DRAINING"
+    ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE"
+    CACHE_UNAVAILABLE = "CACHE_UNAVAILABLE"
+    STOPPING = "STOPPING"
+    # Who calls.
+    TOKEN_MISSING = "TOKEN_MISSING"
+    TOKEN_MALFORMED = "TOKEN_MALFORMED"
+    TOKEN_UNKNOWN = "TOKEN_UNKNOWN"
+    TOKEN_EXPIRED = "TOKEN_EXPIRED"
+    CERTIFICATE_UNKNOWN = "CERTIFICATE_UNKNOWN"
+    CERTIFICATE_AMBIGUOUS = "CERTIFICATE_AMBIGUOUS"
+    CERTIFICATE_EXPIRED = "CERTIFICATE_EXPIRED"
+    RIGHT_MISSING = "RIGHT_MISSING"
+    # The request.
+    REQUEST_ID_IN_USE = "REQUEST_ID_IN_USE"
+    UNIMPLEMENTED_OPTION = "UNIMPLEMENTED_OPTION"
+    REQUEST_ABORTED = "REQUEST_ABORTED"
+    QUARANTINED = "QUARANTINED"
+    # The connection.
+    STREAM_STALLED = "STREAM_STALLED"
+    MESSAGE_STALLED = "MESSAGE_STALLED"
+    # The server's own faults.
+    ENGINE_FAILED = "ENGINE_FAILED"
+    INTERNAL = "INTERNAL"
 
 
 class ServiceError(Exception):
@@ -77,9 +121,9 @@ class Unimplemented(ServiceError):
 class Overloaded(ServiceError):
     """A limit is reached."""
 
-    def __init__(self, message: str, reason: str, retry_after: float) -> None:
+    def __init__(self, message: str, reason: Reason, retry_after: float) -> None:
         super().__init__(message)
-        self.reason = reason  # UPPER_SNAKE_CASE, for programs
+        self.reason = reason
         self.retry_after = retry_after  # seconds
 
 
@@ -109,9 +153,9 @@ class CacheUnavailable(ServiceError):
 class Unauthenticated(ServiceError):
     """Who calls is not known."""
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
-        self.reason = reason  # UPPER_SNAKE_CASE, for programs
+        self.reason = reason
 
 
 class PermissionDenied(ServiceError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.api import Engine
 from engine.errors import EngineUnavailable
 from engine.stacks import StackSampler
-from service.core.errors import Overloaded
+from service.core.errors import Overloaded, Reason
 
 LONGEST = 60.0  # seconds
 
@@ -36,7 +36,7 @@ class Profiler:
         sampling."""
         now = time.monotonic()
         if self._until is not None:
-            raise Overloaded("a profile is being taken", "PROFILE_RUNNING", max(1.0, self._until - now))
+            raise Overloaded("a profile is being taken", Reason.PROFILE_RUNNING, max(1.0, self._until - now))
         self._until = now + seconds
         try:
             async with asyncio.TaskGroup() as both:

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 from cache.api import BucketSize, SharedBuckets
-from service.core.errors import Overloaded
+from service.core.errors import Overloaded, Reason
 from service.core.pace import smoothed
 from service.core.shared_quota import SharedQuota
 from service.core.tenants import NoPolicies, PolicySource, TenantPolicy
 
-REASON = "TENANT_TOKENS"
 _FIRST_GUESS = 0.01  # of the quota, that a tenant's first requests are expected to take
 _SHORTEST_HINT = 0.1  # seconds
 _LONGEST_HINT = 3600.0  # seconds
@@ -142,9 +141,9 @@ class Quotas:
             return FREE
         bill, lacking = await self._account(tenant).open(size)
         if lacking:
-            self._refusals[REASON] += 1
+            self._refusals[Reason.TENANT_TOKENS] += 1
             wait = max(_SHORTEST_HINT, (lacking + 1) / size.per_second) * random.uniform(1.0, 1.25)
-            raise Overloaded("the tenant has used up its tokens", REASON, min(_LONGEST_HINT, wait))
+            raise Overloaded("the tenant has used up its tokens", Reason.TENANT_TOKENS, min(_LONGEST_HINT, wait))
         return bill
 
     def left(self, tenant: str) -> float | None:

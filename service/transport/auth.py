@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.core.errors import PermissionDenied, Unauthenticated
+from service.core.errors import PermissionDenied, Reason, Unauthenticated
 
 DEFAULT_TENANT = "default"
 
@@ -74,7 +74,7 @@ def bearer(metadata: Metadata) -> bytes | None:
             scheme, _, token = raw.partition(b" ")
             if scheme.lower() == b"bearer" and token.strip():
                 return token.strip()
-            raise Unauthenticated("authorization is not `Bearer TOKEN`", "TOKEN_MALFORMED")
+            raise Unauthenticated("authorization is not `Bearer TOKEN`", Reason.TOKEN_MALFORMED)
     return None
 
 

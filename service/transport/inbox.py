@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from types import TracebackType
 
-from service.core.errors import InvalidRequest, MessageStalled, Overloaded, Violation
+from service.core.errors import InvalidRequest, MessageStalled, Overloaded, Reason, Violation
 from service.transport.writer import Context
 
 _PATIENCE = 1.0  # seconds that a read may take while others wait
@@ -159,7 +159,7 @@ class Inbox:
                 raise
             granted = False
         if not granted:
-            raise self.overloaded("too many messages wait to be read", "MESSAGES")
+            raise self.overloaded("too many messages wait to be read", Reason.MESSAGES)
 
     def read_ended(self, one: Incoming) -> None:
         """The next one may read."""
@@ -170,13 +170,13 @@ class Inbox:
     def too_slow(self, one: Incoming) -> Exception:
         """Why its read was ended."""
         if one.interrupted:
-            return self.overloaded("the message came too slowly while others waited", "MESSAGES")
+            return self.overloaded("the message came too slowly while others waited", Reason.MESSAGES)
         return MessageStalled("the message did not come")
 
     def hold(self, one: Incoming, size: int) -> None:
         """So many bytes are held for the call, until it is forgotten. Raises Overloaded."""
         if self._held + size > self._bounds.live_bytes // 2:
-            raise self.overloaded("the messages of live requests are too large together", "MESSAGES")
+            raise self.overloaded("the messages of live requests are too large together", Reason.MESSAGES)
         self._held += size
         one.held = size
 
@@ -190,7 +190,7 @@ class Inbox:
         self._held -= one.held
         one.held = 0
 
-    def overloaded(self, message: str, reason: str) -> Overloaded:
+    def overloaded(self, message: str, reason: Reason) -> Overloaded:
         """The refusal, counted."""
         self._refusals[reason] += 1
         return Overloaded(message, reason, _RETRY * random.uniform(1.0, 1.5))

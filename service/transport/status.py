@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from engine import errors as engine_errors
 from service.core import errors
+from service.core.errors import Reason
 
 DOMAIN = "whippet"
 
@@ -51,7 +52,7 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
             code, details = entry
             found = [] if resources is None else _resource(error, resources)
             return _failure(code, str(error) or code.name, found + details(error))
-    return _failure(grpc.StatusCode.INTERNAL, "internal error", [_info("INTERNAL")])
+    return _failure(grpc.StatusCode.INTERNAL, "internal error", [_info(Reason.INTERNAL)])
 
 
 def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Failure:
@@ -74,7 +75,7 @@ def _pack(detail: Message) -> AnyMessage:
     return packed
 
 
-def _info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
+def _info(reason: Reason, **metadata: str) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
 
 
@@ -104,11 +105,11 @@ def _resource(error: Exception, types: ResourceTypes) -> list[Message]:
 
 
 def _duplicate(error: errors.DuplicateRequest) -> list[Message]:
-    return [_info("REQUEST_ID_IN_USE", request_id=error.request_id)]
+    return [_info(Reason.REQUEST_ID_IN_USE, request_id=error.request_id)]
 
 
 def _unimplemented(error: errors.Unimplemented) -> list[Message]:
-    return [_info("UNIMPLEMENTED_OPTION", field=error.field)]
+    return [_info(Reason.UNIMPLEMENTED_OPTION, field=error.field)]
 
 
 def _overloaded(error: errors.Overloaded) -> list[Message]:
@@ -116,15 +117,15 @@ def _overloaded(error: errors.Overloaded) -> list[Message]:
 
 
 def _draining(error: errors.Draining) -> list[Message]:
-    return [_info("DRAINING"), _retry(error.retry_after)]
+    return [_info(Reason.DRAINING), _retry(error.retry_after)]
 
 
 def _cache_unavailable(error: errors.CacheUnavailable) -> list[Message]:
-    return [_info("CACHE_UNAVAILABLE"), _retry(error.retry_after)]
+    return [_info(Reason.CACHE_UNAVAILABLE), _retry(error.retry_after)]
 
 
 def _engine_unavailable(error: engine_errors.EngineUnavailable) -> list[Message]:
-    return [_info("ENGINE_UNAVAILABLE"), _retry(error.retry_after)]
+    return [_info(Reason.ENGINE_UNAVAILABLE), _retry(error.retry_after)]
 
 
 def _unauthenticated(error: errors.Unauthenticated) -> list[Message]:
@@ -132,10 +133,10 @@ def _unauthenticated(error: errors.Unauthenticated) -> list[Message]:
 
 
 def _denied(error: errors.PermissionDenied) -> list[Message]:
-    return [_info("RIGHT_MISSING", rights=",".join(error.rights))]
+    return [_info(Reason.RIGHT_MISSING, rights=",".join(error.rights))]
 
 
-def _only(reason: str) -> Callable[[Exception], list[Message]]:
+def _only(reason: Reason) -> Callable[[Exception], list[Message]]:
     return lambda error: [_info(reason)]
 
 
@@ -153,18 +154,18 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.Unimplemented: (_C.UNIMPLEMENTED, _unimplemented),
     errors.Overloaded: (_C.RESOURCE_EXHAUSTED, _overloaded),
     errors.Draining: (_C.UNAVAILABLE, _draining),
-    errors.Stopping: (_C.FAILED_PRECONDITION, _only("STOPPING")),
+    errors.Stopping: (_C.FAILED_PRECONDITION, _only(Reason.STOPPING)),
     errors.CacheUnavailable: (_C.UNAVAILABLE, _cache_unavailable),
     errors.Unauthenticated: (_C.UNAUTHENTICATED, _unauthenticated),
     errors.PermissionDenied: (_C.PERMISSION_DENIED, _denied),
-    errors.StreamStalled: (_C.ABORTED, _only("STREAM_STALLED")),
-    errors.MessageStalled: (_C.ABORTED, _only("MESSAGE_STALLED")),
-    errors.AnswerTooLarge: (_C.RESOURCE_EXHAUSTED, _only("ANSWER_TOO_LARGE")),
-    engine_errors.Unsupported: (_C.UNIMPLEMENTED, _only("UNIMPLEMENTED_OPTION")),
+    errors.StreamStalled: (_C.ABORTED, _only(Reason.STREAM_STALLED)),
+    errors.MessageStalled: (_C.ABORTED, _only(Reason.MESSAGE_STALLED)),
+    errors.AnswerTooLarge: (_C.RESOURCE_EXHAUSTED, _only(Reason.ANSWER_TOO_LARGE)),
+    engine_errors.Unsupported: (_C.UNIMPLEMENTED, _only(Reason.UNIMPLEMENTED_OPTION)),
     engine_errors.EngineUnavailable: (_C.UNAVAILABLE, _engine_unavailable),
-    engine_errors.EngineFailed: (_C.INTERNAL, _only("ENGINE_FAILED")),
-    engine_errors.OutOfMemory: (_C.RESOURCE_EXHAUSTED, _only("OUT_OF_MEMORY")),
-    engine_errors.Quarantined: (_C.FAILED_PRECONDITION, _only("QUARANTINED")),
+    engine_errors.EngineFailed: (_C.INTERNAL, _only(Reason.ENGINE_FAILED)),
+    engine_errors.OutOfMemory: (_C.RESOURCE_EXHAUSTED, _only(Reason.OUT_OF_MEMORY)),
+    engine_errors.Quarantined: (_C.FAILED_PRECONDITION, _only(Reason.QUARANTINED)),
     engine_errors.DeadlineExceeded: (_C.DEADLINE_EXCEEDED, _nothing),
-    engine_errors.Aborted: (_C.ABORTED, _only("REQUEST_ABORTED")),
+    engine_errors.Aborted: (_C.ABORTED, _only(Reason.REQUEST_ABORTED)),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from service.core.errors import Unauthenticated
+from service.core.errors import Reason, Unauthenticated
 from service.transport.auth import Caller, Presented, Rights, allowed, bearer, certified
 from service.transport.files import FileWatch
 from service.transport.token_entries import Entry, read_entries
@@ -39,8 +39,8 @@ class TokenFile:
         entry = self._of_certificate(call) if token is None else self._of_token(token)
         if entry.expires is not None and entry.expires <= self._clock():
             if token is None:
-                raise Unauthenticated("the entry of the certificate has expired", "CERTIFICATE_EXPIRED")
-            raise Unauthenticated("the token has expired", "TOKEN_EXPIRED")
+                raise Unauthenticated("the entry of the certificate has expired", Reason.CERTIFICATE_EXPIRED)
+            raise Unauthenticated("the token has expired", Reason.TOKEN_EXPIRED)
         return allowed(entry.caller, permitted)
 
     def _of_token(self, token: bytes) -> Entry:
@@ -49,22 +49,24 @@ class TokenFile:
         digest = hashlib.sha256(token).digest()
         entry = self._entries.tokens.get(digest, _NOBODY)
         if not hmac.compare_digest(entry.digest, digest):
-            raise Unauthenticated("the token is not known", "TOKEN_UNKNOWN")
+            raise Unauthenticated("the token is not known", Reason.TOKEN_UNKNOWN)
         return entry
 
     def _of_certificate(self, call: Presented) -> Entry:
         known = self._entries.names
         if not known:
-            raise Unauthenticated("a token is needed: metadata authorization, `Bearer TOKEN`", "TOKEN_MISSING")
+            raise Unauthenticated("a token is needed: metadata authorization, `Bearer TOKEN`", Reason.TOKEN_MISSING)
         names = certified(call.auth_context())
         found = [known[name] for name in names if name in known]
         if len(found) > 1:
-            raise Unauthenticated("the certificate has several names that are known", "CERTIFICATE_AMBIGUOUS")
+            raise Unauthenticated("the certificate has several names that are known", Reason.CERTIFICATE_AMBIGUOUS)
         if found:
             return found[0]
         if names:
-            raise Unauthenticated("no name of the certificate is known, and there is no token", "CERTIFICATE_UNKNOWN")
-        raise Unauthenticated("a token or a client certificate with a name is needed", "TOKEN_MISSING")
+            raise Unauthenticated(
+                "no name of the certificate is known, and there is no token", Reason.CERTIFICATE_UNKNOWN
+            )
+        raise Unauthenticated("a token or a client certificate with a name is needed", Reason.TOKEN_MISSING)
 
     def tenants(self) -> frozenset[str]:
         """All that have an entry."""

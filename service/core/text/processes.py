@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from engine.cores import usable_cores
 from engine.errors import DeadlineExceeded
-from service.core.errors import Overloaded
+from service.core.errors import Overloaded, Reason
 from service.core.text.control import DONE, REFUSED, Configure
 from service.core.text.forking import RETRY, ForkServer, Worker
 from service.core.text.jobs import KINDS, Refusal
@@ -130,8 +130,8 @@ class _Pool:
     async def _wait(self, size: int, deadline: float | None, sender: str) -> None:
         """For this job's turn."""
         if self._waiting >= self._limits.jobs or self._bytes + size > self._limits.waiting:
-            self._refusals["TEXT_QUEUE"] += 1
-            raise Overloaded("too much text waits to be processed", "TEXT_QUEUE", RETRY)
+            self._refusals[Reason.TEXT_QUEUE] += 1
+            raise Overloaded("too much text waits to be processed", Reason.TEXT_QUEUE, RETRY)
         self._waiting += 1
         self._bytes += size
         try:

@@ -1,0 +1,72 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from typing import ClassVar as _ClassVar
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_REASON_UNSPECIFIED: _ClassVar[ErrorReason]
+    ERROR_REASON_QUEUE_FULL: _ClassVar[ErrorReason]
+    ERROR_REASON_QUEUED_TOKENS: _ClassVar[ErrorReason]
+    ERROR_REASON_QUEUE_TIMEOUT: _ClassVar[ErrorReason]
+    ERROR_REASON_LIVE_REQUESTS: _ClassVar[ErrorReason]
+    ERROR_REASON_TENANT_QUOTA: _ClassVar[ErrorReason]
+    ERROR_REASON_TENANT_TOKENS: _ClassVar[ErrorReason]
+    ERROR_REASON_TEXT_QUEUE: _ClassVar[ErrorReason]
+    ERROR_REASON_MESSAGES: _ClassVar[ErrorReason]
+    ERROR_REASON_PROFILE_RUNNING: _ClassVar[ErrorReason]
+    ERROR_REASON_ANSWER_TOO_LARGE: _ClassVar[ErrorReason]
+    ERROR_REASON_OUT_OF_MEMORY: _ClassVar[ErrorReason]
+    ERROR_REASON_DRAINING: _ClassVar[ErrorReason]
+    ERROR_REASON_ENGINE_UNAVAILABLE: _ClassVar[ErrorReason]
+    ERROR_REASON_CACHE_UNAVAILABLE: _ClassVar[ErrorReason]
+    ERROR_REASON_STOPPING: _ClassVar[ErrorReason]
+    ERROR_REASON_TOKEN_MISSING: _ClassVar[ErrorReason]
+    ERROR_REASON_TOKEN_MALFORMED: _ClassVar[ErrorReason]
+    ERROR_REASON_TOKEN_UNKNOWN: _ClassVar[ErrorReason]
+    ERROR_REASON_TOKEN_EXPIRED: _ClassVar[ErrorReason]
+    ERROR_REASON_CERTIFICATE_UNKNOWN: _ClassVar[ErrorReason]
+    ERROR_REASON_CERTIFICATE_AMBIGUOUS: _ClassVar[ErrorReason]
+    ERROR_REASON_CERTIFICATE_EXPIRED: _ClassVar[ErrorReason]
+    ERROR_REASON_RIGHT_MISSING: _ClassVar[ErrorReason]
+    ERROR_REASON_REQUEST_ID_IN_USE: _ClassVar[ErrorReason]
+    ERROR_REASON_UNIMPLEMENTED_OPTION: _ClassVar[ErrorReason]
+    ERROR_REASON_REQUEST_ABORTED: _ClassVar[ErrorReason]
+    ERROR_REASON_QUARANTINED: _ClassVar[ErrorReason]
+    ERROR_REASON_STREAM_STALLED: _ClassVar[ErrorReason]
+    ERROR_REASON_MESSAGE_STALLED: _ClassVar[ErrorReason]
+    ERROR_REASON_ENGINE_FAILED: _ClassVar[ErrorReason]
+    ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+ERROR_REASON_UNSPECIFIED: ErrorReason
+ERROR_REASON_QUEUE_FULL: ErrorReason
+ERROR_REASON_QUEUED_TOKENS: ErrorReason
+ERROR_REASON_QUEUE_TIMEOUT: ErrorReason
+ERROR_REASON_LIVE_REQUESTS: ErrorReason
+ERROR_REASON_TENANT_QUOTA: ErrorReason
+ERROR_REASON_TENANT_TOKENS: ErrorReason
+ERROR_REASON_TEXT_QUEUE: ErrorReason
+ERROR_REASON_MESSAGES: ErrorReason
+ERROR_REASON_PROFILE_RUNNING: ErrorReason
+ERROR_REASON_ANSWER_TOO_LARGE: ErrorReason
+ERROR_REASON_OUT_OF_MEMORY: ErrorReason
+ERROR_REASON_DRAINING: ErrorReason
+ERROR_REASON_ENGINE_UNAVAILABLE: ErrorReason
+ERROR_REASON_CACHE_UNAVAILABLE: ErrorReason
+ERROR_REASON_STOPPING: ErrorReason
+ERROR_REASON_TOKEN_MISSING: ErrorReason
+ERROR_REASON_TOKEN_MALFORMED: ErrorReason
+ERROR_REASON_TOKEN_UNKNOWN: ErrorReason
+ERROR_REASON_TOKEN_EXPIRED: ErrorReason
+ERROR_REASON_CERTIFICATE_UNKNOWN: ErrorReason
+ERROR_REASON_CERTIFICATE_AMBIGUOUS: ErrorReason
+ERROR_REASON_CERTIFICATE_EXPIRED: ErrorReason
+ERROR_REASON_RIGHT_MISSING: ErrorReason
+ERROR_REASON_REQUEST_ID_IN_USE: ErrorReason
+ERROR_REASON_UNIMPLEMENTED_OPTION: ErrorReason
+ERROR_REASON_REQUEST_ABORTED: ErrorReason
+ERROR_REASON_QUARANTINED: ErrorReason
+ERROR_REASON_STREAM_STALLED: ErrorReason
+ERROR_REASON_MESSAGE_STALLED: ErrorReason
+ERROR_REASON_ENGINE_FAILED: ErrorReason
+ERROR_REASON_INTERNAL: ErrorReason
