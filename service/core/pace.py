@@ -7,7 +7,7 @@ import random
 _SHORTEST_HINT = 0.1  # seconds
 _LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be foretold
 _SMOOTHING = 0.1  # weight of the newest measurement
-_STAYS_AHEAD = 6.0  # that those who were refused before are let pass
+_STAYS_AHEAD = 10.0  # that those who were refused before are let pass
 _ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
 
 
