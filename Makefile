@@ -23,7 +23,7 @@ HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,a
 ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: serve test lint format proto chart bench soak sbom smoke clean
+.PHONY: serve test lint format proto chart lock bench soak sbom smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
@@ -58,6 +58,9 @@ proto: $(VENV)/.test ## Make service/pb anew from protos/
 
 chart: $(VENV)/.test ## Make the chart's schema and table of values anew from helm/whippet/values.yaml
 	$(BIN)/python scripts/chart.py
+
+lock: $(VENV)/.test ## Write the images' requirements, with hashes, out of pyproject.toml and constraints.txt
+	$(BIN)/python scripts/lock.py
 
 bench: $(VENV)/.test ## What the documents' CPU figures come from
 	$(BIN)/python -m bench.engine_cpu
