@@ -20,7 +20,7 @@ from engine.errors import EngineError, InvalidModel, Unsupported
 from service.assembly import Parts, build
 from service.config.settings import BadSettings, Settings
 from service.config.sources import load
-from service.core.cache_dir import UnsafeFolder, cache_dir
+from service.core.cache_dir import UnsafeFolder, cache_dir, prebuilt_dir
 from service.core.text.processes import TextProcesses
 from service.observability import logs
 from service.observability.scrape import PATH as METRICS_PATH
@@ -68,6 +68,7 @@ def _refuse(error: Exception, code: int) -> int:
 async def _serve(settings: Settings, again: Callable[[], Settings]) -> int:
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(Signals(asyncio.get_running_loop()))
+        stack.enter_context(prebuilt_dir(settings.prebuilt_dir, os.environ))
         stack.enter_context(cache_dir(settings.cache_dir, os.environ))
         refusals = Counter[str]()
         processes = TextProcesses(settings.model, refusals=refusals)

@@ -1,12 +1,13 @@
 """Makes the embedder once and keeps it: sentence-transformers → eight bits, for onnxruntime and, where the machine has
 a C compiler and a processor for it, for the encoder in C. Each is compared with the original.
 
-`python -m cache.semantic.export [FOLDER]`. Torch runs in a process of its own (`source`); a server that finds the
-result in the cache folder needs neither onnx nor torch nor a compiler.
+`python -m cache.semantic.export [FOLDER] [--into FOLDER]`. Torch runs in a process of its own (`source`); a server that
+finds the result in the cache folder, or made ahead, needs neither onnx nor torch nor a compiler.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -78,7 +79,7 @@ def missing(source: Path | None = None) -> tuple[str, ...]:
 
 def _made(source: Path | None) -> bool:
     try:
-        return (cache_folder() / _name(source_digest(source or default_source())) / MANIFEST).is_file()
+        return _found(_name(source_digest(source or default_source()))) is not None
     except (ExportFailed, OSError):
         return False
 
@@ -96,6 +97,18 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "whippet" / "embedders"
 
 
+def prebuilt_folder() -> Path | None:
+    """Folder of models that were exported ahead, only to be read: below the setting `prebuilt-dir`."""
+    named = os.environ.get("WHIPPET_PREBUILT_DIR")
+    return Path(named) / "embedders" if named else None
+
+
+def _found(name: str) -> Path | None:
+    """What was exported before, ahead or here."""
+    folders = filter(None, (prebuilt_folder(), cache_folder()))
+    return next((folder / name for folder in folders if (folder / name / MANIFEST).is_file()), None)
+
+
 def source_digest(folder: Path) -> str:
     """Of the files that decide a model's vectors. Raises ExportFailed."""
     digest = hashlib.sha256(b"whippet embedder %d" % VERSION + SOURCE.read_bytes())
@@ -107,20 +120,31 @@ def source_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def exported(source: Path | None = None, target: Path | None = None) -> Path:
+def exported(source: Path | None = None) -> Path:
     """The folder of the exported model. Exports it first if need be, which blocks for many seconds.
 
     Raises ExportFailed.
     """
     folder = source or default_source()
     digest = source_digest(folder)
-    final = (target or cache_folder()) / _name(digest)
+    if (found := _found(_name(digest))) is not None:
+        return found
+    if (ahead := prebuilt_folder()) is not None:
+        log.warning("cache: the embedder is exported here: this one is not in %s", ahead)
+    return make_embedder(folder, cache_folder())
+
+
+def make_embedder(source: Path, target: Path, *, anywhere: bool = False) -> Path:
+    """Makes the folder of the exported model in `target` if it is not there; `anywhere`: as processors without VNNI
+    need it, too. Raises ExportFailed."""
+    digest = source_digest(source)
+    final = target / _name(digest)
     if (final / MANIFEST).is_file():
         return final
     log.info("cache: exporting the embedder, once")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".export-") as work:
-        made = _export(folder, Path(work), digest)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".export-") as work:
+        made = _export(source, Path(work), digest, anywhere)
         try:
             made.rename(final)
         except OSError:
@@ -129,7 +153,7 @@ def exported(source: Path | None = None, target: Path | None = None) -> Path:
     return final
 
 
-def _export(folder: Path, work: Path, digest: str) -> Path:
+def _export(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:
     raw, made = work / "raw", work / "made"
     raw.mkdir()
     made.mkdir()
@@ -146,7 +170,7 @@ def _export(folder: Path, work: Path, digest: str) -> Path:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise ExportFailed(f"sentence-transformers could not load {folder}: {last[0]}")
     (raw / TOKENIZER).rename(made / TOKENIZER)
-    _quantize(raw, made, digest)
+    _quantize(raw, made, digest, anywhere)
     return made
 
 
@@ -183,7 +207,7 @@ class _Making:
         (self.folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def _quantize(raw: Path, made: Path, digest: str) -> None:
+def _quantize(raw: Path, made: Path, digest: str, anywhere: bool = False) -> None:
     from safetensors.numpy import load_file
 
     from cache.semantic.graph import read_shape
@@ -191,7 +215,7 @@ def _quantize(raw: Path, made: Path, digest: str) -> None:
     shape = read_shape(json.loads((raw / "shape.json").read_text()))
     weights = load_file(raw / "weights.safetensors")
     making = _Making(made, digest, shape.width, load_file(raw / "reference.safetensors")["vectors"])
-    _for_onnxruntime(raw, making, shape, weights)
+    _for_onnxruntime(raw, making, shape, weights, anywhere)
     try:
         if lacks := lacking():
             raise NotNative(f"the processor lacks {lacks}")
@@ -202,8 +226,11 @@ def _quantize(raw: Path, made: Path, digest: str) -> None:
         log.warning("cache: the embedder is left to onnxruntime, which takes longer: %s", error)
 
 
-def _for_onnxruntime(raw: Path, making: _Making, shape: Shape, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-    """Tries full range first, then the seven bits that CPUs without VNNI need in order not to overflow."""
+def _for_onnxruntime(
+    raw: Path, making: _Making, shape: Shape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
+) -> None:
+    """Tries full range first, unless the model is for other processors as well, then the seven bits that those without
+    VNNI need in order not to overflow."""
     import onnx
     from onnxruntime.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
         QuantType,
@@ -214,20 +241,32 @@ def _for_onnxruntime(raw: Path, making: _Making, shape: Shape, weights: Mapping[
 
     onnx.save(build(shape, weights), raw / "fp32.onnx")
     model = making.folder / MODEL
-    try:
-        quantize_dynamic(raw / "fp32.onnx", model, per_channel=True, weight_type=QuantType.QInt8)
-        making.hold(ONNX, "int8", onnx_embedder)
-    except ExportFailed:
-        quantize_dynamic(raw / "fp32.onnx", model, per_channel=True, weight_type=QuantType.QInt8, reduce_range=True)
-        making.hold(ONNX, "int7", onnx_embedder)
+    if not anywhere:
+        try:
+            quantize_dynamic(raw / "fp32.onnx", model, per_channel=True, weight_type=QuantType.QInt8)
+            return making.hold(ONNX, "int8", onnx_embedder)
+        except ExportFailed:
+            pass
+    quantize_dynamic(raw / "fp32.onnx", model, per_channel=True, weight_type=QuantType.QInt8, reduce_range=True)
+    making.hold(ONNX, "int7", onnx_embedder)
 
 
-def main() -> None:
+def main() -> int:
     """Prints the folder and its manifest."""
+    parser = argparse.ArgumentParser(prog="python -m cache.semantic.export", description="Exports the embedder.")
+    parser.add_argument("model", nargs="?", type=Path, help="its folder; unset: the installed one")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="for any processor, to be found by prebuilt-dir")
+    flags = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    folder = exported(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    try:
+        model = flags.model or default_source()
+        folder = exported(model) if flags.into is None else make_embedder(model, flags.into, anywhere=True)
+    except ExportFailed as failure:
+        sys.stderr.write(f"whippet: {failure}\n")
+        return 1
     sys.stdout.write(f"{folder}\n{(folder / MANIFEST).read_text()}\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

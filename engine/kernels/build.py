@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from engine.cores import usable_cores
@@ -26,6 +28,7 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _SCALARS = ("int", "u32", "float")
 MOST_THREADS = 8  # that compile: each takes some 200 MB while it does
 Source = tuple[str, tuple[tuple[str, int], ...]]  # a file's stem and its definitions
+_log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
@@ -132,6 +135,12 @@ def default_cache() -> Path:
     return Path(base) / "whippet" / "kernels"
 
 
+def prebuilt_folder() -> Path | None:
+    """Where machine code was put ahead, only to be read: below the setting `prebuilt-dir`."""
+    named = os.environ.get("WHIPPET_PREBUILT_DIR")
+    return Path(named) / "kernels" if named else None
+
+
 @dataclass(frozen=True, slots=True)
 class CubinCache:
     """Machine code by hash, one file each."""
@@ -139,19 +148,25 @@ class CubinCache:
     folder: Path
     compiler: str  # name and version
     compile: CompileFunction
+    prebuilt: Path | None = None  # looked at first, never written
+    _missed: Event = field(default_factory=Event)  # that something was not there has been said
 
     def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
         """The cubin of a source file; compiled once, then read. Raises BuildError."""
         source = source_text(name)
         listed = "\n".join(f"{key}={value}" for key, value in sorted(defines.items()))
         digest = hashlib.sha256("\0".join((self.compiler, arch, listed, source)).encode()).hexdigest()
-        path = self.folder / f"{Path(name).stem}-{digest[:32]}.cubin"
-        try:
-            return path.read_bytes()
-        except OSError:  # not there, or not for us to read
-            pass
+        file = f"{Path(name).stem}-{digest[:32]}.cubin"
+        for folder in filter(None, (self.prebuilt, self.folder)):
+            try:
+                return (folder / file).read_bytes()
+            except OSError:  # not there, or not for us to read
+                pass
+        if self.prebuilt is not None and not self._missed.is_set():
+            self._missed.set()
+            _log.warning("kernels are compiled here: %s for %s is not in %s", name, arch, self.prebuilt)
         code = self.compile(source, name, defines, arch)
-        self._keep(path, code)
+        self._keep(self.folder / file, code)
         return code
 
     def _keep(self, path: Path, code: bytes) -> None:
@@ -252,5 +267,5 @@ def open_library(capability: tuple[int, int], cache: Path | None = None, arch: s
         version = compiler_version()
     except ImportError as failure:
         raise BuildError(f"cuda.core and NVRTC are needed: {failure}") from failure
-    kept = CubinCache(cache or default_cache(), version, compile_with_nvrtc)
+    kept = CubinCache(cache or default_cache(), version, compile_with_nvrtc, None if cache else prebuilt_folder())
     return KernelLibrary(arch or architecture(capability), kept)

@@ -1,10 +1,11 @@
-"""The products of `products.c`: compiled at the first start for the units that the processor has, kept beside the
-kernels' machine code, called with the addresses of tensors."""
+"""The products of `products.c`: compiled ahead or at the first start for the units that the processor has, kept beside
+the kernels' machine code, called with the addresses of tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from engine.kernels.build import default_cache
+from engine.kernels.build import default_cache, prebuilt_folder
 
 SOURCE: Final = Path(__file__).with_suffix(".c")
 TYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of a scale
@@ -24,6 +25,9 @@ PATIENCE: Final = 120.0  # seconds for the compiler
 SHARE: Final = 1 << 17  # products that a thread should have: some 10 µs, less does not pay for waking it
 _WIDE: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _NARROW: Final = ("avx2", "fma")
+# Units that a library is made for, best first. Elsewhere than on x86 it has what the compiler takes for granted.
+LEVELS: Final = ((*_WIDE, *_NARROW), _NARROW, ()) if platform.machine() == "x86_64" else ((),)
+_log = logging.getLogger(__name__)
 _pointer = ctypes.c_void_p
 _long = ctypes.c_long
 
@@ -99,20 +103,43 @@ class CpuProducts:
 
 
 def open_products(flags: Collection[str], folder: Path | None = None) -> CpuProducts:
-    """For a processor with these units, named as in /proc/cpuinfo. Raises NoProducts."""
-    folder = folder or default_cache()
-    compiler, options = _compiler(), ("-O3", "-std=gnu11", "-shared", "-fPIC", *_units(flags))
-    made_from = "\0".join((compiler, platform.machine(), *options)).encode() + SOURCE.read_bytes()
-    kept = folder / f"products-{hashlib.sha256(made_from).hexdigest()[:32]}.so"
+    """For a processor with these units, named as in /proc/cpuinfo: compiled ahead, or kept in `folder`, or compiled
+    now. Raises NoProducts."""
+    units = next(level for level in LEVELS if all(unit in flags for unit in level))
+    ahead = prebuilt_folder() if folder is None else None
+    if ahead is not None:
+        try:
+            return CpuProducts(ahead / _file(units))
+        except OSError as error:
+            _log.warning("products of narrow weights are compiled here: %s", error)
+    return _open(units, folder or default_cache())
+
+
+def build_ahead(folder: Path) -> tuple[Path, ...]:
+    """The libraries of every level, in a folder that exists. Raises NoProducts."""
+    with _room(folder) as room:
+        return tuple(_keep(_compile(units, room), folder / _file(units)) for units in LEVELS)
+
+
+def _open(units: tuple[str, ...], folder: Path) -> CpuProducts:
+    kept = folder / _file(units)
     try:
         if kept.is_file():
             return CpuProducts(kept)
         with _room(folder) as room:
-            fresh = Path(room) / "products.so"
-            _compile([compiler, *options, str(SOURCE), "-o", str(fresh)], room)
-            return CpuProducts(_keep(fresh, kept))
+            return CpuProducts(_keep(_compile(units, room), kept))
     except OSError as error:
         raise NoProducts(f"the library cannot be used: {error}") from error
+
+
+def _options(units: tuple[str, ...]) -> tuple[str, ...]:
+    return ("-O3", "-std=gnu11", "-shared", "-fPIC", *(f"-m{unit}" for unit in units))
+
+
+def _file(units: tuple[str, ...]) -> str:
+    """Named by what it is made of, but for the compiler: where it was made ahead there may be none."""
+    made_from = "\0".join((platform.machine(), *_options(units))).encode() + SOURCE.read_bytes()
+    return f"products-{hashlib.sha256(made_from).hexdigest()[:32]}.so"
 
 
 def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
@@ -132,26 +159,22 @@ def _compiler() -> str:
     return found
 
 
-def _units(flags: Collection[str]) -> tuple[str, ...]:
-    """Of x86 what is used by name; elsewhere what the compiler takes for granted."""
-    used = next((units for units in ((*_WIDE, *_NARROW), _NARROW) if all(unit in flags for unit in units)), ())
-    return tuple(f"-m{unit}" for unit in used)
-
-
-def _compile(command: list[str], room: str) -> None:
-    """With threads if the compiler has them."""
+def _compile(units: tuple[str, ...], room: str) -> Path:
+    """A library in this folder; with threads if the compiler has them. Raises NoProducts."""
+    compiler, fresh = _compiler(), Path(room) / "products.so"
     failure, environment = "", {**os.environ, "TMPDIR": room}
     for threads in (("-fopenmp",), ()):
+        command = [compiler, *_options(units), str(SOURCE), "-o", str(fresh), *threads]
         try:
             done = subprocess.run(
-                [*command, *threads], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+                command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise NoProducts(f"{command[0]} took more than {PATIENCE:.0f} s") from error
+            raise NoProducts(f"{compiler} took more than {PATIENCE:.0f} s") from error
         if done.returncode == 0:
-            return
+            return fresh
         failure = next(iter(done.stderr.strip().splitlines()), "failed")
-    raise NoProducts(f"{command[0]}: {failure}")
+    raise NoProducts(f"{compiler}: {failure}")
 
 
 def _keep(fresh: Path, kept: Path) -> Path:

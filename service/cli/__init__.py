@@ -24,6 +24,7 @@ COMMANDS = {
     "cache": ("service.cli.cache", "run a trace through the caches"),
     "replay": ("service.cli.replay", "do the steps again that led to a fault, from a file that the engine wrote"),
     "top": ("service.cli.top", "what a running server does, live on the terminal"),
+    "prebuild": ("service.cli.prebuild", "compile what servers would compile, into a folder for all of them"),
     "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
 }
 

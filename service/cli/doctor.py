@@ -21,7 +21,7 @@ from engine.settings import Device, Dtype, ModelOptions, Quantization
 from service.cli import machine as machines
 from service.cli.doctor_text import render
 from service.cli.interpreter import command, environment
-from service.core.cache_dir import UnsafeFolder, look
+from service.core.cache_dir import PREBUILT, UnsafeFolder, look, look_ahead
 from service.version import version
 
 ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their time
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT")
     parser.add_argument("--metrics-listen", default="127.0.0.1:9090", metavar="HOST:PORT")
     parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="as for whippet serve")
+    parser.add_argument("--prebuilt-dir", type=Path, metavar="FOLDER", help="as for whippet serve")
     parser.add_argument("--digest", action="store_true", help="read all weights and say what --model-digest may demand")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -66,11 +67,13 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
     text, text_problems = _text_report(flags.model)
     addresses = (flags.listen, flags.admin_listen, flags.health_listen, flags.metrics_listen)
     kept, unsafe = _kept(flags.cache_dir)
-    problems = [*missing, *unsafe, *engine.get("problems", []), *text_problems]
+    ahead, unsafe_ahead = _ahead(flags.prebuilt_dir)
+    problems = [*missing, *unsafe, *unsafe_ahead, *engine.get("problems", []), *text_problems]
     return {
         "whippet": version(),
         "machine": asdict(machine),
         "kept": kept,
+        "prebuilt": ahead,
         "engine": engine,
         "model": None if flags.model is None else {"folder": flags.model, "text": text},
         "ports": [asdict(machines.probe(address)) for address in addresses if address],
@@ -85,6 +88,16 @@ def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
     except UnsafeFolder as error:
         return {"folder": str(folder), "wrong": "cannot be used"}, [str(error)]
     return {"folder": None if found.path is None else str(found.path), "wrong": found.wrong or None}, []
+
+
+def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
+    """Where what was made ahead is looked for, and a problem that forbids it."""
+    named = os.environ.get(PREBUILT)
+    try:
+        path = look_ahead(folder or (Path(named) if named else None))
+    except UnsafeFolder as error:
+        return "cannot be used", [str(error)]
+    return None if path is None else str(path), []
 
 
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:

@@ -13,8 +13,13 @@ def render(report: dict[str, Any]) -> str:
         ("processor", f"{machine['cpu']}, {machine['cores']} cores, {' '.join(machine['features']) or 'no vectors'}"),
         ("memory", f"{_size(machine['memory_bytes'])}, {_size(machine['free_bytes'])} free"),
         ("packages", ", ".join(f"{name} {found or 'MISSING'}" for name, found in machine["packages"].items())),
-        ("compiler", machine["compiler"] or "no C compiler: quantized and bfloat16 models are slow on a CPU"),
+        (
+            "compiler",
+            machine["compiler"]
+            or "no C compiler: without what was built ahead quantized and bfloat16 models are slow on a CPU",
+        ),
         ("cache-dir", ", ".join(filter(None, (kept["folder"] or "none", kept["wrong"])))),
+        ("prebuilt", report["prebuilt"] or "nothing was built ahead"),
         *_engine(engine),
         *_model(report["model"], engine.get("model")),
         *(("port", f"{one['address']}: {one['problem'] or 'free'}") for one in report["ports"]),

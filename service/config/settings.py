@@ -189,6 +189,9 @@ class Settings(ModelOptions, ServedOptions):
     cache_dir: Path | None = setting(
         None, "folder of compiled code and the exported embedder; unset: ~/.cache/whippet, or in $XDG_CACHE_HOME"
     )
+    prebuilt_dir: Path | None = setting(
+        None, "folder that `whippet prebuild` made, looked at before cache-dir and never written"
+    )
     log: LogOptions = LogOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()

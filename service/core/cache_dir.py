@@ -1,5 +1,5 @@
-"""The folder of what is made once and kept: kernels, products in C, the exported embedder. Code is loaded from there,
-so it must be one that nobody else can write."""
+"""The folder of what is made once and kept: kernels, products in C, the exported embedder; and the one where all that
+was made ahead. Code is loaded from both, so they must be such that nobody else can write."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAME = "WHIPPET_CACHE_DIR"  # in the environment, by which the processes that we start find it
+PREBUILT = "WHIPPET_PREBUILT_DIR"  # likewise
 _ROOMS = ("kernels", "embedders")
 _WRITABLE_BY_OTHERS = 0o022
 _ONCE = "what has to be compiled or exported is made again at each start of the server"
@@ -54,13 +55,37 @@ def cache_dir(given: Path | None, environ: MutableMapping[str, str]) -> Iterator
             shutil.rmtree(passing, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def prebuilt_dir(given: Path | None, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """The folder of what was made ahead, made known likewise. Raises UnsafeFolder."""
+    path, before = look_ahead(given), environ.pop(PREBUILT, None)
+    if path is not None:
+        environ[PREBUILT] = str(path)
+    elif given is not None:
+        _log.warning("prebuilt-dir: %s is no folder", given)
+    try:
+        yield
+    finally:
+        environ.pop(PREBUILT, None)
+        if before is not None:
+            environ[PREBUILT] = before
+
+
+def look_ahead(given: Path | None) -> Path | None:
+    """The folder of what was made ahead if it is there. Raises UnsafeFolder."""
+    path = None if given is None else Path(os.path.abspath(given))
+    if path is not None and (unsafe := _unsafe_folder(path)):
+        raise UnsafeFolder(f"prebuilt-dir: {unsafe}: code is loaded from there")
+    return path if path is not None and path.is_dir() else None
+
+
 def look(given: Path | None, environ: MutableMapping[str, str], *, make: bool = False) -> CacheDir:
     """Which folder it is, and made if asked for. Raises UnsafeFolder."""
     path = given or _default(environ)
     if path is None:
         return CacheDir(None, f"neither XDG_CACHE_HOME nor HOME is set; {_ONCE}")
     path = Path(os.path.abspath(path))
-    unsafe = next(filter(None, map(_unsafe, (path, *(path / room for room in _ROOMS)))), "")
+    unsafe = _unsafe_folder(path)
     if unsafe and given is not None:
         raise UnsafeFolder(
             f"cache-dir: {unsafe}: code is loaded from there; name a folder that only this user can write"
@@ -79,6 +104,10 @@ def _default(environ: MutableMapping[str, str]) -> Path | None:
         return Path(base) / "whippet"
     home = environ.get("HOME")
     return Path(home) / ".cache" / "whippet" if home else None
+
+
+def _unsafe_folder(path: Path) -> str:
+    return next(filter(None, map(_unsafe, (path, *(path / room for room in _ROOMS)))), "")
 
 
 def _unsafe(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The requirements of the images: what pyproject.toml asks for, in the versions that are tested, each with its hashes."""
+"""Requirements of the images: all that pyproject.toml asks for, in the versions that are tested, with hashes."""
 
 from __future__ import annotations
 

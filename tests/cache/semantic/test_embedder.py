@@ -14,7 +14,7 @@ import pytest
 
 from cache.semantic import export
 from cache.semantic.embedder import MANIFEST, ModelEmbedder
-from cache.semantic.export import ExportFailed, default_source, exported, missing, source_digest
+from cache.semantic.export import ExportFailed, default_source, exported, make_embedder, missing, source_digest
 from cache.semantic.graph import NotExportable, read_shape
 
 
@@ -48,6 +48,22 @@ def test_nothing_is_truncated(embedder: ModelEmbedder) -> None:
     assert embedder.tokens("word " * 700) == 700
 
 
+def test_one_that_was_made_ahead_is_found_first(
+    exported_embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = tmp_path / "embedders"
+    ahead.mkdir()
+    monkeypatch.setenv("WHIPPET_PREBUILT_DIR", str(tmp_path))
+    monkeypatch.setenv("WHIPPET_CACHE_DIR", str(tmp_path / "kept"))
+    (ahead / exported_embedder.name).symlink_to(exported_embedder)
+    assert exported() == ahead / exported_embedder.name
+    assert missing() == ()
+    (ahead / exported_embedder.name).unlink()
+    monkeypatch.setattr(export, "make_embedder", lambda source, target: target)
+    assert exported() == tmp_path / "kept" / "embedders"
+    assert f"not in {ahead}" in caplog.text
+
+
 def test_it_is_made_once(exported_embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("exported again")
@@ -58,7 +74,7 @@ def test_it_is_made_once(exported_embedder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportFailed, match=r"model\.safetensors"):
-        exported(tmp_path, tmp_path / "out")
+        make_embedder(tmp_path, tmp_path / "out")
 
 
 def test_a_change_of_the_source_is_another_model(tmp_path: Path) -> None:
@@ -81,7 +97,7 @@ def test_a_broken_source_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(export.subprocess, "run", lambda *_, **__: Done())
     with pytest.raises(ExportFailed, match="header too small"):
-        exported(source, tmp_path / "out")
+        make_embedder(source, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from cache.semantic import embedder as embedders
 from cache.semantic import export, native
 from cache.semantic.embedder import MANIFEST, TOKENIZER, open_embedder
-from cache.semantic.export import ExportFailed, exported
+from cache.semantic.export import ExportFailed, default_source, make_embedder
 from cache.semantic.native import LIBRARY, WEIGHTS, NativeEncoder, NotNative, compile_encoder, write_weights
 from cache.semantic.source import REFERENCE
 
@@ -228,7 +228,7 @@ def test_what_is_made_with_something_hidden_lies_apart(
 ) -> None:
     made: list[Path] = []
 
-    def make(folder: Path, work: Path, digest: str) -> Path:
+    def make(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:
         made.append(work / "made")
         made[-1].mkdir()
         (made[-1] / MANIFEST).write_text("{}")
@@ -238,7 +238,7 @@ def test_what_is_made_with_something_hidden_lies_apart(
     found = set()
     for hide in ("", "avx512_vnni"):
         monkeypatch.setenv("CPU_HIDE_FEATURES", hide)
-        found |= {exported(None, tmp_path), exported(None, tmp_path)}
+        found |= {make_embedder(default_source(), tmp_path) for _ in range(2)}
     assert len(found) == len(made) == 2
 
 
@@ -313,6 +313,14 @@ def test_an_export_without_a_compiler_or_too_far_off_is_onnxruntimes(
     assert set(quantized(raw, tmp_path / "worse")) == {"onnxruntime"}
     assert "c is too far from the original" in caplog.text
     assert open_embedder(tmp_path / "worse").digest == "d-int8"
+
+
+def test_a_model_for_any_processor_has_seven_bits(raw: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    shutil.copy(raw / TOKENIZER, folder / TOKENIZER)
+    export._quantize(raw, folder, "d", anywhere=True)
+    assert json.loads((folder / MANIFEST).read_text())["runtimes"]["onnxruntime"]["digest"] == "d-int7"
 
 
 @able

@@ -50,6 +50,26 @@ class CountingCompiler:
         return f"{name} {arch} {sorted(defines.items())} {len(source)}".encode()
 
 
+def test_what_was_compiled_ahead_is_read_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def compile_source(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        return f"{name} {defines['A']}".encode()
+
+    ahead, kept = tmp_path / "ahead", tmp_path / "kept"
+    CubinCache(ahead, "compiler", compile_source).get("linear.cu", {"A": 1}, "sm_90a")
+    (one,) = ahead.iterdir()
+    one.write_bytes(b"made ahead")
+    cache = CubinCache(kept, "compiler", compile_source, ahead)
+    assert cache.get("linear.cu", {"A": 1}, "sm_90a") == b"made ahead"
+    assert not kept.exists()
+    assert not caplog.messages
+    for number in (2, 3):
+        assert cache.get("linear.cu", {"A": number}, "sm_90a") == f"linear.cu {number}".encode()
+    assert len(list(kept.iterdir())) == 2
+    assert list(ahead.iterdir()) == [one]
+    (line,) = caplog.messages
+    assert f"linear.cu for sm_90a is not in {ahead}" in line
+
+
 def test_every_source_is_known_here() -> None:
     assert {path.name for path in build.SOURCES.glob("*.cu")} == set(ENTRIES)
 

@@ -15,7 +15,7 @@ from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.cuda import CudaLinear
 from engine.linear.joined import JoinedLinear
-from engine.linear.products import CpuProducts, NoProducts, open_products
+from engine.linear.products import LEVELS, CpuProducts, NoProducts, build_ahead, open_products
 from engine.linear.quantized import place_weight, quantized_loader
 from engine.worker.hardware import cpu_features
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight
@@ -139,6 +139,32 @@ def test_the_library_is_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "damaged" / kept.name).write_bytes(b"no library")
     with pytest.raises(NoProducts, match="cannot be used"):
         open_products(cpu_features().flags, tmp_path / "damaged")
+
+
+def test_libraries_that_were_built_ahead_need_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead, kept = tmp_path / "ahead" / "kernels", tmp_path / "kept"
+    ahead.mkdir(parents=True)
+    made = build_ahead(ahead)
+    assert len(made) == len(set(made)) == len(LEVELS)
+    monkeypatch.setenv("WHIPPET_PREBUILT_DIR", str(tmp_path / "ahead"))
+    monkeypatch.setenv("WHIPPET_CACHE_DIR", str(kept))
+    with monkeypatch.context() as patch:
+        patch.setenv("CC", str(tmp_path / "none"))
+        for flags in (cpu_features().flags, ()):
+            open_products(flags)
+    assert not kept.exists()
+    assert not caplog.messages
+    damaged = tmp_path / "damaged" / "kernels"
+    damaged.mkdir(parents=True)
+    for one in made:
+        (damaged / one.name).write_bytes(b"no library")
+    monkeypatch.setenv("WHIPPET_PREBUILT_DIR", str(tmp_path / "damaged"))
+    open_products(cpu_features().flags)
+    (line,) = caplog.messages
+    assert line.startswith("products of narrow weights are compiled here: ")
+    assert len(list(kept.rglob("products-*.so"))) == 1
 
 
 @pytest.mark.parametrize("weight", [int4(1040, 256, 64), int8(1040, 96)], ids=["int4", "int8"])

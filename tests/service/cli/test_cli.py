@@ -156,6 +156,7 @@ def flags(**given: Any) -> argparse.Namespace:
             "decoder": "auto",
             "quantization": "auto",
             "cache_dir": None,
+            "prebuilt_dir": None,
             "digest": False,
             **ports,
             **given,
@@ -219,6 +220,10 @@ def test_the_doctor_says_where_code_is_kept(engine: Engine, tmp_path: Path) -> N
     kept.chmod(0o777)
     (problem,) = doctor.examine(flags(cache_dir=kept))["problems"]
     assert f"{kept} can be written by others" in problem
+    told = render(doctor.examine(flags(prebuilt_dir=tmp_path)))
+    assert re.search(rf"^prebuilt   {tmp_path}$", told, re.MULTILINE)
+    (problem,) = doctor.examine(flags(prebuilt_dir=kept))["problems"]
+    assert problem.startswith(f"prebuilt-dir: {kept} can be written by others")
 
 
 def test_an_engine_that_cannot_be_asked(engine: Engine) -> None:
@@ -267,5 +272,5 @@ def test_the_doctor_takes_the_settings_of_a_server() -> None:
     given = {
         name: value for name, value in vars(doctor._parser().parse_args([])).items() if name not in ("json", "digest")
     }
-    assert len(given) == 10
+    assert len(given) == 11
     assert given == {name: known[name] for name in given}

@@ -23,7 +23,7 @@ from engine.errors import InvalidModel
 from engine.fake import plain_request
 from service.config.settings import BadSettings, Settings
 from service.core.admission import Admission
-from service.core.cache_dir import cache_dir
+from service.core.cache_dir import PREBUILT, cache_dir, prebuilt_dir
 from service.core.draining import Drain
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -147,6 +147,14 @@ def kept_in(settings: Settings, tools: Tools) -> str:
     with cache_dir(settings.cache_dir, environ) as found:
         assert found is not None
         return found.relative_to(tools.folder).parts[0]
+
+
+def built_ahead(settings: Settings, tools: Tools) -> str | None:
+    """Where the processes that we start look for compiled code first."""
+    (tools.folder / "ahead").mkdir(exist_ok=True)
+    environ: dict[str, str] = {}
+    with prebuilt_dir(settings.prebuilt_dir, environ):
+        return Path(environ[PREBUILT]).name if PREBUILT in environ else None
 
 
 async def served(settings: Settings, tools: Tools) -> bool:
@@ -315,6 +323,7 @@ UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 PROOFS = {
     "cache-dir": Proof("{folder}/kept", kept_in, becomes("elsewhere", "kept"), FAKE),
+    "prebuilt-dir": Proof("{folder}/ahead", built_ahead, becomes(None, "ahead"), FAKE),
     "model-digest": Proof(f"sha256:{'0' * 64}", served, becomes(True, False), (*FAKE, f"--model={MODELS}/demo-draft")),
     "model-name": Proof("other", server("model"), becomes("fake", "other")),
     "config": Proof("{folder}/c.yaml", named, becomes("fake", "from-file")),

@@ -10,7 +10,7 @@ import pytest
 
 from cache.semantic.export import cache_folder
 from engine.kernels.build import default_cache
-from service.core.cache_dir import NAME, CacheDir, UnsafeFolder, cache_dir, look
+from service.core.cache_dir import NAME, PREBUILT, CacheDir, UnsafeFolder, cache_dir, look, prebuilt_dir
 
 
 def test_the_one_that_is_set_is_made_and_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +21,22 @@ def test_the_one_that_is_set_is_made_and_passed_on(tmp_path: Path, monkeypatch: 
         assert [one.stat().st_mode & 0o777 for one in (folder, folder / "kernels", folder / "embedders")] == [0o700] * 3
         assert (default_cache(), cache_folder()) == (folder / "kernels", folder / "embedders")
     assert os.environ[NAME] == "/before"
+
+
+def test_what_was_made_ahead_is_passed_on_unless_others_can_write_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {PREBUILT: "/before"}
+    with prebuilt_dir(tmp_path, environ):
+        assert environ == {PREBUILT: str(tmp_path)}
+    assert environ == {PREBUILT: "/before"}
+    with prebuilt_dir(tmp_path / "none", environ):
+        assert environ == {}
+    assert "is no folder" in caplog.text
+    (tmp_path / "kernels").mkdir(mode=0o775)
+    (tmp_path / "kernels").chmod(0o775)
+    with pytest.raises(UnsafeFolder, match=r"prebuilt-dir: .*kernels can be written by others"):
+        prebuilt_dir(tmp_path, environ).__enter__()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""`whippet prebuild`: makes ahead what servers compile or export at their first start, in processes of their own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.cli.interpreter import run_module
+
+
+def run(argv: Sequence[str]) -> int:
+    flags = _parser().parse_args(argv)
+    into: Path = flags.into.resolve()
+    into.mkdir(mode=0o755, parents=True, exist_ok=True)
+    code = run_module("engine.worker.prebuild", ["--into", str(into / "kernels")])
+    if code == 0 and flags.embedder:
+        code = run_module("cache.semantic.export", ["--into", str(into / "embedders")])
+    _for_everybody(into)
+    return code
+
+
+def _for_everybody(folder: Path) -> None:
+    """Servers run as other users: readable by all, and written by its owner alone."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() or os.access(path, os.X_OK) else 0o644)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="whippet prebuild",
+        description="Compiles what servers would compile at their first start, into a folder that `--prebuilt-dir` or "
+        "WHIPPET_PREBUILT_DIR names: products in C for every level of CPU and, if asked for, the embedder. Needs a C "
+        "compiler.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--into", type=Path, metavar="FOLDER", required=True)
+    parser.add_argument("--embedder", action="store_true", help="export the semantic cache's embedder (extra `embed`)")
+    return parser
