@@ -38,6 +38,30 @@ async def test_calls_that_come_before_wait_until_goaway_is_said() -> None:
     assert await call() is CALL  # answered, which is to say refused
 
 
+async def test_a_time_in_which_nobody_listened_was_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that came meanwhile lie in gRPC, unseen, and it would drop them."""
+    monkeypatch.setattr(closing, "_QUIET", 600.0)
+    monkeypatch.setattr(closing, "_LONGEST_HOLD", 1e6)
+    loop, passed = asyncio.get_running_loop(), 0.0
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + passed)
+    gate, call = gate_and_call()
+    server = MagicMock(stop=AsyncMock())
+    leaving = gate.leave(server)
+    await asyncio.sleep(0)
+    passed += 3_600  # the loop was held up
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not server.stop.called
+    waiting = call()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    passed += 700  # it was not
+    await leaving
+    assert server.stop.called
+    assert await waiting is CALL
+
+
 async def test_who_is_in_a_hurry_waits_for_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     for patience in ("_QUIET", "_LONGEST_HOLD"):
         monkeypatch.setattr(closing, patience, 3600.0)
