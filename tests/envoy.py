@@ -18,7 +18,7 @@ import envoy
 
 READY = "whippet.v1.GenerationService"
 CHECKED_EVERY = 0.1  # seconds
-_PATIENCE = 30.0  # seconds
+_PATIENCE = 60.0  # seconds
 # What a gateway does that is set up well: a server says UNAVAILABLE, closes its port or says GOAWAY.
 RETRIES = "unavailable,cancelled,connect-failure,refused-stream,reset-before-request"
 

@@ -19,7 +19,7 @@ NAME = "Answers"  # of the master that sentinels watch; names have two cases
 PASSWORD, ROOT = "of whippet", "of-the-operator"
 RULE = re.compile(r"^user whippet .*?PASSWORD (.*)$", re.MULTILINE)
 OPERATIONS = Path(__file__).resolve().parents[1] / "docs" / "operations.md"
-PATIENCE = 30.0  # seconds
+PATIENCE = 60.0  # seconds
 
 
 def rules() -> str:

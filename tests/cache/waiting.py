@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-PATIENCE = 20.0  # seconds
+PATIENCE = 60.0  # seconds
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:

@@ -66,7 +66,7 @@ def serve(whippet: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
         finally:
             process.terminate()
             try:
-                code = process.wait(30)
+                code = process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

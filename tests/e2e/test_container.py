@@ -51,7 +51,7 @@ def serve_confined(kept: Path, log: Path, *flags: str, **environment: str) -> No
     finally:
         process.terminate()
         try:
-            assert process.wait(30) == 0, log.read_text()
+            assert process.wait(60) == 0, log.read_text()
         finally:
             process.kill()
 

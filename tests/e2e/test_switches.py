@@ -54,7 +54,7 @@ def test_each_switch_fifty_times_under_load(
 
     with grpc.insecure_channel(running.admin) as channel, ThreadPoolExecutor(len(PROMPTS)) as pool:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
-        before = admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=10).optimizations
+        before = admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=60).optimizations
         assert len(before) == 8
         streams = [pool.submit(ask, prompt) for prompt in PROMPTS]
         slowest = 0.0
@@ -70,5 +70,5 @@ def test_each_switch_fifty_times_under_load(
             done.set()
         assert all(stream.result() for stream in streams), "each asked at least once"
         assert slowest < LONGEST
-        after = admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=10).optimizations
+        after = admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=60).optimizations
         assert [(one.name, one.enabled) for one in after] == [(one.name, one.enabled) for one in before]

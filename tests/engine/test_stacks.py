@@ -12,7 +12,7 @@ import pytest
 from engine import stacks
 from engine.stacks import StackSampler
 
-PATIENCE = 20.0  # seconds after which a test that waits has failed
+PATIENCE = 60.0  # seconds after which a test that waits has failed
 LINE = re.compile(r"[ -:<-~]+(;[ -:<-~]+)* \d+")  # ASCII, `;` between frames alone
 
 

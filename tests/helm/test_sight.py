@@ -75,7 +75,7 @@ def prometheus(target: str, folder: Path) -> Iterator[Callable[[str], list[Any]]
 
     def query(expression: str) -> list[Any]:
         asked = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=60) as answer:
             found: list[Any] = json.load(answer)["data"]["result"]
         return found
 
@@ -90,8 +90,8 @@ def traffic(server: Server) -> None:
     """Something of everything that is counted: answers, repeated ones, refused ones."""
     for number in range(3):
         for _ in range(2):
-            server.generation.Generate(ask(f"again {number}", 4, sampling={"temperature": 0}), timeout=20)
-        list(server.generation.GenerateStream(ask_stream(f"stream {number}", 8), timeout=20))
+            server.generation.Generate(ask(f"again {number}", 4, sampling={"temperature": 0}), timeout=60)
+        list(server.generation.GenerateStream(ask_stream(f"stream {number}", 8), timeout=60))
     with pytest.raises(grpc.RpcError):
         server.generation.Generate(ask("late", 4), timeout=0.0001)
 
@@ -114,7 +114,7 @@ def test_each_query_finds_something(
         redis.stop()  # faults are counted as well
         while left:
             assert time.monotonic() < end, f"no data: {left}"
-            busy = [server.generation.GenerateStream(ask_stream(f"busy {n}", 40), timeout=20) for n in range(4)]
+            busy = [server.generation.GenerateStream(ask_stream(f"busy {n}", 40), timeout=60) for n in range(4)]
             for stream in busy:
                 with contextlib.suppress(grpc.RpcError):
                     list(stream)

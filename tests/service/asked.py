@@ -22,7 +22,7 @@ def as_stream(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:
 
 
 def generate(server: Server, request: pb.GenerateRequest) -> tuple[pb.GenerateResponse, str]:
-    response, call = server.generation.Generate.with_call(request, timeout=20)
+    response, call = server.generation.Generate.with_call(request, timeout=60)
     return response, str(dict(call.initial_metadata())["x-cache"])
 
 
@@ -54,7 +54,7 @@ def chat(text: str, system: str = "", tokens: int = 64, **fields: Any) -> pb.Gen
 
 def loaded(server: Server) -> None:
     """Waits until the embedder is there."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while not server.load().cache_counts.get("semantic_lookup.empty", 0):
         said(server, chat(f"warm {time.monotonic():.3f} wood"))
         assert time.monotonic() < end, server.log.read_text()

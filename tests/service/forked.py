@@ -55,7 +55,7 @@ class Template:
 
     def close(self) -> None:
         self._line.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 class ForkedProcess:

@@ -166,7 +166,7 @@ def loading(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]
 def test_while_loading_requests_are_told_to_come_back_and_a_signal_stops_it(tmp_path: Path) -> None:
     with loading(tmp_path) as (process, (data, admin, health)):
         with grpc.insecure_channel(data) as channel:
-            grpc.channel_ready_future(channel).result(timeout=30)
+            grpc.channel_ready_future(channel).result(timeout=60)
             generation = generation_pb2_grpc.GenerationServiceStub(channel)
             for call, request in (
                 (generation.Generate, ask("x", 1)),
@@ -179,14 +179,14 @@ def test_while_loading_requests_are_told_to_come_back_and_a_signal_stops_it(tmp_
                 assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
                 assert refusal.retry_ms > 0
         with grpc.insecure_channel(admin) as channel:
-            load = admin_pb2_grpc.AdminServiceStub(channel).GetLoad(admin_pb2.GetLoadRequest(), timeout=5)
+            load = admin_pb2_grpc.AdminServiceStub(channel).GetLoad(admin_pb2.GetLoadRequest(), timeout=60)
             assert load.state == admin_pb2.ENGINE_STATE_LOADING
         with grpc.insecure_channel(health) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             serving = health_pb2.HealthCheckResponse.SERVING
-            assert check(health_pb2.HealthCheckRequest(), timeout=5).status == serving
+            assert check(health_pb2.HealthCheckRequest(), timeout=60).status == serving
             name = "whippet.v1.GenerationService"
-            assert check(health_pb2.HealthCheckRequest(service=name), timeout=5).status != serving
+            assert check(health_pb2.HealthCheckRequest(service=name), timeout=60).status != serving
         codes, told = set(), threading.Event()
 
         def call_again_and_again() -> None:
@@ -201,7 +201,7 @@ def test_while_loading_requests_are_told_to_come_back_and_a_signal_stops_it(tmp_
             caller.start()
         assert told.wait(PATIENCE)
         process.terminate()
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
         for caller in callers:
             caller.join()
         assert process.returncode == 0
@@ -222,7 +222,7 @@ def test_a_drain_loses_nothing(serve: Serve) -> None:
                     if stop.is_set():
                         return
                     try:
-                        messages = list(call(ask_stream(f"{name} {turn}", 40).SerializeToString(), timeout=30))
+                        messages = list(call(ask_stream(f"{name} {turn}", 40).SerializeToString(), timeout=60))
                         outcomes.append(len(messages))
                     except grpc.RpcError as error:
                         outcomes.append(error.code())
@@ -237,7 +237,7 @@ def test_a_drain_loses_nothing(serve: Serve) -> None:
         code = server.stop()
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert code == 0
         assert set(outcomes) <= {40, grpc.StatusCode.UNAVAILABLE}
         assert outcomes.count(grpc.StatusCode.UNAVAILABLE) <= 12
@@ -245,7 +245,7 @@ def test_a_drain_loses_nothing(serve: Serve) -> None:
 
 def test_what_outlives_the_drain_is_cut_off_with_unavailable(serve: Serve) -> None:
     with serve("--fake.step-time=0.05", "--drain.timeout=0.5") as server:
-        call = server.generation.GenerateStream(ask_stream("long", 3000), timeout=30)
+        call = server.generation.GenerateStream(ask_stream("long", 3000), timeout=60)
         next(call)
         started = time.monotonic()
         server.process.terminate()
@@ -253,26 +253,26 @@ def test_what_outlives_the_drain_is_cut_off_with_unavailable(serve: Serve) -> No
         assert refusal.code is grpc.StatusCode.UNAVAILABLE
         assert refusal.message == "the server is stopping"
         assert refusal.retry_ms > 0
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert 0.4 < time.monotonic() - started < PATIENCE
 
 
 def test_a_second_signal_ends_the_wait(serve: Serve) -> None:
     with serve("--fake.step-time=0.05", "--drain.timeout=600") as server:
-        call = server.generation.GenerateStream(ask_stream("long", 3000), timeout=30)
+        call = server.generation.GenerateStream(ask_stream("long", 3000), timeout=60)
         next(call)
         server.process.terminate()
         for _ in range(20):
             next(call)
         assert server.process.poll() is None
         server.process.terminate()
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
 
 
 def test_prompts_and_answers_stay_out_of_the_log(serve: Serve) -> None:
     with serve("--log-level=debug", "--fake.faults=true") as server:
         canary = "canary-in-a-coal-mine"
-        answer = server.generation.Generate(ask(canary, 30, request_id="seen"), timeout=10).text
+        answer = server.generation.Generate(ask(canary, 30, request_id="seen"), timeout=60).text
         refused(server.generation.Generate, ask(canary, -1))
         refused(server.generation.Generate, ask(token_ids=pb.TokenIds(ids=[0, 1, 0, *canary.encode()])))
         assert server.stop() == 0

@@ -26,7 +26,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 def health_of(server: Server, name: str) -> int:
     with grpc.insecure_channel(server.health) as channel:
         request = health_pb2.HealthCheckRequest(service=name)
-        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=60).status)
 
 
 def readiness(server: Server) -> int:
@@ -108,7 +108,7 @@ def test_a_replaced_folder_ends_the_server_with_one_line(serve: Serve, tmp_path:
     with serve(f"--model={tmp_path}") as server:
         with (tmp_path / "tokenizer_config.json").open("a") as file:
             file.write("\n")
-        assert server.generation.Generate(ask("x", 5), timeout=10).text  # what is loaded goes on
+        assert server.generation.Generate(ask("x", 5), timeout=60).text  # what is loaded goes on
         os.kill(server.engine_pid(), signal.SIGKILL)
         codes = set()
         while server.process.poll() is None:

@@ -26,13 +26,13 @@ def test_a_replaced_configmap_takes_effect_under_a_stream(serve: Serve, tmp_path
         os.replace(tmp_path / "..new", tmp_path / "..data")
 
     def counted() -> tuple[int, int]:
-        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as page:
             lines = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if not line.startswith("#"))
         names = ("whippet_config_reloads_total", "whippet_config_reload_failures_total")
         return tuple(int(float(lines[name])) for name in names)  # type: ignore[return-value]
 
     def batching() -> tuple[bool, bool]:
-        answer = server.admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=10)
+        answer = server.admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=60)
         return next((one.enabled, one.effective) for one in answer.optimizations if one.name == "batching")
 
     publish(0, "log-level: info\n")

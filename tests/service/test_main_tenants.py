@@ -58,7 +58,7 @@ def tenants(folder: Path, server: Server, text: str, outcome: str = "read") -> N
 
 
 def reads(server: Server, outcome: str) -> int:
-    load = server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=10)
+    load = server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=60)
     return load.cache_counts.get(f"tenants_file.{outcome}", 0)
 
 
@@ -83,7 +83,7 @@ def test_live_requests_of_a_tenant_and_a_file_that_is_wrong(one: Server, folder:
 
 def drained(server: Server) -> None:
     def idle() -> bool:
-        load = server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=10)
+        load = server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=60)
         return not load.running and not load.waiting
 
     until(idle)
@@ -94,32 +94,32 @@ def test_tokens_of_prompt_and_answer_are_charged_and_what_a_cache_answers_is_not
 
     def asked() -> str:
         reading = greedy("kept", 20)
-        _, call = one.generation.Generate.with_call(reading, metadata=ACME, timeout=20)
+        _, call = one.generation.Generate.with_call(reading, metadata=ACME, timeout=60)
         return str(dict(call.initial_metadata())["x-cache"])
 
     assert asked() == "miss"
     until(lambda: asked() == "hit-response")
     for _ in range(50):
         assert asked() == "hit-response"
-    one.generation.Generate(ask("x" * 40, 60), metadata=ACME, timeout=20)
+    one.generation.Generate(ask("x" * 40, 60), metadata=ACME, timeout=60)
     for request in (ask("y", 1), greedy("kept", 20)):
         refusal = refused(one.generation.Generate, request, metadata=ACME)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_TOKENS")
         assert 10_000 < refusal.retry_ms < 60_000, "24 tokens were owed, at one a second"
-    one.generation.Generate(ask("y", 1), metadata=BRAVO, timeout=20)
-    assert one.generation.Tokenize(pb.TokenizeRequest(text="free"), metadata=ACME, timeout=20).token_ids
+    one.generation.Generate(ask("y", 1), metadata=BRAVO, timeout=60)
+    assert one.generation.Tokenize(pb.TokenizeRequest(text="free"), metadata=ACME, timeout=60).token_ids
     assert 'whippet_requests_refused_total{reason="TENANT_TOKENS"} 2.0' in scraped(one)
 
 
 def scraped(server: Server) -> str:
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=20) as page:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as page:
         return str(page.read().decode())
 
 
 def test_metrics_name_whom_the_file_lists(one: Server, folder: Path) -> None:
     tenants(folder, one, f"acme: {{tokens-per-minute: {RATE}, metrics: true}}\nbravo: {{tokens-per-minute: {RATE}}}\n")
     for caller in (ACME, BRAVO):
-        one.generation.Generate(ask("named or not", 4), metadata=caller, timeout=20)
+        one.generation.Generate(ask("named or not", 4), metadata=caller, timeout=60)
 
     until(lambda: 'tenant_tokens_total{kind="generated",tenant="acme"} ' in scraped(one))
     text = scraped(one)
@@ -212,12 +212,12 @@ def test_who_waits_for_too_long_is_refused_and_his_place_is_free(serve: Serve, s
 
 
 def waiting(server: Server) -> int:
-    return int(server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=10).waiting)
+    return int(server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=60).waiting)
 
 
 def begins(server: Server) -> bool:
     try:
-        server.generation.Generate(ask("x", 1), metadata=ACME, timeout=20)
+        server.generation.Generate(ask("x", 1), metadata=ACME, timeout=60)
     except grpc.RpcError:
         return False
     return True
@@ -238,7 +238,7 @@ def test_two_servers_keep_to_one_quota(
             server, used, draw = (one, other)[number % 2], 0, random.Random(number)
             while time.monotonic() < end:
                 try:
-                    answer = server.generation.Generate(ask("x" * 10, draw.randint(5, 35)), metadata=ACME, timeout=20)
+                    answer = server.generation.Generate(ask("x" * 10, draw.randint(5, 35)), metadata=ACME, timeout=60)
                     used += answer.finish.usage.prompt_tokens + answer.finish.usage.completion_tokens
                 except grpc.RpcError as error:
                     refusal = Refusal.of(error)

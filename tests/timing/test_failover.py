@@ -33,7 +33,7 @@ def test_a_failover_is_no_error_and_over_in_ten_seconds(serve: Serve, tmp_path: 
     def call(server: Server, who: int) -> None:
         while not over.is_set():
             try:
-                server.generation.Generate(greedy(f"{who} {answered[who] // 2}", 4), timeout=20)
+                server.generation.Generate(greedy(f"{who} {answered[who] // 2}", 4), timeout=60)
                 answered[who] += 1
             except grpc.RpcError as error:
                 errors.append(error)

@@ -87,7 +87,7 @@ def test_compressed_messages_are_refused(attacked: Server) -> None:
 def test_a_token_is_looked_at_before_the_message(attacked: Server, guarded: bool) -> None:
     """A call whose message never comes is refused at once, where its token is none."""
     never = Event()
-    call = attacked.channel.stream_unary(GENERATE).future(iter(never.wait, None), timeout=20)
+    call = attacked.channel.stream_unary(GENERATE).future(iter(never.wait, None), timeout=60)
     if guarded:
         assert call.code() is grpc.StatusCode.UNAUTHENTICATED
     call.cancel()
@@ -99,7 +99,7 @@ def test_two_messages_or_none_are_no_request(attacked: Server) -> None:
     call = attacked.channel.stream_unary(GENERATE)
     assert refused(call, iter(()), metadata=TOKEN).code is grpc.StatusCode.INVALID_ARGUMENT
     one = ask("x", 2).SerializeToString()
-    assert pb.GenerateResponse.FromString(call(iter((one, one)), metadata=TOKEN, timeout=20)).text
+    assert pb.GenerateResponse.FromString(call(iter((one, one)), metadata=TOKEN, timeout=60)).text
 
 
 @pytest.mark.parametrize(("port", "count"), [("data", 1_100), ("metrics", 200)])
@@ -109,12 +109,12 @@ def test_silent_connections_shut_nobody_out(serve: Serve, many_files: None, port
     with serve("--log-level=warning") as one, silent(getattr(one, port), count):
         for other in {"data", "admin_address", "health"} - {port}:
             with grpc.insecure_channel(getattr(one, other)) as channel:
-                grpc.channel_ready_future(channel).result(20)
+                grpc.channel_ready_future(channel).result(60)
         assert scrape(one.metrics).startswith(b"HTTP/1.1 200"), "the oldest silent ones go"
         os.kill(one.engine_pid(), signal.SIGKILL)
         one.until(lambda load: load.restarts == 1 and load.state == admin_pb2.ENGINE_STATE_READY)
         with grpc.insecure_channel(one.data) as channel:
-            grpc.channel_ready_future(channel).result(40)
+            grpc.channel_ready_future(channel).result(60)
 
 
 @pytest.fixture

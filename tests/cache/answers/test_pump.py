@@ -79,7 +79,7 @@ async def test_closing_ends_the_source_and_whoever_waits() -> None:
     await asyncio.sleep(0)
     pump.close()
     with pytest.raises(StopAsyncIteration):
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, 60)
     unread = Counted(10)
     Pump(unread.run(), set()).close()
     assert unread.made == 0

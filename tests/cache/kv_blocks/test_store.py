@@ -61,7 +61,7 @@ def make_blocks(redis_server: Any, keyring: Keyring, counters: Counters) -> Iter
 
 
 def until(found: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not found():
         assert time.monotonic() < deadline, "did not come about"
         time.sleep(0.005)
@@ -75,7 +75,7 @@ def fill(blocks: RedisBlocks, runs: list[BlockRun], partition: str = PARTITION) 
 
 def fetched(blocks: RedisBlocks, runs: list[BlockRun], partition: str = PARTITION) -> list[bytes]:
     into = buffers(runs)
-    count = blocks.fetch(partition, runs, into, 5.0).result(10).runs
+    count = blocks.fetch(partition, runs, into, 5.0).result(60).runs
     return [bytes(view) for view in into[:count]]
 
 
@@ -168,7 +168,7 @@ def test_buffers_that_do_not_fit_are_refused(make_blocks: Make, counters: Counte
     fill(blocks, [run])
     size = len(payload(run))
     for into in ([], [memoryview(bytearray(size - 1))], [memoryview(bytes(size))]):
-        assert blocks.fetch(PARTITION, [run], into, 1.0).result(5).runs == 0
+        assert blocks.fetch(PARTITION, [run], into, 1.0).result(60).runs == 0
     assert counters.counts()["block_fault", "buffers"] == 3
 
 
@@ -222,7 +222,7 @@ def test_stalled_costs_the_deadline(make_blocks: Make, make_redis: Callable[...,
         threading.Event().wait(0.1)
         plain.append(time.monotonic() - begun)
     begun = time.monotonic()
-    assert blocks.fetch(PARTITION, runs, buffers(runs), 0.1).result(5).runs == 0
+    assert blocks.fetch(PARTITION, runs, buffers(runs), 0.1).result(60).runs == 0
     assert time.monotonic() - begun < 3 * max(plain)
     server.resume()
     assert len(fetched(blocks, runs)) == 2
@@ -246,7 +246,7 @@ def test_writes_are_dropped_under_pressure(
     server = make_redis()
     runs = chain(4)
     size = len(payload(runs[0]))
-    blocks = make_blocks(server.url, queue_bytes=2 * size, timeout=20.0)
+    blocks = make_blocks(server.url, queue_bytes=2 * size, timeout=60)
     server.pause()
     assert [blocks.keep(PARTITION, run, memoryview(payload(run))) for run in runs] == [True, True, False, False]
     assert "block_write_failed" not in {event for event, _ in counters.counts()}  # as after a wait for this server
@@ -375,7 +375,7 @@ def test_a_redis_that_does_not_begin_to_answer_is_a_miss_after_its_budget(make_r
         assert len(fetched(blocks, chain(3))) == 3
         server.pause()
         begun = time.monotonic()
-        assert blocks.fetch(PARTITION, chain(3), buffers(chain(3)), 30.0).result(10).runs == 0
+        assert blocks.fetch(PARTITION, chain(3), buffers(chain(3)), 30.0).result(60).runs == 0
         assert time.monotonic() - begun < 5
     finally:
         server.resume()

@@ -498,7 +498,7 @@ class SlowEmbedder(WordEmbedder):
     def embed(self, text: str) -> Vector:
         self.embedded.append(text)
         self.begun.set()
-        assert self.may.wait(10)
+        assert self.may.wait(60)
         return super().embed(text)
 
 

@@ -108,7 +108,7 @@ def kept(blocks: RedisBlocks, number: int) -> bool:
     into = memoryview(bytearray(len(payload)))
     blocks.keep(PARTITION, run, memoryview(payload))
     blocks.drained(5)
-    return blocks.fetch(PARTITION, [run], [into], 2.0).result(10).runs == 1 and bytes(into) == payload
+    return blocks.fetch(PARTITION, [run], [into], 2.0).result(60).runs == 1 and bytes(into) == payload
 
 
 async def answered(store: RedisStore) -> bool:
@@ -152,7 +152,7 @@ async def test_the_link_survives_a_lookup_budget_shorter_than_connecting(guarded
         into = memoryview(bytearray(LAYOUT.token_bytes * run.tokens))
 
         async def reached() -> bool:
-            blocks.fetch(PARTITION, [run], [into], 0.001).result(10)
+            blocks.fetch(PARTITION, [run], [into], 0.001).result(60)
             return vars(blocks)["_reader"]._link is not None or bool(vars(blocks)["_reader"]._coming)
 
         await until(reached)

@@ -29,7 +29,7 @@ from engine.errors import DeadlineExceeded, EngineFailed, EngineUnavailable, Uns
 from engine.fake import FakeRunner, Fault, plain_request
 from engine.settings import EngineSettings, FakeSettings
 
-PATIENCE = 20.0  # seconds after which a test that waits has failed
+PATIENCE = 60.0  # seconds after which a test that waits has failed
 
 
 @asynccontextmanager

@@ -26,7 +26,7 @@ from engine.ipc.frames import Cancel, Configure, Ready, encode, report_reader
 from engine.ipc.step_mark import StepMark
 from engine.settings import EngineSettings, FakeSettings, LogLevel
 
-PATIENCE = 20.0  # seconds after which a test that waits has failed
+PATIENCE = 60.0  # seconds after which a test that waits has failed
 ROOT = Path(__file__).resolve().parents[3]
 FAKE = EngineSettings(model="", kind="fake", fake=FakeSettings(faults=True, step_time=0.002))
 QUICK = Backoff(base=0.02, cap=0.1)

@@ -142,7 +142,7 @@ def test_what_is_wanted_is_compiled_side_by_side_and_once(tmp_path: Path) -> Non
     compiler = CountingCompiler()
 
     def compile_source(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-        together.wait(30)
+        together.wait(60)
         return compiler(source, name, defines, arch)
 
     (tmp_path / "file").write_text("in the way")  # nothing can be kept in the folder

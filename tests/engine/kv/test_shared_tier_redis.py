@@ -51,7 +51,7 @@ def written(connect: Connect, server: RedisServer) -> list[str]:
     engine.ask()
     assert server.keys("k:*") == []
     engine.ask()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(server.keys("k:*")) < len(TEXT) // CHUNK:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -134,7 +134,7 @@ async def test_two_lives_of_the_process(server: RedisServer, key_file: Path) -> 
         client = EngineClient(configured(server, key_file))
         await client.start()
         found += [await generate(client, TEXT) for _ in range(2)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(server.keys("k:*")) < 5 and time.monotonic() < deadline:
             await generate(client, (1, 2))
         await client.set_optimization("prefix_redis", False)

@@ -40,7 +40,7 @@ from engine.worker.device_memory import DeviceMemory
 from engine.worker.loop import Loop, out_of_memory
 from engine.worker.switches import Switches
 
-PATIENCE = 20.0  # seconds after which a test that waits has failed
+PATIENCE = 60.0  # seconds after which a test that waits has failed
 
 
 class Front:

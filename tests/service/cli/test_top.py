@@ -132,9 +132,9 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_what_a_server_did_is_in_its_load(serve: Serve) -> None:
     with serve(*CACHED, "--limits.queued-requests=3") as server:
         for number in range(3):
-            list(server.generation.GenerateStream(ask_stream(f"hello {number}", 20), timeout=20))
+            list(server.generation.GenerateStream(ask_stream(f"hello {number}", 20), timeout=60))
         refused(server.generation.Generate, ask(tokens=0))
-        server.generation.Generate(greedy("again"), timeout=20)
+        server.generation.Generate(greedy("again"), timeout=60)
         load = server.until(lambda load: load.ended_calls["OK"] == 4)
         assert dict(load.ended_calls) == {"OK": 4, "INVALID_ARGUMENT": 1}
         counts = {name: sum(one.counts) for name, one in load.seconds.items()}
@@ -243,7 +243,7 @@ def test_on_a_terminal_a_server_may_go_and_come_back(serve: Serve) -> None:
     address = f"127.0.0.1:{free_port()}"
     with serve(f"--admin-listen={address}") as server, terminal(address, "--interval", "0.1") as screen:
         screen.until(r"fake  ready")
-        server.generation.Generate(ask("hello"), timeout=20)
+        server.generation.Generate(ask("hello"), timeout=60)
         screen.until(r"ended +OK [1-9]")
         server.stop()
         screen.until(rf"trying again: UNAVAILABLE: no answer from {address}")

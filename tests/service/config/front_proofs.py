@@ -80,10 +80,10 @@ def look_at(tools: Tools) -> Seen:
     with tools.serve(*tools.flags) as one:
         refusal = None
         try:
-            one.models.ListModels(model_pb2.ListModelsRequest(), timeout=20)
+            one.models.ListModels(model_pb2.ListModelsRequest(), timeout=60)
         except grpc.RpcError as error:
             refusal = error.code()
-        (model,) = one.models.ListModels(model_pb2.ListModelsRequest(), metadata=KNOWN, timeout=20).models
+        (model,) = one.models.ListModels(model_pb2.ListModelsRequest(), metadata=KNOWN, timeout=60).models
         cached = answered_from_cache(one)
         asking = asks_caches(one)
         assert one.stop() == 0
@@ -109,13 +109,13 @@ def answered_from_cache(one: Server) -> bool:
     """One of many answers to the same question; it is stored a moment after it was given."""
     request = ask("twice", 4)
     request.sampling.temperature = 0
-    answers = (one.generation.Generate(request, metadata=KNOWN, timeout=20) for _ in range(50))
+    answers = (one.generation.Generate(request, metadata=KNOWN, timeout=60) for _ in range(50))
     return any(answer.finish.cache_source == pb.CACHE_SOURCE_RESPONSE for answer in answers)
 
 
 def asks_caches(one: Server) -> bool:
     """The semantic one has an eye for chats alone."""
-    _, call = one.generation.Generate.with_call(chat("How do I sell a car?"), metadata=KNOWN, timeout=20)
+    _, call = one.generation.Generate.with_call(chat("How do I sell a car?"), metadata=KNOWN, timeout=60)
     return dict(call.initial_metadata())["x-cache"] != "off"
 
 

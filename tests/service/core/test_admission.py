@@ -154,7 +154,7 @@ async def test_drain() -> None:
     assert not waiting.done()
     with ticket:
         pass
-    assert await asyncio.wait_for(waiting, 1) == 0
+    assert await asyncio.wait_for(waiting, 60) == 0
 
 
 class Door(RuleBasedStateMachine):

@@ -59,7 +59,7 @@ def test_ten_thousand_cancelled_streams_leave_nothing(serve: Serve) -> None:
         assert grown < 12 * 2**20, f"{grown / 2**20:.1f} MiB"
         assert descriptors(server) <= files + 2
         assert (server.engine_pid(), load.restarts) == (pid, 0)
-        assert len(server.generation.Generate(ask("alive", 5), timeout=10).text) == 5
+        assert len(server.generation.Generate(ask("alive", 5), timeout=60).text) == 5
         assert server.stop() == 0
         assert "Traceback" not in server.log.read_text()
 

@@ -83,7 +83,7 @@ def test_hits_are_served_and_questions_refused(narrow: Server) -> None:
 def test_readers_along_are_served(narrow: Server) -> None:
     with full(narrow) as busy:
         before = narrow.load().generated_tokens
-        streams = [narrow.generation.GenerateStream(as_stream(busy[0]), timeout=30) for _ in range(60)]
+        streams = [narrow.generation.GenerateStream(as_stream(busy[0]), timeout=60) for _ in range(60)]
         for stream in streams:
             assert dict(stream.initial_metadata())["x-cache"] == "miss"
             assert next(stream).text
@@ -105,11 +105,11 @@ def test_who_is_refused_was_sent_nothing_and_its_client_tries_again(narrow: Serv
     with grpc.insecure_channel(narrow.data, options) as channel, contextlib.ExitStack() as stack:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         stack.enter_context(full(narrow))
-        call = narrow.generation.GenerateStream(as_stream(greedy("no headers")), timeout=20)
+        call = narrow.generation.GenerateStream(as_stream(greedy("no headers")), timeout=60)
         assert dict(call.initial_metadata()) == {}
         assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        waiting = [stub.Generate.future(greedy("tried again"), timeout=30)]
-        waiting += [stub.Generate.future(greedy("again", output=pb.OutputOptions(logprobs=1)), timeout=30)]
+        waiting = [stub.Generate.future(greedy("tried again"), timeout=60)]
+        waiting += [stub.Generate.future(greedy("again", output=pb.OutputOptions(logprobs=1)), timeout=60)]
         time.sleep(0.05)
         stack.close()
         for future in waiting:
@@ -135,9 +135,9 @@ def test_abort_names_a_reader_along_and_nobody_else(narrow: Server) -> None:
     with full(narrow) as busy:
         request = as_stream(busy[0])
         request.request_id = "reads along"
-        stream = narrow.generation.GenerateStream(request, timeout=30)
+        stream = narrow.generation.GenerateStream(request, timeout=60)
         next(stream)
-        narrow.admin.AbortGeneration(admin_pb2.AbortGenerationRequest(request_id="reads along"), timeout=5)
+        narrow.admin.AbortGeneration(admin_pb2.AbortGenerationRequest(request_id="reads along"), timeout=60)
         with pytest.raises(grpc.RpcError) as caught:
             list(stream)
         assert Refusal.of(caught.value).reason == "REQUEST_ABORTED"
@@ -151,11 +151,11 @@ def test_who_storms_a_full_queue_is_refused_without_a_look(narrow: Server) -> No
     generate(narrow, known)
     kept(narrow, known)
     with full(narrow):
-        calls = [narrow.generation.Generate.future(greedy(f"unknown in the storm {n}"), timeout=20) for n in range(150)]
+        calls = [narrow.generation.Generate.future(greedy(f"unknown in the storm {n}"), timeout=60) for n in range(150)]
         assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         for _ in range(5):  # on a slow machine the calls may come so far apart that they are no storm
             looked = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss")
-            calls = [narrow.generation.Generate.future(greedy(f"unknown still {n}"), timeout=20) for n in range(150)]
+            calls = [narrow.generation.Generate.future(greedy(f"unknown still {n}"), timeout=60) for n in range(150)]
             assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
             looked_since = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss") - looked
             if looked_since < 150:
@@ -174,10 +174,10 @@ def test_who_storms_a_full_queue_is_refused_without_a_look(narrow: Server) -> No
 def test_a_hundred_alike_are_one_generation_and_a_hundred_others_are_refused(narrow: Server) -> None:
     narrow.idle()
     before = narrow.load().generated_tokens
-    calls = [narrow.generation.Generate.future(greedy("all alike", 40), timeout=30) for _ in range(100)]
+    calls = [narrow.generation.Generate.future(greedy("all alike", 40), timeout=60) for _ in range(100)]
     assert len({call.result().text for call in calls}) == 1
     assert narrow.idle().generated_tokens == before + 40
-    calls = [narrow.generation.Generate.future(greedy(f"each its own {n}", 100), timeout=30) for n in range(100)]
+    calls = [narrow.generation.Generate.future(greedy(f"each its own {n}", 100), timeout=60) for n in range(100)]
     most = 0
     while not all(call.done() for call in calls):
         load = narrow.load()
@@ -232,7 +232,7 @@ def test_a_storm_leaves_every_place_free(narrow: Server) -> None:
 def test_a_prompt_too_long_to_wait_is_refused_before_any_header(serve: Serve) -> None:
     """Whether anybody generates it already shows only when it is looked for; who reads along needs no room to wait."""
     with serve(*FLAGS, "--limits.queued-prompt-tokens=100") as server, full(server):
-        call = server.generation.GenerateStream(as_stream(greedy("x" * 90, LONG)), timeout=20)
+        call = server.generation.GenerateStream(as_stream(greedy("x" * 90, LONG)), timeout=60)
         assert dict(call.initial_metadata()) == {}
         assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert Refusal.of(call).reason == "QUEUED_TOKENS"
@@ -241,7 +241,7 @@ def test_a_prompt_too_long_to_wait_is_refused_before_any_header(serve: Serve) ->
 def test_live_requests_are_bounded_too(serve: Serve) -> None:
     with serve(*FLAGS, "--limits.queued-requests=1", "--limits.live-requests=6") as small:
         request = as_stream(greedy("one for all", LONG))
-        streams = [small.generation.GenerateStream(request, timeout=30) for _ in range(6)]
+        streams = [small.generation.GenerateStream(request, timeout=60) for _ in range(6)]
         for stream in streams:
             next(stream)
         refusal = refused(small.generation.GenerateStream, request)
@@ -259,10 +259,10 @@ def test_who_reads_along_with_another_server_needs_no_place(
     with serve(*FLAGS, *shared) as free, serve(*FLAGS, "--limits.queued-requests=0", *shared) as small:
         with full(small, 2):
             request = as_stream(greedy("elsewhere", LONG))
-            leader = free.generation.GenerateStream(request, timeout=30)
+            leader = free.generation.GenerateStream(request, timeout=60)
             next(leader)
             assert refused(small.generation.Generate, greedy("nowhere")).reason == "QUEUE_FULL"
-            follower = small.generation.GenerateStream(request, timeout=30)
+            follower = small.generation.GenerateStream(request, timeout=60)
             assert next(follower).text
             for stream in (leader, follower):
                 stream.cancel()

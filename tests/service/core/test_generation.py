@@ -20,7 +20,7 @@ Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 
 def streamed(server: Server, request: pb.GenerateStreamRequest) -> list[pb.GenerateStreamResponse]:
-    return list(server.generation.GenerateStream(request, timeout=20))
+    return list(server.generation.GenerateStream(request, timeout=60))
 
 
 def text_of(messages: list[pb.GenerateStreamResponse]) -> str:
@@ -33,7 +33,7 @@ def ids_of(messages: list[pb.GenerateStreamResponse]) -> list[int]:
 
 def plain(server: Server, text: str, tokens: int) -> str:
     """What the fake engine says to this prompt, nothing stopping it."""
-    return str(server.generation.Generate(ask(text, tokens), timeout=20).text)
+    return str(server.generation.Generate(ask(text, tokens), timeout=60).text)
 
 
 def timeless(finish: pb.Finish) -> pb.Finish:
@@ -58,11 +58,11 @@ def test_first_message_says_what_was_asked_and_last_how_it_ended(server: Server)
 
 
 def test_headers_come_with_admission(server: Server) -> None:
-    call = server.generation.GenerateStream(ask_stream("hello", 4, request_id="named"), timeout=20)
+    call = server.generation.GenerateStream(ask_stream("hello", 4, request_id="named"), timeout=60)
     headers = dict(call.initial_metadata())
     assert (headers["x-request-id"], headers["x-cache"]) == ("named", "off")
     list(call)
-    _, call = server.generation.Generate.with_call(ask("hello", 4), timeout=20)
+    _, call = server.generation.Generate.with_call(ask("hello", 4), timeout=60)
     headers = dict(call.initial_metadata())
     assert len(headers["x-request-id"]) >= 16
     assert headers["x-cache"] == "off"
@@ -111,7 +111,7 @@ def build(fields: dict[str, Any]) -> pb.GenerateRequest:
 @given(REQUESTS)
 def test_a_stream_and_a_unary_answer_say_the_same(server: Server, fields: dict[str, Any]) -> None:
     request = build(fields)
-    whole = server.generation.Generate(request, timeout=20)
+    whole = server.generation.Generate(request, timeout=60)
     messages = streamed(server, pb.GenerateStreamRequest.FromString(request.SerializeToString()))
     assert text_of(messages) == whole.text
     assert ids_of(messages) == list(whole.token_ids)
@@ -130,7 +130,7 @@ def test_a_stream_and_a_unary_answer_say_the_same(server: Server, fields: dict[s
 
 
 def test_text_and_ids_belong_together(server: Server) -> None:
-    whole = server.generation.Generate(ask("together", 40, output=pb.OutputOptions(token_ids=True)), timeout=20)
+    whole = server.generation.Generate(ask("together", 40, output=pb.OutputOptions(token_ids=True)), timeout=60)
     assert bytes(whole.token_ids).decode() == whole.text  # the fake's ids are printable ASCII
 
 
@@ -141,7 +141,7 @@ def test_a_stop_string_cuts_the_answer_where_it_first_appears(server: Server) ->
         stopping = pb.StoppingOptions(max_tokens=200, stop_strings=["\x01never", stop])
         for kept, include in ((full[:at], False), (full[: at + len(stop)], True)):
             stopping.include_stop = include
-            answer = server.generation.Generate(ask("cut me", None, stopping=stopping), timeout=20)
+            answer = server.generation.Generate(ask("cut me", None, stopping=stopping), timeout=60)
             assert answer.text == kept
             assert answer.finish.reason == pb.FINISH_REASON_STOP_STRING
             assert answer.finish.stop_string == stop
@@ -170,7 +170,7 @@ def test_a_stop_token_is_counted_and_sent_but_its_text_is_not(server: Server) ->
     request.stopping.stop_token_ids.append(ord("Q"))
     for include in (False, True):
         request.stopping.include_stop = include
-        answer = server.generation.Generate(request, timeout=20)
+        answer = server.generation.Generate(request, timeout=60)
         ids = list(answer.token_ids)
         assert answer.finish.reason == pb.FINISH_REASON_STOP
         assert answer.finish.stop_token_id == ord("Q") == ids[-1]
@@ -182,7 +182,7 @@ def test_min_tokens_holds_back_stop_strings(server: Server) -> None:
     full = plain(server, "min", 100)
     stop = full[2]
     stopping = pb.StoppingOptions(max_tokens=100, min_tokens=50, stop_strings=[stop])
-    answer = server.generation.Generate(ask("min", None, stopping=stopping), timeout=20)
+    answer = server.generation.Generate(ask("min", None, stopping=stopping), timeout=60)
     assert answer.finish.usage.completion_tokens >= 50
     at = full.find(stop, 49)
     assert answer.text == (full if at < 0 else full[:at])
@@ -190,20 +190,20 @@ def test_min_tokens_holds_back_stop_strings(server: Server) -> None:
 
 def test_same_seed_same_answer_and_a_fresh_one_is_told(server: Server) -> None:
     sampling = pb.SamplingOptions(temperature=1.0, seed=-5)
-    one, two = (server.generation.Generate(ask("seed", 30, sampling=sampling), timeout=20) for _ in range(2))
+    one, two = (server.generation.Generate(ask("seed", 30, sampling=sampling), timeout=60) for _ in range(2))
     assert one.text == two.text
     assert one.finish.sampling.seed == -5
     fresh = pb.SamplingOptions(temperature=1.0)
-    three, four = (server.generation.Generate(ask("seed", 30, sampling=fresh), timeout=20) for _ in range(2))
+    three, four = (server.generation.Generate(ask("seed", 30, sampling=fresh), timeout=60) for _ in range(2))
     assert three.finish.sampling.seed != four.finish.sampling.seed
     assert three.text != four.text
     again = pb.SamplingOptions(temperature=1.0, seed=three.finish.sampling.seed)
-    assert server.generation.Generate(ask("seed", 30, sampling=again), timeout=20).text == three.text
+    assert server.generation.Generate(ask("seed", 30, sampling=again), timeout=60).text == three.text
 
 
 def test_unset_values_come_back_resolved(server: Server) -> None:
     sampling = pb.SamplingOptions(top_p=0.5, logit_bias={7: -2.5})
-    used = server.generation.Generate(ask("resolved", 1, sampling=sampling), timeout=20).finish.sampling
+    used = server.generation.Generate(ask("resolved", 1, sampling=sampling), timeout=60).finish.sampling
     names = {field.name for field, _ in used.ListFields()}
     assert names == {field.name for field in pb.SamplingOptions.DESCRIPTOR.fields}
     assert (used.temperature, used.top_k, used.top_p, used.min_p) == (0.0, 0, 0.5, 0.0)
@@ -213,7 +213,7 @@ def test_unset_values_come_back_resolved(server: Server) -> None:
 
 def test_unset_max_tokens_takes_what_the_context_leaves(serve: Serve) -> None:
     with serve("--fake.max-context=64") as small:
-        answer = small.generation.Generate(ask("12345", None), timeout=20)
+        answer = small.generation.Generate(ask("12345", None), timeout=60)
         assert answer.finish.reason == pb.FINISH_REASON_LENGTH
         assert answer.finish.usage.completion_tokens == 59
 
@@ -231,10 +231,10 @@ def test_time_budget_ends_an_answer_well(server: Server) -> None:
 
 def test_time_budget_runs_in_the_queue_too(serve: Serve) -> None:
     with serve("--fake.step-time=0.02", "--scheduler.max-sequences=1") as narrow:
-        first = narrow.generation.GenerateStream(ask_stream("long", 3000), timeout=20)
+        first = narrow.generation.GenerateStream(ask_stream("long", 3000), timeout=60)
         next(first)
         started = time.monotonic()
-        second = narrow.generation.Generate(ask("waits", 5, time_budget=Duration(nanos=300_000_000)), timeout=20)
+        second = narrow.generation.Generate(ask("waits", 5, time_budget=Duration(nanos=300_000_000)), timeout=60)
         assert 0.2 < time.monotonic() - started < PATIENCE  # the first one takes 60 s
         assert second.finish.reason == pb.FINISH_REASON_TIME_BUDGET
         assert second.finish.usage.completion_tokens == 0
@@ -245,7 +245,7 @@ def test_time_budget_runs_in_the_queue_too(serve: Serve) -> None:
 
 def test_one_token_is_not_held_back_and_several_are_gathered(serve: Serve) -> None:
     with serve("--fake.step-time=0.01") as slow:
-        for message in slow.generation.GenerateStream(ask_stream("alone", 30), timeout=20):
+        for message in slow.generation.GenerateStream(ask_stream("alone", 30), timeout=60):
             assert len(message.text) == 1
         delivery = pb.DeliveryOptions(max_tokens_per_message=10, max_delay=Duration(seconds=5))
         messages = streamed(slow, ask_stream("alone", 30, delivery=delivery))
@@ -258,17 +258,17 @@ def test_one_token_is_not_held_back_and_several_are_gathered(serve: Serve) -> No
 
 def test_a_character_of_several_tokens_arrives_whole(server: Server) -> None:
     """The fake makes ASCII; a logit bias cannot change that, so the prompt's own round trip stands for it."""
-    ids = server.generation.Tokenize(pb.TokenizeRequest(text="🙂é日"), timeout=20).token_ids
+    ids = server.generation.Tokenize(pb.TokenizeRequest(text="🙂é日"), timeout=60).token_ids
     assert list(ids) == list("🙂é日".encode())
-    assert server.generation.Detokenize(pb.DetokenizeRequest(token_ids=ids), timeout=20).text == "🙂é日"
+    assert server.generation.Detokenize(pb.DetokenizeRequest(token_ids=ids), timeout=60).text == "🙂é日"
 
 
 def test_chat_goes_through_the_template(server: Server) -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
-    ids = list(server.generation.Tokenize(pb.TokenizeRequest(chat=chat), timeout=20).token_ids)
+    ids = list(server.generation.Tokenize(pb.TokenizeRequest(chat=chat), timeout=60).token_ids)
     assert bytes(ids) == b"user: hi\nassistant: "
-    by_chat = server.generation.Generate(ask(tokens=20, chat=chat), timeout=20)
-    by_ids = server.generation.Generate(ask(tokens=20, token_ids=pb.TokenIds(ids=ids)), timeout=20)
+    by_chat = server.generation.Generate(ask(tokens=20, chat=chat), timeout=60)
+    by_ids = server.generation.Generate(ask(tokens=20, token_ids=pb.TokenIds(ids=ids)), timeout=60)
     assert by_chat.prompt_info.prompt_tokens == len(ids)
     assert by_chat.text == by_ids.text
 
@@ -287,7 +287,7 @@ def test_an_answer_nobody_waits_for_frees_its_place(server: Server, how: str) ->
         "/whippet.v1.GenerationService/GenerateStream",
         request_serializer=pb.GenerateStreamRequest.SerializeToString,
         response_deserializer=pb.GenerateStreamResponse.FromString,
-    )(ask_stream("abandoned", 4000), timeout=0.3 if how == "deadline" else 20)
+    )(ask_stream("abandoned", 4000), timeout=2.0 if how == "deadline" else 60)
     next(call)
     before = server.load().generated_tokens
     if how == "cancel":
@@ -304,11 +304,11 @@ def test_an_answer_nobody_waits_for_frees_its_place(server: Server, how: str) ->
 
 def test_the_name_of_an_ended_request_is_free_again(server: Server) -> None:
     for _ in range(3):
-        assert server.generation.Generate(ask("again", 2, request_id="same"), timeout=20).text
+        assert server.generation.Generate(ask("again", 2, request_id="same"), timeout=60).text
 
 
 def test_a_live_name_is_taken(server: Server) -> None:
-    call = server.generation.GenerateStream(ask_stream("mine", 4000, request_id="taken"), timeout=20)
+    call = server.generation.GenerateStream(ask_stream("mine", 4000, request_id="taken"), timeout=60)
     next(call)
     refusal = refused(server.generation.Generate, ask("other", 2, request_id="taken"))
     assert refusal.code is grpc.StatusCode.ALREADY_EXISTS

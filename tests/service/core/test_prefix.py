@@ -28,7 +28,7 @@ def tokens_of(server: Server, ids: list[int], token: str = "a", **cache: int) ->
     request = ask(token_ids=pb.TokenIds(ids=ids), tokens=4, output=pb.OutputOptions(token_ids=True))
     request.sampling.temperature = 0
     request.cache.CopyFrom(pb.CacheOptions(**cache))  # type: ignore[arg-type]
-    answer = server.generation.Generate(request, timeout=20, metadata=(("authorization", f"Bearer {token}"),))
+    answer = server.generation.Generate(request, timeout=60, metadata=(("authorization", f"Bearer {token}"),))
     assert answer.finish.usage.prompt_tokens == len(ids)
     return answer.finish.usage.cached_tokens, list(answer.token_ids)
 
@@ -60,10 +60,10 @@ def test_tenants_share_with_themselves_alone(serve: Serve, tokens_file: Path, re
         admin = (("authorization", "Bearer a"),)
         for enabled, expected in ((False, [0, 0]), (True, [0, FULL])):
             change = admin_pb2.SetOptimizationRequest(name="prefix_cache", enabled=enabled)
-            server.admin.SetOptimization(change, timeout=5, metadata=admin)
+            server.admin.SetOptimization(change, timeout=60, metadata=admin)
             assert [tokens_of(server, IDS, **off) for _ in range(2)] == [(count, answer) for count in expected]
         assert tokens_of(server, IDS, "b", **off)[0] == 0
-        server.admin.FlushCache(admin_pb2.FlushCacheRequest(tenant="tenant-a"), timeout=5, metadata=admin)
+        server.admin.FlushCache(admin_pb2.FlushCacheRequest(tenant="tenant-a"), timeout=60, metadata=admin)
         assert tokens_of(server, IDS, **off) == (0, answer)
         assert tokens_of(server, IDS, "b", **off)[0] == FULL
 
@@ -96,7 +96,7 @@ def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
         time.sleep(0.5)  # what is written, is written beside the answers
         with pytest.raises(grpc.RpcError):
             tokens_of(server, [0, 3, 1])  # the fake's word for a crash
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while True:
             assert time.monotonic() < deadline, "the engine did not come back"
             with contextlib.suppress(grpc.RpcError):
@@ -113,7 +113,7 @@ def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
 def flush(server: Server, kind: admin_pb2.CacheKind, tenant: str = "tenant-a") -> int:
     admin = (("authorization", "Bearer a"),)
     request = admin_pb2.FlushCacheRequest(tenant=tenant, kind=kind)
-    return int(server.admin.FlushCache(request, timeout=5, metadata=admin).entries)
+    return int(server.admin.FlushCache(request, timeout=60, metadata=admin).entries)
 
 
 def test_flushing_prefixes_alone_leaves_answers(serve: Serve, tokens_file: Path) -> None:

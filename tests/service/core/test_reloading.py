@@ -23,7 +23,7 @@ from service.core.reloading import LIVE_CACHE, Reloader
 from service.core.switches import Switches
 from tests.service.scripted import ScriptedEngine
 
-PATIENCE = 20.0  # seconds after which a test that waits has failed
+PATIENCE = 60.0  # seconds after which a test that waits has failed
 START = "engine: fake\nlimits: {queued-requests: 9}\ncache: {semantic: {mode: 'off'}}\n"
 
 

@@ -58,7 +58,7 @@ def test_a_line_of_a_call_that_ended_well(talkative: Server) -> None:
         talkative.generation.GenerateStream(
             ask_stream("hello", 8, request_id="mine"),
             metadata=(("x-request-id", "theirs"), ("traceparent", parent)),
-            timeout=20,
+            timeout=60,
         )
     )
     line = told(talkative, request_id="mine")
@@ -106,7 +106,7 @@ def test_all_other_lines_are_objects_too(serve: Serve) -> None:
     with serve("--log.format=json", "--log-level=debug", "--fake.faults=true") as server:
         with contextlib.suppress(grpc.RpcError):
             os.kill(server.engine_pid(), signal.SIGKILL)
-            list(server.generation.GenerateStream(ask_stream("x", 4000), timeout=20))
+            list(server.generation.GenerateStream(ask_stream("x", 4000), timeout=60))
         assert server.stop() == 0
         every = lines(server.log)
         assert {line["process"] for line in every} == {"front", "engine"}

@@ -45,7 +45,7 @@ Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def fetch(url: str, accept: str = "") -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=60) as answer:
         assert answer.status == 200
         return str(answer.read().decode())
 
@@ -221,7 +221,7 @@ async def exchange(port: MetricsPort, request: bytes) -> bytes:
     host, _, number = port.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(number))
     writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     await writer.wait_closed()
     return answer
@@ -268,7 +268,7 @@ async def test_who_is_silent_holds_nobody_up(port: MetricsPort) -> None:
     for _ in range(5):
         assert b" 200 " in await exchange(port, b"GET /metrics HTTP/1.1\r\n\r\n")
     gone = [reader for reader, _ in silent[: 2 * scrape._MAX_CONNECTIONS]]
-    assert await asyncio.wait_for(asyncio.gather(*(end_of(reader) for reader in gone)), 20) == [b""] * len(gone)
+    assert await asyncio.wait_for(asyncio.gather(*(end_of(reader) for reader in gone)), 60) == [b""] * len(gone)
     for _, writer in silent:
         writer.close()
 
@@ -283,7 +283,7 @@ async def test_who_stays_silent_is_hung_up_on(port: MetricsPort, monkeypatch: py
     monkeypatch.setattr(scrape, "_TIMEOUT_HEAD", 0.05)
     host, _, number = port.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(number))
-    assert await asyncio.wait_for(reader.read(), 20) == b""
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
 
 
@@ -322,8 +322,8 @@ async def test_stopping_ends_what_is_under_way(port: MetricsPort) -> None:
     host, _, number = port.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(number))
     await asyncio.sleep(0.05)
-    await asyncio.wait_for(port.stop(), 2)
-    assert await asyncio.wait_for(reader.read(), 2) == b""
+    await asyncio.wait_for(port.stop(), 60)
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(host, int(number))
@@ -350,8 +350,8 @@ def promtool() -> str:
 def test_prometheus_takes_the_page_of_a_server_with_traffic(server: Server) -> None:
     """By its own parser and linter; whatever is shown has its line in the table of names."""
     before = page_of(server)
-    server.generation.Generate(ask("one", 4), timeout=20)
-    list(server.generation.GenerateStream(ask_stream("two", 60), timeout=20))
+    server.generation.Generate(ask("one", 4), timeout=60)
+    list(server.generation.GenerateStream(ask_stream("two", 60), timeout=60))
     assert refused(server.generation.Generate, ask("x", 0)).code is grpc.StatusCode.INVALID_ARGUMENT
     strange = server.channel.unary_unary("/whippet.v1.GenerationService/Secret")
     assert refused(strange, b"").code is grpc.StatusCode.UNIMPLEMENTED
@@ -389,7 +389,7 @@ def test_prometheus_takes_the_page_of_a_server_with_traffic(server: Server) -> N
 def test_off(serve: Serve) -> None:
     with serve("--metrics-listen=") as server:
         assert "metrics:" not in server.log.read_text()
-        assert server.generation.Generate(ask("x", 1), timeout=10).text
+        assert server.generation.Generate(ask("x", 1), timeout=60).text
 
 
 @pytest.mark.usefixtures("exported_embedder")

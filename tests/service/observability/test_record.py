@@ -66,7 +66,7 @@ class Seen:
 
     async def one(self) -> RequestRecord:
         """The only one there is."""
-        record = await asyncio.wait_for(self.records.get(), 20)
+        record = await asyncio.wait_for(self.records.get(), 60)
         await asyncio.sleep(0)
         assert self.records.empty()
         return record
@@ -107,7 +107,7 @@ async def port() -> AsyncIterator[tuple[grpc.aio.Channel, Seen]]:
 )
 async def test_one_record_however_it_ends(method: str, metadata: Metadata, code: str, reason: str) -> None:
     async with port() as (channel, seen):
-        call = channel.unary_unary(f"/{method}")(b"\xff", metadata=metadata, timeout=20)
+        call = channel.unary_unary(f"/{method}")(b"\xff", metadata=metadata, timeout=60)
         with suppress(grpc.RpcError):
             await call
         record = await seen.one()
@@ -125,7 +125,7 @@ async def test_one_record_however_it_ends(method: str, metadata: Metadata, code:
 async def test_a_call_that_is_cut_off(code: str) -> None:
     async with port() as (channel, seen):
         call = channel.unary_unary("/t.T/wait")(b"", timeout=1.0 if code == "DEADLINE_EXCEEDED" else 60)
-        await asyncio.wait_for(seen.waits.wait(), 20)
+        await asyncio.wait_for(seen.waits.wait(), 60)
         if code == "CANCELLED":
             call.cancel()
         with suppress(grpc.RpcError, asyncio.CancelledError):
@@ -141,7 +141,7 @@ async def test_a_call_that_has_ended_is_gone_without_a_collection() -> None:
         try:
             for method in 20 * ("echo", "refuse", "fail"):
                 with suppress(grpc.RpcError):
-                    await channel.unary_unary(f"/t.T/{method}")(b"", timeout=20)
+                    await channel.unary_unary(f"/t.T/{method}")(b"", timeout=60)
                 await seen.one()
             kept = sum(type(one).__name__ == "_ServicerContext" for one in gc.get_objects())
         finally:
@@ -152,7 +152,7 @@ async def test_a_call_that_has_ended_is_gone_without_a_collection() -> None:
 async def test_what_a_stream_took() -> None:
     async with port() as (channel, seen):
         metadata = (("x-request-id", "mine"), ("traceparent", PARENT))
-        call = channel.unary_stream("/t.T/twice")(b"ab", metadata=metadata, timeout=20)
+        call = channel.unary_stream("/t.T/twice")(b"ab", metadata=metadata, timeout=60)
         assert [message async for message in call] == [b"ab", b"xyz"]
         record = await seen.one()
         assert (record.bytes_in, record.bytes_out, record.messages_out) == (2, 5, 2)

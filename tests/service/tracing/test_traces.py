@@ -56,7 +56,7 @@ def always(serve: Serve) -> Iterator[tuple[Server, Collector]]:
 def all_traced(always: tuple[Server, Collector]) -> tuple[Server, Collector]:
     server, collector = always
     last = secrets.token_hex(8)
-    server.models.ListModels(model_pb2.ListModelsRequest(), metadata=(("x-request-id", last),), timeout=20)
+    server.models.ListModels(model_pb2.ListModelsRequest(), metadata=(("x-request-id", last),), timeout=60)
     collector.until(lambda: last in str(collector.batches))
     collector.batches.clear()
     return always
@@ -66,7 +66,7 @@ def test_a_call_is_a_span_and_what_it_waited_for_are_spans_below_it(all_traced: 
     server, collector = all_traced
     before = time.time_ns()
     request = greedy(CANARY, 20, request_id="mine")
-    server.generation.Generate(request, metadata=(*SAMPLED, ("x-request-id", "theirs")), timeout=20)
+    server.generation.Generate(request, metadata=(*SAMPLED, ("x-request-id", "theirs")), timeout=60)
     (call,) = collector.calls(1)
     after = time.time_ns()
     assert call.name == METHOD
@@ -115,8 +115,8 @@ def test_a_call_is_a_span_and_what_it_waited_for_are_spans_below_it(all_traced: 
 def test_a_chat_says_so_and_a_hit_is_replayed(all_traced: tuple[Server, Collector]) -> None:
     server, collector = all_traced
     question = chat("hello")
-    server.generation.Generate(question, timeout=20)
-    while dict(server.generation.Generate.with_call(question, timeout=20)[1].initial_metadata())["x-cache"] == "miss":
+    server.generation.Generate(question, timeout=60)
+    while dict(server.generation.Generate.with_call(question, timeout=60)[1].initial_metadata())["x-cache"] == "miss":
         pass
     calls = collector.calls(2)
     assert {values(call.attributes)["gen_ai.operation.name"] for call in calls} == {"chat"}
@@ -130,7 +130,7 @@ def test_a_chat_says_so_and_a_hit_is_replayed(all_traced: tuple[Server, Collecto
 def test_followers_carry_a_link_to_the_leaders_span(all_traced: tuple[Server, Collector]) -> None:
     server, collector = all_traced
     request = as_stream(greedy("read by many", 500))
-    streams = [iter(server.generation.GenerateStream(request, timeout=20)) for _ in range(4)]
+    streams = [iter(server.generation.GenerateStream(request, timeout=60)) for _ in range(4)]
     for stream in streams:
         next(stream)
     for stream in streams:
@@ -160,7 +160,7 @@ def test_refusals_and_ends_by_callers_are_spans_and_no_errors_of_ours(all_traced
         client.start(f"/{METHOD}", ask(tokens=900).SerializeToString(), (("grpc-timeout", "200m"),))
         while not client.ended:
             assert client.read()
-    stream = server.generation.GenerateStream(ask_stream(tokens=900), timeout=20)
+    stream = server.generation.GenerateStream(ask_stream(tokens=900), timeout=60)
     next(stream)
     stream.cancel()
     by_code = {values(call.attributes)["rpc.response.status_code"]: call for call in collector.calls(3)}
@@ -185,7 +185,7 @@ def test_refusals_and_ends_by_callers_are_spans_and_no_errors_of_ours(all_traced
 )
 def test_what_is_no_parent_is_ignored(all_traced: tuple[Server, Collector], wrong: str) -> None:
     server, collector = all_traced
-    server.models.ListModels(model_pb2.ListModelsRequest(), metadata=(("traceparent", wrong),), timeout=20)
+    server.models.ListModels(model_pb2.ListModelsRequest(), metadata=(("traceparent", wrong),), timeout=60)
     (call,) = collector.calls(1)
     assert not call.parent_span_id
     assert call.trace_id.hex() != TRACE
@@ -194,20 +194,20 @@ def test_what_is_no_parent_is_ignored(all_traced: tuple[Server, Collector], wron
 def test_callers_decide_for_theirs(serve: Serve) -> None:
     with traced(serve, "--traces.sample=0") as (server, collector):
         for _ in range(20):
-            server.models.ListModels(model_pb2.ListModelsRequest(), timeout=20)
-        server.models.ListModels(model_pb2.ListModelsRequest(), metadata=SAMPLED, timeout=20)
+            server.models.ListModels(model_pb2.ListModelsRequest(), timeout=60)
+        server.models.ListModels(model_pb2.ListModelsRequest(), metadata=SAMPLED, timeout=60)
         (call,) = collector.calls(1)
         assert call.parent_span_id.hex() == PARENT
-        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=20) as page:
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as page:
             assert 'whippet_traces_total{outcome="exported"} 1.0' in page.read().decode()
-        server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=NOT_SAMPLED, timeout=20)
+        server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=NOT_SAMPLED, timeout=60)
         assert server.stop() == 0  # which sends what is left
         assert len(collector.calls(1)) == 1
 
 
 def test_the_log_names_the_trace_of_a_call_that_is_traced(all_traced: tuple[Server, Collector]) -> None:
     server, collector = all_traced
-    server.models.GetModel(model_pb2.GetModelRequest(name="fake"), timeout=20)
+    server.models.GetModel(model_pb2.GetModelRequest(name="fake"), timeout=60)
     (call,) = collector.calls(1)
     collector.until(lambda: f"trace_id={call.trace_id.hex()}" in server.log.read_text())
 
@@ -215,7 +215,7 @@ def test_the_log_names_the_trace_of_a_call_that_is_traced(all_traced: tuple[Serv
 def test_the_end_sends_what_waits(serve: Serve) -> None:
     with traced(serve, "--traces.sample=1") as (server, collector):
         for _ in range(100):
-            server.models.ListModels(model_pb2.ListModelsRequest(), timeout=20)
+            server.models.ListModels(model_pb2.ListModelsRequest(), timeout=60)
         assert server.stop() == 0
         assert len(collector.calls(100)) == 100
 
@@ -223,10 +223,10 @@ def test_the_end_sends_what_waits(serve: Serve) -> None:
 def test_a_collector_that_hangs_touches_no_call_and_holds_up_no_end(serve: Serve) -> None:
     with traced(serve, "--traces.sample=1") as (server, collector):
         collector.hangs.set()
-        server.generation.Generate(ask(), timeout=20)
+        server.generation.Generate(ask(), timeout=60)
         collector.until(lambda: collector.asked > 0)
         for _ in range(20):
-            server.generation.Generate(ask(), timeout=20)
+            server.generation.Generate(ask(), timeout=60)
         assert server.stop() == 0
         assert "Traceback" not in server.log.read_text()
 

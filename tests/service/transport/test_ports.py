@@ -7,6 +7,7 @@ import contextlib
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -53,23 +54,26 @@ def test_health_is_on_every_port(server: Server, port: str) -> None:
     with grpc.insecure_channel(getattr(server, port)) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", GENERATION):
-            assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == SERVING
+            assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status == SERVING
         refusal = refused(health.Check, health_pb2.HealthCheckRequest(service="nobody"))
         assert refusal.code is grpc.StatusCode.NOT_FOUND
-        watch = health.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watch.cancel()
 
 
 async def test_calls_that_nobody_could_look_at_are_dropped() -> None:
     """What waits in gRPC is bounded in time: an event loop that was held up for longer finds the newest calls only."""
-    held: list[bool] = []
+    held_up, sent = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        held_up.set()
+        sent.wait(60)
+        time.sleep(6.0)  # one more than a call may wait
 
     async def handle(request: bytes, context: object) -> bytes:
-        if not held:
-            held.append(True)
-            asyncio.get_running_loop().call_soon(time.sleep, 6.0)  # the loop is held up, and so are the other calls
-            await asyncio.sleep(0)
+        if request == b"first":
+            hold_up()
         return request
 
     method = grpc.unary_unary_rpc_method_handler(handle)
@@ -80,26 +84,29 @@ async def test_calls_that_nobody_could_look_at_are_dropped() -> None:
     def call() -> list[grpc.StatusCode]:
         with grpc.insecure_channel(port.address) as channel:
             method = channel.unary_unary("/test.Service/Method")
-            old = [method.future(b"", timeout=60) for _ in range(50)]
-            codes = [one.code() for one in old]
-            return [*codes, method.future(b"", timeout=60).code()]
+            first = method.future(b"first", timeout=180)
+            held_up.wait(60)
+            old = [method.future(b"", timeout=180) for _ in range(50)]
+            sent.set()
+            assert first.result() == b"first"
+            return [*(one.code() for one in old), method.future(b"", timeout=60).code()]
 
     try:
         *old, new = await asyncio.to_thread(call)
     finally:
         await port.server.stop(None)
-    assert Counter(old)[grpc.StatusCode.CANCELLED] >= 25  # a few were in our hands when it began
+    assert Counter(old)[grpc.StatusCode.CANCELLED] >= 25  # all but one or two, where what is sent also arrives at once
     assert new is grpc.StatusCode.OK
 
 
 def test_health_watch_follows_a_drain(serve: Serve) -> None:
     with serve() as one, grpc.insecure_channel(one.health) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        watch = health.Watch(health_pb2.HealthCheckRequest(service=GENERATION), timeout=20)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=GENERATION), timeout=60)
         assert next(watch).status == SERVING
-        assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=5).remaining == 0
+        assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=60).remaining == 0
         assert next(watch).status == NOT_SERVING
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == SERVING  # the process lives
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == SERVING  # the process lives
         assert one.load().state == admin_pb2.ENGINE_STATE_DRAINING
         refusal = refused(one.generation.Generate, ask("x", 1))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -108,14 +115,14 @@ def test_health_watch_follows_a_drain(serve: Serve) -> None:
 
 def test_drain_tells_what_is_left_before_its_own_deadline(serve: Serve) -> None:
     with serve("--fake.step-time=0.01") as one:
-        call = one.generation.GenerateStream(ask_stream("long", 3000), timeout=20)
+        call = one.generation.GenerateStream(ask_stream("long", 3000), timeout=60)
         next(call)
         assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=1.0).remaining == 1
-        assert one.admin.Drain(admin_pb2.DrainRequest(timeout=Duration(nanos=1_000_000)), timeout=5).remaining == 1
+        assert one.admin.Drain(admin_pb2.DrainRequest(timeout=Duration(nanos=1_000_000)), timeout=60).remaining == 1
         wrong = refused(one.admin.Drain, admin_pb2.DrainRequest(timeout=Duration(seconds=-1)))
         assert wrong.fields == {"timeout"}
         call.cancel()
-        assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=10).remaining == 0
+        assert one.admin.Drain(admin_pb2.DrainRequest(), timeout=60).remaining == 0
 
 
 def test_health_watchers_that_never_read_hold_nobody_up(serve: Serve) -> None:
@@ -125,28 +132,28 @@ def test_health_watchers_that_never_read_hold_nobody_up(serve: Serve) -> None:
             stuck.start("/grpc.health.v1.Health/Watch", b"")
         with grpc.insecure_channel(one.health) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(
-                health_pb2.HealthCheckRequest(service=GENERATION), timeout=20
+                health_pb2.HealthCheckRequest(service=GENERATION), timeout=60
             )
             assert next(watch).status == SERVING
-            one.admin.Drain(admin_pb2.DrainRequest(), timeout=5)
+            one.admin.Drain(admin_pb2.DrainRequest(), timeout=60)
             assert next(watch).status == NOT_SERVING
         stuck.close()
 
 
 def test_a_dead_engine_is_not_ready_and_then_is_again(serve: Serve) -> None:
     with serve() as one, grpc.insecure_channel(one.health) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=GENERATION), timeout=40)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=GENERATION), timeout=60)
         assert next(watch).status == SERVING
         subprocess.run(["kill", "-9", str(one.engine_pid())], check=True)
         assert next(watch).status == NOT_SERVING
         assert next(watch).status == SERVING
-        assert one.generation.Generate(ask("back", 2), timeout=10).text
+        assert one.generation.Generate(ask("back", 2), timeout=60).text
 
 
 def test_models(server: Server) -> None:
-    model = server.models.GetModel(model_pb2.GetModelRequest(), timeout=5).model
-    assert list(server.models.ListModels(model_pb2.ListModelsRequest(), timeout=5).models) == [model]
-    assert server.models.GetModel(model_pb2.GetModelRequest(name="fake"), timeout=5).model == model
+    model = server.models.GetModel(model_pb2.GetModelRequest(), timeout=60).model
+    assert list(server.models.ListModels(model_pb2.ListModelsRequest(), timeout=60).models) == [model]
+    assert server.models.GetModel(model_pb2.GetModelRequest(name="fake"), timeout=60).model == model
     limits = model.limits
     assert (limits.max_context_tokens, limits.vocab_size, limits.max_sequences) == (4096, 256, 8)
     assert limits.max_logprobs == 20
@@ -158,36 +165,36 @@ def test_models(server: Server) -> None:
 
 def test_a_model_can_be_named(serve: Serve) -> None:
     with serve("--model-name=mine") as one:
-        assert one.generation.Generate(ask("x", 1, model="mine"), timeout=5).prompt_info.model == "mine"
+        assert one.generation.Generate(ask("x", 1, model="mine"), timeout=60).prompt_info.model == "mine"
         assert refused(one.generation.Generate, ask("x", 1, model="fake")).code is grpc.StatusCode.NOT_FOUND
 
 
 def test_optimizations_are_listed_and_switched(server: Server) -> None:
     def listed() -> dict[str, bool]:
-        answer = server.admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=5)
+        answer = server.admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=60)
         assert all(one.description for one in answer.optimizations)
         return {one.name: one.enabled for one in answer.optimizations}
 
-    before = server.generation.Generate(ask("greedy", 20), timeout=10).text
+    before = server.generation.Generate(ask("greedy", 20), timeout=60).text
     at_start = listed()
     assert {"batching", "fused_kernels", "graphs"} <= {name for name, enabled in at_start.items() if enabled}
     for enabled in (False, True):
         request = admin_pb2.SetOptimizationRequest(name="batching", enabled=enabled)
-        assert server.admin.SetOptimization(request, timeout=5).optimization.enabled is enabled
+        assert server.admin.SetOptimization(request, timeout=60).optimization.enabled is enabled
         assert listed() == {**at_start, "batching": enabled}
-        calls = [server.generation.Generate.future(ask("greedy", 20), timeout=20) for _ in range(6)]
+        calls = [server.generation.Generate.future(ask("greedy", 20), timeout=60) for _ in range(6)]
         assert {call.result().text for call in calls} == {before}
     unknown = refused(server.admin.SetOptimization, admin_pb2.SetOptimizationRequest(name="warp", enabled=True))
     assert unknown.code is grpc.StatusCode.UNIMPLEMENTED
     assert listed() == at_start
     unset = refused(server.admin.SetOptimization, admin_pb2.SetOptimizationRequest())
     assert unset.fields == {"name", "enabled"}
-    assert server.admin.FlushCache(admin_pb2.FlushCacheRequest(), timeout=5).entries == 0
+    assert server.admin.FlushCache(admin_pb2.FlushCacheRequest(), timeout=60).entries == 0
 
 
 def test_load_tells_what_runs_and_waits(serve: Serve) -> None:
     with serve("--scheduler.max-sequences=2", "--fake.step-time=0.01") as one:
-        calls = [one.generation.GenerateStream(ask_stream(f"n{n}", 3000), timeout=20) for n in range(5)]
+        calls = [one.generation.GenerateStream(ask_stream(f"n{n}", 3000), timeout=60) for n in range(5)]
         load = one.until(lambda load: load.running == 2 and load.waiting == 3)
         assert load.state == admin_pb2.ENGINE_STATE_READY
         assert 0 < load.used_pages <= load.total_pages == 4096

@@ -99,7 +99,7 @@ def test_it_is_followed_and_one_that_is_wrong_leaves_the_old_in_force(tmp_path: 
         (tmp_path / f"v{len(counted)}").write_text(text)
         (tmp_path / "link").symlink_to(tmp_path / f"v{len(counted)}")
         (tmp_path / "link").rename(tmp_path / "t")
-        assert read.wait(20)
+        assert read.wait(60)
 
     def requests() -> int | None:
         return file.policies().of("a").requests
@@ -115,5 +115,5 @@ def test_it_is_followed_and_one_that_is_wrong_leaves_the_old_in_force(tmp_path: 
     assert counted == ["read", "invalid"]
     read.clear()
     file.reload()
-    assert read.wait(20)
+    assert read.wait(60)
     assert counted == ["read", "invalid", "invalid"]

@@ -148,11 +148,11 @@ def secure(server: Server, folder: Path, client: str | None) -> generation_pb2_g
 def test_tls(serve: Serve, certificates: Path) -> None:
     flags = (f"--tls.cert={certificates}/server.pem", f"--tls.key={certificates}/server.key")
     with serve(*flags) as one:
-        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=10).text
+        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=60).text
         assert refused(one.generation.Generate, ask("plain", 1)).code is grpc.StatusCode.UNAVAILABLE
         with grpc.insecure_channel(one.health) as channel:  # kubelets come without TLS
             health = health_pb2_grpc.HealthStub(channel)
-            assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == SERVING
+            assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == SERVING
 
 
 def test_rubbish_at_a_tls_port_is_not_logged(serve: Serve, certificates: Path) -> None:
@@ -167,7 +167,7 @@ def test_rubbish_at_a_tls_port_is_not_logged(serve: Serve, certificates: Path) -
                     link.shutdown(socket.SHUT_WR)
                     while link.recv(4096):
                         pass
-        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=10).text
+        assert secure(one, certificates, None).Generate(ask("safe", 3), timeout=60).text
         log = one.log.read_text()
         assert "CANARY" not in log
         assert len(log) - before < 1000
@@ -188,9 +188,9 @@ LOAD, SWITCH = admin_pb2.GetLoadRequest(), admin_pb2.SetOptimizationRequest(name
 
 def test_a_certificate_alone_lets_in_but_not_change_anything(serve: Serve, certificates: Path) -> None:
     with serve(*flags_of(certificates)) as one:
-        assert secure(one, certificates, "client").Generate(ask("known", 3), timeout=10).text
+        assert secure(one, certificates, "client").Generate(ask("known", 3), timeout=60).text
         operator = admin(one, certificates, "client")
-        assert operator.GetLoad(LOAD, timeout=10).total_pages
+        assert operator.GetLoad(LOAD, timeout=60).total_pages
         refusal = refused(operator.SetOptimization, SWITCH)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.PERMISSION_DENIED, "RIGHT_MISSING")
         for who in (None, "stranger"):
@@ -224,9 +224,9 @@ def test_certificates_stand_for_tenants(serve: Serve, tmp_path: Path) -> None:
         def outcome(who: str, call: str, **options: object) -> str:
             try:
                 if call == "generate":
-                    secure(one, tmp_path, who).Generate(ask("x", 1), timeout=10, **options)
+                    secure(one, tmp_path, who).Generate(ask("x", 1), timeout=60, **options)
                 else:
-                    admin(one, tmp_path, who).SetOptimization(SWITCH, timeout=10, **options)
+                    admin(one, tmp_path, who).SetOptimization(SWITCH, timeout=60, **options)
             except grpc.RpcError as error:
                 return Refusal.of(error).reason
             return "OK"
@@ -266,7 +266,7 @@ def refuses(server: Server, folder: Path, client: str) -> bool:
     """A new connection with this certificate."""
     with channel_of(server.data, folder, client) as channel:
         try:
-            generation_pb2_grpc.GenerationServiceStub(channel).Generate(ask("x", 1), timeout=20)
+            generation_pb2_grpc.GenerationServiceStub(channel).Generate(ask("x", 1), timeout=60)
         except grpc.RpcError as error:
             return error.code() is grpc.StatusCode.UNAVAILABLE
         return False
@@ -288,14 +288,14 @@ def test_certificates_change_under_60_streams(serve: Serve, tmp_path: Path) -> N
         stubs = [secure(one, tmp_path, "client") for _ in range(6)]
         operator = admin(one, tmp_path, "client")
         streams = [stubs[n % 6].GenerateStream(ask_stream(f"number {n}", 3000), timeout=120) for n in range(60)]
-        until(lambda: operator.GetLoad(LOAD, timeout=10).running == 60)
+        until(lambda: operator.GetLoad(LOAD, timeout=60).running == 60)
 
         second = old.sign(*HERE)
         write_pair(tmp_path, "server", second)
         one.process.send_signal(signal.SIGHUP)
         for address in (one.data, one.admin_address):
             until(lambda address=address: shown(address) == der(second))
-        assert secure(one, tmp_path, "client").Generate(ask("again", 1), timeout=10).text
+        assert secure(one, tmp_path, "client").Generate(ask("again", 1), timeout=60).text
 
         third, other = old.sign(*HERE), old.sign(*HERE)
         write_pair(tmp_path, "server", (third[0], other[1]))  # a key and a certificate that do not fit
@@ -315,7 +315,7 @@ def test_certificates_change_under_60_streams(serve: Serve, tmp_path: Path) -> N
         until(lambda: refuses(one, tmp_path, "client"))
         assert not refuses(one, tmp_path, "newcomer")
 
-        steps = operator.GetLoad(LOAD, timeout=10).steps
+        steps = operator.GetLoad(LOAD, timeout=60).steps
         for stream in streams:
             for _ in range(steps + 1):
                 assert not next(stream).HasField("finish")

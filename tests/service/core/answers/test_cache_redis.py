@@ -54,12 +54,12 @@ def pair(serve: Serve, redis: RedisServer, tmp_path_factory: pytest.TempPathFact
 
 
 def say(server: Server, request: pb.GenerateRequest, tenant: str = "acme") -> tuple[pb.GenerateResponse, str]:
-    response, call = server.generation.Generate.with_call(request, timeout=20, metadata=metadata(tenant))
+    response, call = server.generation.Generate.with_call(request, timeout=60, metadata=metadata(tenant))
     return response, str(dict(call.initial_metadata())["x-cache"])
 
 
 def tokens(server: Server) -> int:
-    return int(server.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=5, metadata=metadata("acme")).generated_tokens)
+    return int(server.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=60, metadata=metadata("acme")).generated_tokens)
 
 
 def read_only(request: pb.GenerateRequest) -> pb.GenerateRequest:
@@ -72,12 +72,12 @@ def test_two_fronts_and_still_one_generation(pair: tuple[Server, Server]) -> Non
     before = sum(tokens(server) for server in pair)
     request = greedy("two fronts", 100)
     futures = [
-        server.generation.Generate.future(request, timeout=30, metadata=metadata("acme"))
+        server.generation.Generate.future(request, timeout=60, metadata=metadata("acme"))
         for _ in range(25)
         for server in pair
     ]
     streams = [
-        server.generation.GenerateStream(as_stream(request), timeout=30, metadata=metadata("acme"))
+        server.generation.GenerateStream(as_stream(request), timeout=60, metadata=metadata("acme"))
         for _ in range(25)
         for server in pair
     ]
@@ -104,11 +104,11 @@ def test_a_flush_is_in_force_on_every_front_at_once(pair: tuple[Server, Server])
         for server in pair:
             until(lambda s=server, r=request, t=tenant: say(s, read_only(r), t)[1] == "hit-response")  # type: ignore[misc]
     flush = admin_pb2.FlushCacheRequest(tenant="acme")
-    assert pair[1].admin.FlushCache(flush, timeout=10, metadata=metadata("acme")).entries >= 1
+    assert pair[1].admin.FlushCache(flush, timeout=60, metadata=metadata("acme")).entries >= 1
     for server in pair:
         assert say(server, read_only(mine))[1] == "miss"
         assert say(server, read_only(theirs), "bravo")[1] == "hit-response"
-    everybody = pair[0].admin.FlushCache(admin_pb2.FlushCacheRequest(), timeout=10, metadata=metadata("acme"))
+    everybody = pair[0].admin.FlushCache(admin_pb2.FlushCacheRequest(), timeout=60, metadata=metadata("acme"))
     assert everybody.entries >= 1
     for server in pair:
         assert say(server, read_only(theirs), "bravo")[1] == "miss"

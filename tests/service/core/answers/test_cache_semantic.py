@@ -46,7 +46,7 @@ def test_a_question_of_the_same_words_is_served(on: Server) -> None:
     assert finish.cache_hit.entry_id
     assert finish.usage.cached_tokens == finish.usage.prompt_tokens
     assert finish.usage.completion_tokens == answer.finish.usage.completion_tokens
-    streamed = list(on.generation.GenerateStream(as_stream(probe(ALIKE)), timeout=20))
+    streamed = list(on.generation.GenerateStream(as_stream(probe(ALIKE)), timeout=60))
     assert "".join(message.text for message in streamed) == answer.text
     assert streamed[-1].finish.cache_source == pb.CACHE_SOURCE_SEMANTIC
     assert len(streamed) > 1
@@ -123,7 +123,7 @@ def test_modes_and_the_switch(on: Server) -> None:
     assert said(on, request) == "miss"
     request.cache.semantic = pb.CACHE_MODE_READ
     for enabled, header in ((False, "miss"), (True, "hit-semantic")):
-        on.admin.SetOptimization(admin_pb2.SetOptimizationRequest(name="semantic_cache", enabled=enabled), timeout=5)
+        on.admin.SetOptimization(admin_pb2.SetOptimizationRequest(name="semantic_cache", enabled=enabled), timeout=60)
         assert said(on, request) == header
 
 
@@ -140,7 +140,7 @@ def test_flush_of_one_entry(on: Server) -> None:
     request = probe("which museums are open on mondays here")
     entry = generate(on, request)[0].finish.cache_hit.entry_id
     flush = admin_pb2.FlushCacheRequest(entry_id=entry, kind=admin_pb2.CACHE_KIND_SEMANTIC)
-    assert on.admin.FlushCache(flush, timeout=5).entries == 1
+    assert on.admin.FlushCache(flush, timeout=60).entries == 1
     assert said(on, request) == "miss"
 
 
@@ -148,7 +148,7 @@ def test_tenants_never_meet(serve: Serve, redis_server: RedisServer, key_file: P
     flags = (f"--cache.redis-url={redis_server.url}", f"--cache.key-file={key_file}", "--cache.redis-budget=1")
 
     def say(server: Server, request: pb.GenerateRequest, tenant: str) -> str:
-        _, call = server.generation.Generate.with_call(request, timeout=20, metadata=metadata(tenant))
+        _, call = server.generation.Generate.with_call(request, timeout=60, metadata=metadata(tenant))
         return str(dict(call.initial_metadata())["x-cache"])
 
     def taught(server: Server) -> bool:
@@ -168,7 +168,7 @@ def test_tenants_never_meet(serve: Serve, redis_server: RedisServer, key_file: P
 def test_shadow_decides_and_never_serves(serve: Serve) -> None:
     with serve("--optimizations.response-cache=true", "--cache.semantic.mode=shadow") as server:
         loaded(server)
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         # The second is asked when the first is there to be found; the fake engine answers each in its own way.
         for text, seen in ((QUESTION, "semantic_lookup.strict"), (ALIKE, "semantic_observed.wrong")):
             while not server.load().cache_counts.get(seen, 0):

@@ -31,8 +31,8 @@ class Sick:
             self.asked += 1
             request = greedy(f"sick {self.asked // 2}", 4)
             plain = greedy(f"sick {self.asked // 2}", 4, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF))
-            response = self.server.generation.Generate(request, timeout=20)
-            assert response.text == self.server.generation.Generate(plain, timeout=20).text
+            response = self.server.generation.Generate(request, timeout=60)
+            assert response.text == self.server.generation.Generate(plain, timeout=60).text
             waited.append(response.finish.timings.cache_lookup.ToNanoseconds() / 1e9)
         return waited
 
@@ -47,8 +47,8 @@ class Sick:
         def hit() -> bool:
             self.asked += 2
             fresh = greedy(f"sick {self.asked // 2} fresh", 4)
-            self.server.generation.Generate(fresh, timeout=20)  # a breaker closes when somebody asks
-            _, call = self.server.generation.Generate.with_call(request, timeout=20)
+            self.server.generation.Generate(fresh, timeout=60)  # a breaker closes when somebody asks
+            _, call = self.server.generation.Generate.with_call(request, timeout=60)
             states = self.server.load().cache_breakers
             closed = states["small_reads"] == states["small_writes"] == "closed"
             time.sleep(0.05)

@@ -57,9 +57,9 @@ async def test_no_turn_is_lost_by_those_who_give_up(seed: int) -> None:
     await asyncio.gather(*jobs, return_exceptions=True)
     assert most == 2
     for _ in range(2):
-        await asyncio.wait_for(turns.acquire("d"), 20)
+        await asyncio.wait_for(turns.acquire("d"), 60)
     third = asyncio.create_task(turns.acquire("d"))
     await settled()
     assert not third.done()
     turns.release()
-    await asyncio.wait_for(third, 20)
+    await asyncio.wait_for(third, 60)

@@ -98,7 +98,7 @@ def small(serve: Serve) -> Iterator[Server]:
         yield one
         load = one.idle()
         assert (load.restarts, one.engine_pid()) == (0, pid)
-        assert one.generation.Generate(ask("alive", 3), timeout=10).text
+        assert one.generation.Generate(ask("alive", 3), timeout=60).text
         log = one.log.read_text()
         assert "INTERNAL" not in log
         assert "Traceback" not in log
@@ -107,7 +107,7 @@ def small(serve: Serve) -> Iterator[Server]:
 def send(server: Server, method: str, data: bytes) -> grpc.StatusCode:
     """The status of raw bytes, unary or streamed."""
     if method.endswith("GenerateStream"):
-        call = server.channel.unary_stream(method)(data, timeout=20)
+        call = server.channel.unary_stream(method)(data, timeout=60)
         with contextlib.suppress(grpc.RpcError):
             for _ in call:
                 pass
@@ -115,7 +115,7 @@ def send(server: Server, method: str, data: bytes) -> grpc.StatusCode:
         return code
     channel = server.admin_channel if "Admin" in method else server.channel
     try:
-        channel.unary_unary(method)(data, timeout=20)
+        channel.unary_unary(method)(data, timeout=60)
     except grpc.RpcError as error:
         code = error.code()
         return code

@@ -111,9 +111,9 @@ def test_one_violation(server: Server, request_: pb.GenerateRequest, field: str)
 
 
 def test_a_prompt_that_just_fits_is_served(server: Server) -> None:
-    answer = server.generation.Generate(ask("x" * 4095, None), timeout=20)
+    answer = server.generation.Generate(ask("x" * 4095, None), timeout=60)
     assert answer.finish.usage.completion_tokens == 1
-    assert server.generation.Generate(ask("x" * 4000, 96), timeout=20).finish.usage.completion_tokens == 96
+    assert server.generation.Generate(ask("x" * 4000, 96), timeout=60).finish.usage.completion_tokens == 96
 
 
 def test_giant_lists_of_wrong_ids_get_a_short_answer(server: Server) -> None:
@@ -139,7 +139,7 @@ def test_unknown_model(server: Server) -> None:
         assert refusal.message == "no such model is served here: 'other'; 'fake' is"
         detail = refusal.details["ResourceInfo"]
         assert (detail.resource_type, detail.resource_name) == ("whippet.v1.Model", "other")  # type: ignore[attr-defined]
-    assert server.generation.Generate(ask("x", 1, model="fake"), timeout=20).prompt_info.model == "fake"
+    assert server.generation.Generate(ask("x", 1, model="fake"), timeout=60).prompt_info.model == "fake"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_asks_for_nothing_that_lacks(server: Server) -> None:
     cache = pb.CacheOptions(response=pb.CACHE_MODE_OFF, semantic=pb.CACHE_MODE_OFF, bypass_prefix=True)
     cache.max_age.seconds = 5
     speculation = pb.SpeculationOptions(disable=True, max_draft_tokens=0)
-    assert server.generation.Generate(ask("x", 1, cache=cache, speculation=speculation), timeout=20).text
+    assert server.generation.Generate(ask("x", 1, cache=cache, speculation=speculation), timeout=60).text
 
 
 @contextlib.contextmanager
@@ -191,7 +191,7 @@ def test_a_full_queue(serve: Serve) -> None:
 def test_too_many_prompt_tokens_wait(serve: Serve) -> None:
     flags = ("--fake.step-time=0.01", "--scheduler.max-sequences=1", "--limits.queued-prompt-tokens=1000")
     with serve(*flags) as small, occupied(small, 1):
-        waiting = small.generation.GenerateStream(ask_stream("x" * 900, 5), timeout=20)
+        waiting = small.generation.GenerateStream(ask_stream("x" * 900, 5), timeout=60)
         small.until(lambda load: load.waiting == 1)
         refusal = both(small, ask("x" * 200, 1))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -202,7 +202,7 @@ def test_too_many_prompt_tokens_wait(serve: Serve) -> None:
 
 def test_a_long_prompt_alone_is_never_too_long_to_wait(serve: Serve) -> None:
     with serve("--limits.queued-prompt-tokens=10") as small:
-        assert small.generation.Generate(ask("x" * 3000, 1), timeout=20).text
+        assert small.generation.Generate(ask("x" * 3000, 1), timeout=60).text
 
 
 def test_deadlines(server: Server) -> None:
@@ -214,9 +214,9 @@ def test_deadlines(server: Server) -> None:
 
 
 def test_admin_abort(server: Server) -> None:
-    call = server.generation.GenerateStream(ask_stream("doomed", 4000, request_id="doomed"), timeout=20)
+    call = server.generation.GenerateStream(ask_stream("doomed", 4000, request_id="doomed"), timeout=60)
     next(call)
-    server.admin.AbortGeneration(admin_pb2.AbortGenerationRequest(request_id="doomed"), timeout=5)
+    server.admin.AbortGeneration(admin_pb2.AbortGenerationRequest(request_id="doomed"), timeout=60)
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     refusal = Refusal.of(caught.value)
@@ -250,22 +250,22 @@ def test_tokens_and_rights(serve: Serve, tmp_path: Path) -> None:
         load = admin_pb2.GetLoadRequest()
         assert refused(guarded.admin.GetLoad, load).code is grpc.StatusCode.UNAUTHENTICATED
         assert refused(guarded.admin.GetLoad, load, metadata=talk).code is grpc.StatusCode.PERMISSION_DENIED
-        assert guarded.admin.GetLoad(load, metadata=rule, timeout=5).total_pages > 0
-        assert guarded.generation.Generate(ask("x", 1), metadata=both_rights, timeout=5).text
+        assert guarded.admin.GetLoad(load, metadata=rule, timeout=60).total_pages > 0
+        assert guarded.generation.Generate(ask("x", 1), metadata=both_rights, timeout=60).text
 
-        held = guarded.generation.GenerateStream(ask_stream("x", 3000, request_id="held"), metadata=talk, timeout=20)
+        held = guarded.generation.GenerateStream(ask_stream("x", 3000, request_id="held"), metadata=talk, timeout=60)
         next(held)
         refusal = both(guarded, ask("x", 1), metadata=both_rights)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_QUOTA")
         abort = admin_pb2.AbortGenerationRequest(request_id="held")
         assert refused(guarded.admin.AbortGeneration, abort, metadata=rule).code is grpc.StatusCode.NOT_FOUND
         abort.tenant = "acme"
-        guarded.admin.AbortGeneration(abort, metadata=rule, timeout=5)
+        guarded.admin.AbortGeneration(abort, metadata=rule, timeout=60)
         with pytest.raises(grpc.RpcError):
             list(held)
 
         tokens.write_text(entry("acme", "talk2", "generate"))  # read again while running
-        end = time.monotonic() + 5
+        end = time.monotonic() + PATIENCE
         while (
             refused(guarded.generation.Generate, pb.GenerateRequest(), metadata=talk).code
             is not grpc.StatusCode.UNAUTHENTICATED
@@ -273,14 +273,14 @@ def test_tokens_and_rights(serve: Serve, tmp_path: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         fresh = (("authorization", "bearer talk2"),)
-        assert guarded.generation.Generate(ask("x", 1), metadata=fresh, timeout=5).text
+        assert guarded.generation.Generate(ask("x", 1), metadata=fresh, timeout=60).text
         tokens.write_text("not: a list")
         end = time.monotonic() + PATIENCE
         while "the old tokens stay in force" not in guarded.log.read_text():
-            assert guarded.generation.Generate(ask("x", 1), metadata=fresh, timeout=5).text
+            assert guarded.generation.Generate(ask("x", 1), metadata=fresh, timeout=60).text
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert guarded.generation.Generate(ask("x", 1), metadata=fresh, timeout=5).text
+        assert guarded.generation.Generate(ask("x", 1), metadata=fresh, timeout=60).text
         log = guarded.log.read_text()
         assert "talk" not in log
         assert "the old tokens stay in force" in log
@@ -290,8 +290,8 @@ def test_a_broken_step_is_internal_and_says_nothing_of_it(serve: Serve) -> None:
     with serve("--fake.faults=true", "--fake.step-time=0.001") as faulty:
         for fault in (Fault.RAISE, Fault.SICK_ROW):
             broken = pb.TokenIds(ids=[0, fault, 3])
-            neighbour = faulty.generation.GenerateStream(ask_stream("fine", 100), timeout=20)
-            call = faulty.generation.GenerateStream(ask_stream(token_ids=broken), timeout=20)
+            neighbour = faulty.generation.GenerateStream(ask_stream("fine", 100), timeout=60)
+            call = faulty.generation.GenerateStream(ask_stream(token_ids=broken), timeout=60)
             came = []
             with pytest.raises(grpc.RpcError) as caught:
                 came.extend(call)
@@ -305,7 +305,7 @@ def test_a_broken_step_is_internal_and_says_nothing_of_it(serve: Serve) -> None:
             else:
                 with contextlib.suppress(grpc.RpcError):  # in the same step, so it may be lost as well
                     list(neighbour)
-            assert faulty.generation.Generate(ask("still here", 3), timeout=20).text
+            assert faulty.generation.Generate(ask("still here", 3), timeout=60).text
         faulty.idle()
         assert faulty.load().restarts == 0
 
@@ -313,7 +313,7 @@ def test_a_broken_step_is_internal_and_says_nothing_of_it(serve: Serve) -> None:
 def test_an_engine_that_dies_is_unavailable_and_comes_back(serve: Serve) -> None:
     with serve("--fake.step-time=0.005") as mortal:
         for restarts in (1, 2):
-            streams = [mortal.generation.GenerateStream(ask_stream(f"cut {n}", 3000), timeout=30) for n in range(4)]
+            streams = [mortal.generation.GenerateStream(ask_stream(f"cut {n}", 3000), timeout=60) for n in range(4)]
             came = [len(next(stream).text) for stream in streams]
             assert came == [1] * 4
             started = time.monotonic()
@@ -327,10 +327,10 @@ def test_an_engine_that_dies_is_unavailable_and_comes_back(serve: Serve) -> None
                 assert refusal.retry_ms > 0
             assert time.monotonic() - started < PATIENCE
             assert mortal.process.poll() is None
-            end = time.monotonic() + 30
+            end = time.monotonic() + PATIENCE
             while True:
                 try:
-                    answer = mortal.generation.Generate(ask("again", 3), timeout=10)
+                    answer = mortal.generation.Generate(ask("again", 3), timeout=60)
                     break
                 except grpc.RpcError as error:
                     refusal = Refusal.of(error)
@@ -343,16 +343,16 @@ def test_an_engine_that_dies_is_unavailable_and_comes_back(serve: Serve) -> None
 
 
 def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once(serve: Serve) -> None:
-    """With one place and answers of 0.2 s, who has thirteen before him cannot be served within 0.7 s."""
+    """With one place and answers of 0.2 s, who has thirty before him cannot be served within three seconds."""
     with serve("--fake.step-time=0.01", "--scheduler.max-sequences=1") as narrow:
-        calls = [narrow.generation.Generate.future(ask(f"n{n}", 20), timeout=60) for n in range(24)]
-        end = time.monotonic() + 30
+        calls = [narrow.generation.Generate.future(ask(f"n{n}", 20), timeout=60) for n in range(40)]
+        end = time.monotonic() + PATIENCE
         while sum(call.done() for call in calls) < 10:
             assert time.monotonic() < end
             time.sleep(0.01)
-        refusal = both(narrow, ask("hopeless", 5), timeout=0.7)
+        refusal = both(narrow, ask("hopeless", 5), timeout=3.0)
         assert refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "cannot be met" in refusal.message
         for call in calls:
             assert len(call.result().text) == 20
-        assert narrow.idle().generated_tokens == 24 * 20
+        assert narrow.idle().generated_tokens == 40 * 20
