@@ -23,6 +23,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream, command, refused
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+# The second is gRPC's own, in the moment in which a port is closed (docs, Known limits; test_main_drain.py).
+ENDS_OF_A_DRAIN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 def start(*flags: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -206,7 +208,8 @@ def test_while_loading_requests_are_told_to_come_back_and_a_signal_stops_it(tmp_
             caller.join()
         assert process.returncode == 0
         assert "ready" not in out
-        assert codes == {grpc.StatusCode.UNAVAILABLE}
+        assert grpc.StatusCode.UNAVAILABLE in codes
+        assert codes <= ENDS_OF_A_DRAIN
 
 
 def test_a_drain_loses_nothing(serve: Serve) -> None:
@@ -239,7 +242,7 @@ def test_a_drain_loses_nothing(serve: Serve) -> None:
         for thread in threads:
             thread.join(60)
         assert code == 0
-        assert set(outcomes) <= {40, grpc.StatusCode.UNAVAILABLE}
+        assert set(outcomes) <= {40, *ENDS_OF_A_DRAIN}
         assert outcomes.count(grpc.StatusCode.UNAVAILABLE) <= 12
 
 

@@ -113,7 +113,7 @@ def test_a_replaced_folder_ends_the_server_with_one_line(serve: Serve, tmp_path:
         codes = set()
         while server.process.poll() is None:
             codes.add(refused(server.generation.Generate, ask("x", 5)).code)
-        assert codes <= {grpc.StatusCode.UNAVAILABLE}
+        assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}  # as at any port that is closed
         assert server.process.wait(PATIENCE) == 3
         lines = [line for line in server.log.read_text().splitlines() if line.startswith("whippet: ")]
         assert len(lines) == 1

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 
 import grpc
+import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
@@ -65,6 +66,7 @@ class Client:
         return await call.code(), "grpc-retry-pushback-ms" in dict(await call.trailing_metadata() or ())
 
 
+@pytest.mark.timeout(900)
 async def test_twenty_kills_under_fifty_streams_and_fifty_that_wait(serve: Serve) -> None:
     """The server lives on, each stream ends once and says when to come again, and whoever waited gets the answer that
     an undisturbed engine gives."""

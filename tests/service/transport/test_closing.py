@@ -38,25 +38,57 @@ async def test_calls_that_come_before_wait_until_goaway_is_said() -> None:
     assert await call() is CALL  # answered, which is to say refused
 
 
-async def test_a_time_in_which_nobody_listened_was_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that came meanwhile lie in gRPC, unseen, and it would drop them."""
-    monkeypatch.setattr(closing, "_QUIET", 600.0)
-    monkeypatch.setattr(closing, "_LONGEST_HOLD", 1e6)
-    loop, passed = asyncio.get_running_loop(), 0.0
-    clock = loop.time
-    monkeypatch.setattr(loop, "time", lambda: clock() + passed)
+class Clock:
+    """The loop's, moved on by hand: timers that are due by then go off."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop, self._passed = asyncio.get_running_loop(), 0.0
+        clock = loop.time
+        monkeypatch.setattr(loop, "time", lambda: clock() + self._passed)
+
+    async def forward(self, seconds: float) -> None:
+        self._passed += seconds
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Beside hours, the seconds that this machine takes are nothing."""
+    monkeypatch.setattr(closing, "_QUIET", 3600.0)
+    monkeypatch.setattr(closing, "_LONGEST_HOLD", 25 * 3600.0)
+    return Clock(monkeypatch)
+
+
+async def test_as_long_as_calls_come_they_are_held_up_to_a_limit(clock: Clock) -> None:
+    """A client that does not wait for answers has by then as many calls on its connection as it may have."""
     gate, call = gate_and_call()
     server = MagicMock(stop=AsyncMock())
     leaving = gate.leave(server)
-    await asyncio.sleep(0)
-    passed += 3_600  # the loop was held up
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await clock.forward(0)
+    calls = []
+    for _ in range(26):
+        assert not server.stop.called
+        calls.append(call())
+        await clock.forward(0.95 * 3600)
+    assert not server.stop.called
+    await clock.forward(0.95 * 3600)
+    await leaving
+    assert server.stop.called
+    assert await asyncio.gather(*calls) == [CALL] * 26
+
+
+async def test_a_time_in_which_nobody_listened_was_no_silence(clock: Clock) -> None:
+    """Calls that came meanwhile lie in gRPC, unseen, and it would drop them."""
+    gate, call = gate_and_call()
+    server = MagicMock(stop=AsyncMock())
+    leaving = gate.leave(server)
+    await clock.forward(0)
+    await clock.forward(6 * 3600)  # the loop was held up
     assert not server.stop.called
     waiting = call()
-    for _ in range(5):
-        await asyncio.sleep(0)
-    passed += 700  # it was not
+    await clock.forward(0)
+    await clock.forward(1.1 * 3600)  # it was not
     await leaving
     assert server.stop.called
     assert await waiting is CALL
