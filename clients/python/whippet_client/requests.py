@@ -1,0 +1,120 @@
+"""What is asked, as the contract's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict, TypeGuard, Unpack
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message as AnyMessage
+
+from whippet_client.pb.whippet.v1 import generation_pb2 as pb
+
+# Of a conversation: the contract's, or as JSON has it: {"role": "user", "content": "…"}.
+Message = pb.ChatMessage | Mapping[str, object]
+# A text as it is, token ids as they are, or a conversation.
+Prompt = str | Sequence[int] | Sequence[Message]
+
+_PRIORITIES = {
+    "background": pb.PRIORITY_BACKGROUND,
+    "normal": pb.PRIORITY_NORMAL,
+    "interactive": pb.PRIORITY_INTERACTIVE,
+}
+
+
+class Options(TypedDict, total=False):
+    """How it is answered. What is left out is as the model has it; the contract says what each may be."""
+
+    model: str
+    request_id: str
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    text: bool  # whether the answer's text is sent
+    token_ids: bool  # whether its token ids are
+    logprobs: int
+    priority: Literal["background", "normal", "interactive"]
+    time_budget: float  # seconds, after which the answer ends with what there is
+    max_tokens_per_message: int  # of a stream
+    request: pb.GenerateRequest  # all else; what is given beside it wins
+
+
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_STOPPING = ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
+_OUTPUT = ("text", "token_ids", "logprobs")
+
+
+def generate_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateRequest:
+    """Raises TypeError, ValueError or json_format.ParseError for what the contract has no field for."""
+    given: dict[str, object] = dict(options)
+    request = pb.GenerateRequest()
+    template = given.pop("request", None)
+    if isinstance(template, pb.GenerateRequest):
+        request.CopyFrom(template)
+    _set_prompt(request, prompt)
+    _set(request.sampling, given, _SAMPLING)
+    _set(request.stopping, given, _STOPPING)
+    _set(request.output, given, _OUTPUT)
+    _set(request.delivery, given, ("max_tokens_per_message",))
+    _set(request, given, ("model", "request_id"))
+    if "stop" in options:
+        request.stopping.stop_strings[:] = options["stop"]
+    if "priority" in options:
+        request.priority = _PRIORITIES[options["priority"]]
+    if "time_budget" in options:
+        request.time_budget.FromNanoseconds(round(options["time_budget"] * 1e9))
+    unknown = given.keys() - {"stop", "priority", "time_budget"}
+    if unknown:
+        raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+    return request
+
+
+def stream_request(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:
+    """The same fields have the same numbers."""
+    return pb.GenerateStreamRequest.FromString(request.SerializeToString())
+
+
+def tokenize_request(prompt: str | Sequence[Message], model: str) -> pb.TokenizeRequest:
+    request = pb.TokenizeRequest(model=model)
+    _set_prompt(request, prompt)
+    return request
+
+
+def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        request.chat.messages.extend(_message(one) for one in prompt)
+    elif isinstance(request, pb.GenerateRequest):
+        request.token_ids.SetInParent()
+        request.token_ids.ids[:] = prompt  # type: ignore[assignment]  # what is left are ids
+    else:
+        raise TypeError("a text or a conversation is expected")
+
+
+def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
+    return bool(prompt) and not isinstance(prompt[0], int)
+
+
+def _message(one: Message) -> pb.ChatMessage:
+    return one if isinstance(one, pb.ChatMessage) else ParseDict(dict(one), pb.ChatMessage())
+
+
+def _set(part: AnyMessage, given: dict[str, object], names: Sequence[str]) -> None:
+    """Moves what is given of these fields; a part of which nothing is given stays unset."""
+    values = {name: given.pop(name) for name in names if name in given}
+    if values:
+        part.MergeFrom(type(part)(**values))
