@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -48,17 +48,16 @@ SMALL = InboxBounds(message_bytes=64 * 1024, live_bytes=8 * 1024 * 1024)  # for 
 class Incoming:
     """The one message of a call. Leaving the `with` block gives back what it held."""
 
-    __slots__ = ("_context", "_inbox", "held", "interrupted", "limit", "sender", "since", "turn")
+    __slots__ = ("_context", "_inbox", "came", "held", "sender", "since", "turn")
 
     def __init__(self, inbox: Inbox, context: Context, sender: Sender) -> None:
         self._inbox = inbox
         self._context = context
         self.sender = sender
         self.held = 0  # bytes of the message, once it is read
-        self.interrupted = False  # by the inbox
         self.since = 0.0  # when it began to read; seconds, the loop's clock
         self.turn: asyncio.Future[bool] | None = None  # whether it may read, once that is known
-        self.limit: asyncio.Timeout | None = None  # while it reads
+        self.came: asyncio.Future[object] | None = None  # what the read ended with, while it reads
 
     def __enter__(self) -> Incoming:
         return self
@@ -77,47 +76,44 @@ class Incoming:
 
     async def next(self) -> bytes | None:
         """The message; None where the caller has sent all it had to send. Raises Overloaded or MessageStalled."""
-        await self._inbox.admit(self)
+        inbox, loop = self._inbox, asyncio.get_running_loop()
+        came = inbox.begin(self, loop) or await inbox.turn(self, loop)
         try:
-            async with asyncio.timeout(_LONGEST_READ) as self.limit:
-                if self.interrupted:
-                    raise TimeoutError
-                data = await self._whatever_comes()
-        except TimeoutError:
-            raise self._inbox.too_slow(self) from None
+            if not came.done():
+                loop.create_task(self._read_into(came))
+            found = await came
         finally:
-            self.limit = None
-            self._inbox.read_ended(self)
-        if not isinstance(data, bytes):  # grpc.aio.EOF
+            self.came = None
+            inbox.read_ended(self, loop)
+        if isinstance(found, Exception):
+            raise found
+        if not isinstance(found, bytes):  # grpc.aio.EOF
             return None
-        self._inbox.hold(self, len(data))
-        if len(data) > _LARGE:
-            await self._inbox.breathe()
-        return data
+        inbox.hold(self, len(found))
+        if len(found) > _LARGE:
+            await inbox.breathe()
+        return found
 
-    async def _whatever_comes(self) -> object:
+    async def _read_into(self, came: asyncio.Future[object]) -> None:
         """gRPC's read, which is never cancelled: it would not give back the message that comes nonetheless. It ends by
-        itself when the call does."""
-        read = asyncio.ensure_future(self._context.read())
-        read.add_done_callback(_seen)
-        return await asyncio.shield(read)
+        itself when the call does, and nobody may wait for it any more then. A future beside a task costs a tenth of a
+        shield within a timeout."""
+        try:
+            found: object = await self._context.read()
+        except Exception as error:
+            found = error
+        if not came.done():
+            came.set_result(found)
 
     def answer(self, granted: bool) -> None:
         """It need not wait any longer."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(granted)
 
-    def interrupt(self) -> None:
-        """Ends its read, which raises Overloaded."""
-        self.interrupted = True
-        if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(0.0)
-
-
-def _seen(read: asyncio.Future[bytes]) -> None:
-    """Nobody may wait for it any more."""
-    if not read.cancelled():
-        read.exception()
+    def interrupt(self, error: Callable[[], Exception]) -> None:
+        """Ends its read, which raises the error."""
+        if self.came is not None and not self.came.done():
+            self.came.set_result(error())
 
 
 class Inbox:
@@ -134,18 +130,21 @@ class Inbox:
         self._waiting_count = 0
         self._held = 0  # bytes
         self._large = asyncio.Lock()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # while anybody waits
+        self._limit: asyncio.TimerHandle | None = None  # while anybody reads, and for a while after
 
     def open(self, context: Context, tenant: str) -> Incoming:
         """For a call of a caller that is known: its connection and tenant are one sender."""
         return Incoming(self, context, (context.peer(), tenant))
 
-    async def admit(self, one: Incoming) -> None:
-        """Returns when it may read. Raises Overloaded."""
-        loop = asyncio.get_running_loop()
-        if one.sender not in self._waiting and self._has_room(one.sender):
-            self._begin(one, loop.time())
-            return
+    def begin(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object] | None:
+        """Where its message goes, if it may read at once."""
+        if one.sender in self._waiting or not self._has_room(one.sender):
+            return None
+        return self._begin(one, loop)
+
+    async def turn(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object]:
+        """Where its message goes, once it may read. Raises Overloaded."""
         one.turn = loop.create_future()
         self._enqueue(one)
         self._watch(loop)
@@ -154,24 +153,20 @@ class Inbox:
                 granted = await one.turn
         except BaseException as error:
             self._dequeue(one)
-            self.read_ended(one)  # where its turn came at the same moment
+            self.read_ended(one, loop)  # where its turn came at the same moment
             if not isinstance(error, TimeoutError):
                 raise
             granted = False
-        if not granted:
+        if not granted or one.came is None:
             raise self.overloaded("too many messages wait to be read", Reason.MESSAGES)
+        return one.came
 
-    def read_ended(self, one: Incoming) -> None:
+    def read_ended(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> None:
         """The next one may read."""
         if one in self._reading:
             self._end(one)
-            self._give_turns(asyncio.get_running_loop())
-
-    def too_slow(self, one: Incoming) -> Exception:
-        """Why its read was ended."""
-        if one.interrupted:
-            return self.overloaded("the message came too slowly while others waited", Reason.MESSAGES)
-        return MessageStalled("the message did not come")
+            if self._waiting:
+                self._give_turns(loop)
 
     def hold(self, one: Incoming, size: int) -> None:
         """So many bytes are held for the call, until it is forgotten. Raises Overloaded."""
@@ -198,10 +193,14 @@ class Inbox:
     def _has_room(self, sender: Sender) -> bool:
         return len(self._reading) < self._readers and len(self._reading_of.get(sender, ())) < self._share
 
-    def _begin(self, one: Incoming, now: float) -> None:
-        one.since = now
+    def _begin(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object]:
+        one.since = loop.time()
+        one.came = came = loop.create_future()
         self._reading[one] = None
         self._reading_of.setdefault(one.sender, {})[one] = None
+        if self._limit is None:
+            self._limit = loop.call_later(_LONGEST_READ, self._interrupt_stalled, loop)
+        return came
 
     def _end(self, one: Incoming) -> None:
         del self._reading[one]
@@ -239,7 +238,7 @@ class Inbox:
                     self._waiting[sender] = mine  # behind the others
                     one = next(iter(mine))
                     self._dequeue(one)
-                    self._begin(one, loop.time())
+                    self._begin(one, loop)
                     one.answer(True)
                     given = True
 
@@ -259,6 +258,23 @@ class Inbox:
                 if slow.since > before:
                     break
                 self._end(slow)
-                slow.interrupt()
+                slow.interrupt(self._too_slow)
         self._give_turns(loop)
         self._watch(loop)
+
+    def _interrupt_stalled(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends reads that have lasted for too long. One timer for all of them, which is set again where somebody reads
+        when it is due: a timer for each would cost more than the read."""
+        before = loop.time() - _LONGEST_READ
+        for one in tuple(self._reading):
+            if one.since > before:
+                break
+            self._end(one)
+            one.interrupt(lambda: MessageStalled("the message did not come"))
+        self._give_turns(loop)
+        oldest = next(iter(self._reading), None)
+        due = None if oldest is None else oldest.since + _LONGEST_READ
+        self._limit = None if due is None else loop.call_at(due, self._interrupt_stalled, loop)
+
+    def _too_slow(self) -> Exception:
+        return self.overloaded("the message came too slowly while others waited", Reason.MESSAGES)
