@@ -10,9 +10,9 @@ retry hint. The next call makes a connection anew, here or elsewhere. Calls that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
@@ -22,17 +22,22 @@ _GOAWAY = 0.05  # seconds that GOAWAY gets to be on its way before answers follo
 _AS_LONG_AS_IT_TAKES = 1e6  # seconds; without a number, gRPC cancels at once
 
 if TYPE_CHECKING:  # neither has parameters while it runs
-    _Interceptor = grpc.aio.ServerInterceptor[bytes, bytes]
+    _GenericHandler = grpc.GenericRpcHandler[bytes, bytes]
     _Handler = grpc.RpcMethodHandler[bytes, bytes]
 else:
-    _Interceptor = grpc.aio.ServerInterceptor
+    _GenericHandler = grpc.GenericRpcHandler
     _Handler = grpc.RpcMethodHandler
 
+_Body = Callable[[object, object], Awaitable[bytes | None]]  # of a method: its requests, its context
 
-class Gate(_Interceptor):
-    """Stands before every method of a port."""
 
-    def __init__(self) -> None:
+class Gate(_GenericHandler):
+    """Stands before every method of a port. As an interceptor of gRPC's it would cost each call three coroutines; so it
+    looks methods up, and gives out those that wait only while it is closed."""
+
+    def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
+        """`handlers`: of the services behind it; the first that knows a method has it."""
+        self._handlers = tuple(handlers)
         self._open = asyncio.Event()
         self._open.set()
         self._came = asyncio.Event()  # another call, while they wait
@@ -41,15 +46,12 @@ class Gate(_Interceptor):
         self._leaving: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler:
-        if not self._open.is_set():
-            self._came.set()
-            await self._open.wait()
-        return await continuation(handler_call_details)
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Handler | None:
+        for handler in self._handlers:
+            found = handler.service(handler_call_details)
+            if found is not None:
+                return found if self._open.is_set() else self._kept_waiting(found)
+        return None
 
     def leave(self, server: grpc.aio.Server) -> asyncio.Task[None]:
         """Nobody connects any more, and clients look for another server; what runs goes on. By now every handler
@@ -68,6 +70,18 @@ class Gate(_Interceptor):
         """Calls that run get `grace` seconds to end."""
         await self.leave(server)
         await server.stop(grace)
+
+    def _kept_waiting(self, handler: _Handler) -> _Handler:
+        self._came.set()
+        streams = handler.response_streaming
+        body = cast(_Body, handler.stream_stream if streams else handler.stream_unary)
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+
+        async def handle(requests: object, context: object) -> bytes | None:
+            await self._open.wait()
+            return await body(requests, context)
+
+        return make(handle)
 
     async def _leave(self, server: grpc.aio.Server) -> None:
         await self._hold()

@@ -89,9 +89,9 @@ def open_port(
     ]
     if bounds.connection_age is not None:
         options.append(("grpc.max_connection_age_ms", round(bounds.connection_age * 1000)))
-    gate = Gate()
-    server = grpc.aio.server(options=options, interceptors=(gate,))
-    server.add_generic_rpc_handlers(tuple(handlers))
+    gate = Gate(handlers)
+    server = grpc.aio.server(options=options)
+    server.add_generic_rpc_handlers((gate,))
     try:
         if credentials is None:
             port = server.add_insecure_port(address)

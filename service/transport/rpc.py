@@ -180,16 +180,18 @@ def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethod
             record.code = "OK"
             return response
         finally:
-            _ended(observers, record, context)
+            # Once gRPC has been given the response: nobody is to wait for counts and logs.
+            asyncio.get_running_loop().call_soon(observers.end, record, record.code or _unanswered(context))
 
     make = grpc.stream_stream_rpc_method_handler if method.streams else grpc.stream_unary_rpc_method_handler
     return make(handle)
 
 
-def _ended(observers: Observers, record: RecordBuilder, context: Context) -> None:
-    """gRPC knows a code where the call was aborted; where it was cancelled, none."""
+def _unanswered(context: Context) -> str:
+    """How a call ended that came to no end of its own: gRPC knows a code where it was aborted; where it was cancelled,
+    none."""
     code = context.code()
     if code is None:
         late = context.time_remaining() == 0
         code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
-    observers.end(record, code.name)
+    return code.name

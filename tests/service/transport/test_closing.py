@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import cast
 from unittest.mock import AsyncMock, MagicMock
 
+import grpc
 import pytest
 
 from service.transport import closing
 from service.transport.closing import Gate
 
-CALL = MagicMock()  # its handler and details, which the gate hands on
+CALL = b"what the handler answers"
 
 
 def gate_and_call() -> tuple[Gate, Callable[[], asyncio.Task[object]]]:
-    gate = Gate()
-
-    async def handler(details: object) -> object:
+    async def handler(requests: object, context: object) -> bytes:
         return CALL
 
-    return gate, lambda: asyncio.ensure_future(gate.intercept_service(handler, CALL))
+    services = [MagicMock(service=MagicMock(return_value=None)), MagicMock()]  # the first does not know the method
+    services[1].service.return_value = grpc.stream_unary_rpc_method_handler(handler)
+    gate = Gate(services)
+
+    async def call() -> object:
+        found = gate.service(MagicMock())
+        assert found is not None
+        assert not found.response_streaming
+        body = cast(Callable[[object, object], Awaitable[object]], found.stream_unary)
+        return await body(MagicMock(), MagicMock())
+
+    return gate, lambda: asyncio.ensure_future(call())
 
 
 async def test_calls_that_come_before_wait_until_goaway_is_said() -> None:
