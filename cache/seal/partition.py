@@ -13,6 +13,7 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import sha256
 
 from cache.api import CacheKey, Kind, ModelIdentity, Parameter, Store, StoreFault
@@ -64,10 +65,9 @@ class Partitions:
     def __init__(self, keyring: Keyring, identity: ModelIdentity) -> None:
         self._names = keyring.names
         self._model = (identity.weights.encode(), identity.tokenizer.encode(), identity.adapter.encode())
-
-    def of(self, tenant: str, epoch: bytes) -> str:
-        """The first half of an entry's name."""
-        return mac(self._tenant_key(tenant), b"partition", *self._model, str(SCHEMA).encode(), epoch).hex()[:32]
+        # Every request asks for both, and most for the same ones as the last.
+        self._tenant_key = lru_cache(KNOWN_EPOCHS)(self._derive_tenant_key)
+        self.of = lru_cache(KNOWN_EPOCHS)(self._of)
 
     def epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
         """The entry that holds a tenant's epoch. The same for all models, so that one purge covers all."""
@@ -78,7 +78,11 @@ class Partitions:
         """The second half of an entry's name."""
         return mac(self._tenant_key(tenant), purpose, *parts).hex()
 
-    def _tenant_key(self, tenant: str) -> bytes:
+    def _of(self, tenant: str, epoch: bytes) -> str:
+        """The first half of an entry's name."""
+        return mac(self._tenant_key(tenant), b"partition", *self._model, str(SCHEMA).encode(), epoch).hex()[:32]
+
+    def _derive_tenant_key(self, tenant: str) -> bytes:
         return mac(self._names, b"tenant", tenant.encode())
 
 
