@@ -9,7 +9,7 @@ priority is higher is not overtaken by that, and one tenant alone is served by r
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -38,7 +38,7 @@ class _Line:
 
     waiting: list[Waiting] = field(default_factory=list)  # by rank
     tokens: int = 0
-    counts: Counter[Priority] = field(default_factory=Counter)
+    counts: defaultdict[Priority, int] = field(default_factory=lambda: defaultdict(int))
 
     def above(self, priority: Priority) -> int:
         """How many are of at least this priority."""
@@ -59,11 +59,14 @@ class FairQueue:
     def add(self, one: Waiting, arrived_at: float) -> None:
         """At its rank, which is given to it."""
         natural = arrived_at - AGING * one.priority
-        line = self._lines.setdefault(one.tenant, _Line())
+        line = self._lines.get(one.tenant)
+        if line is None:
+            line = self._lines[one.tenant] = _Line()
         own = bisect_right(line.waiting, natural, key=_rank)  # of its tenant, that go before it
-        fair = min((self._turn(other, own, one.priority) for other in self._lines.values() if other is not line),
-                   default=natural)  # fmt: skip
-        one.rank = min(natural, fair)
+        one.rank = natural
+        if len(self._lines) > 1:
+            others = (self._turn(other, own, one.priority) for other in self._lines.values() if other is not line)
+            one.rank = min(natural, *others)
         if own:
             one.rank = max(one.rank, line.waiting[own - 1].rank)
         one.forward = natural - one.rank

@@ -158,6 +158,5 @@ def optimization(switch: Switch) -> admin_pb2.Optimization:
 
 def duration(seconds: float) -> Duration:
     """Never negative."""
-    duration = Duration()
-    duration.FromNanoseconds(max(0, round(seconds * 1e9)))
-    return duration
+    whole, nanos = divmod(max(0, round(seconds * 1e9)), 1_000_000_000)
+    return Duration(seconds=whole, nanos=nanos)
