@@ -9,6 +9,7 @@ from engine.api import Engine, EngineState, ModelInfo, SamplingParams
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import ChatPrompt, ModelFacts, Origin, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
+from service.core.text.conversation import sent_texts
 from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
 from service.core.text.processes import TextProcesses
 from service.core.text.tokenizer import MOST_TEXT
@@ -63,11 +64,10 @@ class ServedModel:
                 if self._tokenizer.here(prompt.text):
                     return self._tokenizer.encode(prompt.text)
                 return await self._ids("encode", pack(EncodeText(prompt.text, most)), origin)
-            _check_size(prompt, (text for message in prompt.messages for text in (message.role, message.content)))
-            if self._tokenizer.chat_here(prompt.messages):
-                return self._tokenizer.encode_chat(prompt.messages)
-            messages = [(message.role, message.content) for message in prompt.messages]
-            return await self._ids("encode_chat", pack(EncodeChat(messages, most)), origin)
+            _check_size(prompt, sent_texts(prompt.messages, prompt.options))
+            if self._tokenizer.chat_here(prompt.messages, prompt.options):
+                return self._tokenizer.encode_chat(prompt.messages, prompt.options)
+            return await self._ids("encode_chat", pack(EncodeChat(prompt.messages, prompt.options, most)), origin)
         except (ChatTemplateError, Refusal) as error:
             raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
 
@@ -90,8 +90,7 @@ class ServedModel:
     def text_maker(self, request: Request) -> Detokenizer:
         """For whoever reads the answer's text, sent or not."""
         stops = request.stops
-        continues = not isinstance(request.prompt, ChatPrompt)
-        return Detokenizer(self._tokenizer, stops.strings, stops.include, stops.min_tokens, continues)
+        return Detokenizer(self._tokenizer, stops.strings, stops.include, stops.min_tokens, request.prompt.continues)
 
     def describe(self) -> ModelDescription:
         """Raises EngineUnavailable."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from engine.api import FinishReason, Priority, SamplingParams
-from service.core.text import ChatMessage
+from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions
 from service.observability.record import RecordBuilder
 
 
@@ -17,6 +17,7 @@ class TextPrompt:
 
     text: str
     field: ClassVar[str] = "text"
+    continues: ClassVar[bool] = True  # the answer goes on from the prompt's last word
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class TokenPrompt:
 
     ids: tuple[int, ...]
     field: ClassVar[str] = "token_ids.ids"
+    continues: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,12 @@ class ChatPrompt:
     """Messages for the model's chat template."""
 
     messages: tuple[ChatMessage, ...]
+    options: ChatOptions = NO_OPTIONS
     field: ClassVar[str] = "chat.messages"
+
+    @property
+    def continues(self) -> bool:
+        return self.options.continue_final_message
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

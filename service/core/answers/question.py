@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import astuple
 
 from cache.api import Parameter, Question, Turn
 from engine.api import GenerationRequest
 from service.core.request import ChatPrompt, Request, TextPrompt
+from service.core.text import NO_OPTIONS, ChatMessage
 
 _USER = "user"
 _ENDS = re.compile(r"[\W_]*\Z")  # signs and blanks after the last letter
@@ -39,7 +41,7 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
             ("stop_strings", stops.strings),
             ("stop_token_ids", stops.token_ids),
             ("include_stop", stops.include),
-            ("continues", not isinstance(request.prompt, ChatPrompt)),
+            ("continues", request.prompt.continues),
         ),
         max_tokens=engine_request.stopping.max_tokens,
         deterministic=cacheable(request),
@@ -54,13 +56,14 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
     prompt = request.prompt
     if isinstance(prompt, ChatPrompt):
         *before, last = prompt.messages
-        if last.role != _USER:
+        if last.role != _USER or not last.simple:
             return None
-        context: Parameter = ("chat", tuple((message.role, message.content) for message in before))
-        text = last.content
+        options = () if prompt.options == NO_OPTIONS else (astuple(prompt.options),)
+        context: Parameter = ("chat", tuple(_said(message) for message in before), *options)
+        text, plain = last.content, not prompt.options.tools
     elif isinstance(prompt, TextPrompt) and wished:
         ends = _ENDS.search(prompt.text[-_END:])
-        context, text = ("text", ends[0] if ends else ""), prompt.text
+        context, text, plain = ("text", ends[0] if ends else ""), prompt.text, True
     else:
         return None
     return Turn(
@@ -68,6 +71,12 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
         context=context,
         text=text,
         greedy=request.sampling.temperature == 0,
+        plain=plain,
         caller=caller,
         threshold=request.cache.threshold,
     )
+
+
+def _said(message: ChatMessage) -> Parameter:
+    simple: Parameter = (message.role, message.content)
+    return simple if message.simple else tuple(astuple(message))

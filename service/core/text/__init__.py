@@ -3,7 +3,8 @@
 Tokenizer.load(folder)          reads a model folder; raises engine.errors.InvalidModel, one line, file and remedy
 Tokenizer.of_bytes()            one id a byte, 256 in all, with a plain chat template: for the fake engine
     .encode(text)               list[int], as transformers does: special tokens in it count, BOS where the model has one
-    .encode_chat(messages)      list[int] of ChatMessage(role, content); raises ChatTemplateError, its text safe to send
+    .encode_chat(messages, options)  list[int] of ChatMessage and ChatOptions, as apply_chat_template does it; raises
+                                ChatTemplateError, its text safe to send
     .least_tokens(text)         a floor on len(encode(text)), cheap: refuse a giant prompt before it is encoded
     .decode(ids)                str, special tokens left out
     .vocab_size .digest .chat (bool) .eos_token_ids (tuple) .default_sampling (SamplingDefaults, None where unset)
@@ -24,9 +25,19 @@ False where it stands alone (`chat`).
 
 from __future__ import annotations
 
-from service.core.text.chat import ChatMessage, ChatTemplateError
+from service.core.text.conversation import NO_OPTIONS, ChatMessage, ChatOptions, ChatTemplateError, ToolCall
 from service.core.text.detokenizer import Detokenizer, Piece
 from service.core.text.files import SamplingDefaults
 from service.core.text.tokenizer import Tokenizer
 
-__all__ = ["ChatMessage", "ChatTemplateError", "Detokenizer", "Piece", "SamplingDefaults", "Tokenizer"]
+__all__ = [
+    "NO_OPTIONS",
+    "ChatMessage",
+    "ChatOptions",
+    "ChatTemplateError",
+    "Detokenizer",
+    "Piece",
+    "SamplingDefaults",
+    "Tokenizer",
+    "ToolCall",
+]

@@ -8,8 +8,7 @@ bounded in time and memory. What users write is data to it and never compiled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -19,23 +18,12 @@ from jinja2.ext import loopcontrols as LoopControls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from service.core.text.conversation import ChatTemplateError
 from service.core.text.plain_template import MAX_SOURCE, is_plain
 
 MAX_CHARS = 4 * 2**20  # twice the largest chat
 MAX_MESSAGE = 500  # characters of an error that the caller is told
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-class ChatTemplateError(Exception):
-    """The messages do not fit the model's template. The text is safe to send to the caller."""
-
+_CONTINUE = "GO0ON0FROM0HERE"  # letters and digits: no filter escapes them
 
 # What a template does wrong comes out as one of these.
 _FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -94,28 +82,51 @@ class ChatTemplate:
         except (TemplateSyntaxError, RecursionError) as error:
             raise ValueError(str(error)) from error
         self._special = dict(special)
+        self._reads_content = "content" in source
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Raises ChatTemplateError."""
-        if not messages:
-            raise ChatTemplateError("a chat needs at least one message")
-        variables: dict[str, Any] = {
-            **self._special,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-        }
+    def render(self, variables: dict[str, Any], continues: bool = False) -> str:
+        """Given `template_variables`. With `continues`, up to the end of the last message's text. Raises
+        ChatTemplateError."""
+        if not self._special.keys().isdisjoint(variables):
+            raise ChatTemplateError("template_arguments: names that the model's tokenizer gives the template are taken")
+        if continues and not self._reads_content:
+            raise ChatTemplateError("the model's chat template knows no content that could be continued")
+        if continues:
+            return _continued(variables, self._made)
+        return self._made(variables)
+
+    def _made(self, variables: dict[str, Any]) -> str:
         if self._template is None:
             raise ChatTemplateError("the model's chat template is not rendered here")
         try:
-            return _bounded(self._template.generate(variables))
+            return _bounded(self._template.generate({**self._special, **variables}))
         except _Refusal as error:
             message = error.message or "the model's chat template refuses these messages"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
         except _FAULTS as error:
             message = f"the model's chat template cannot render these messages: {error}"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
+
+
+def _continued(variables: dict[str, Any], render: Callable[[dict[str, Any]], str]) -> str:
+    """What is rendered up to the end of the last message: found by a tag behind its text. The tag ends in a blank,
+    which is gone where the template trims the text; then blanks are taken off what is before it as well."""
+    *before, last = variables["messages"]
+    content = last["content"]
+    if content is None:
+        raise ChatTemplateError("the last message has no content that could be continued")
+    if isinstance(content, list):
+        *parts, part = content
+        content = part["text"]
+        tagged: Any = [*parts, {**part, "text": content + _CONTINUE + " "}]
+    else:
+        tagged = content + _CONTINUE + " "
+    rendered = render({**variables, "messages": [*before, {**last, "content": tagged}]})
+    at = rendered.rfind(_CONTINUE)
+    if at < 0 or content.strip() not in rendered:
+        raise ChatTemplateError("the model's chat template leaves out the content that should be continued")
+    kept = rendered[at + len(_CONTINUE) :].startswith(" ")
+    return rendered[:at] if kept else rendered[:at].rstrip()
 
 
 def _bounded(made: Iterator[str]) -> str:
@@ -129,18 +140,20 @@ def _bounded(made: Iterator[str]) -> str:
     return "".join(parts)
 
 
-def choose_template(value: object) -> str | None:
+def choose_templates(value: object) -> dict[str, str]:
     """`chat_template` as tokenizer_config.json has it: a text, a list of named texts or a table of them.
 
-    Raises ValueError for anything else. Of several templates the one named "default" is taken.
+    A text is named "default". Raises ValueError for anything else.
     """
-    if value is None or isinstance(value, str):
-        return value
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
     if isinstance(value, list):
         try:
             value = {entry["name"]: entry["template"] for entry in value}
         except (KeyError, TypeError) as error:
             raise ValueError("a list of templates needs a name and a template in each") from error
     if isinstance(value, dict) and all(isinstance(source, str) for source in value.values()):
-        return value.get("default")
+        return value
     raise ValueError("neither a text nor a table of texts")

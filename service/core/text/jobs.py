@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from service.core.text.chat import ChatMessage, ChatTemplateError
+from service.core.text.conversation import ChatMessage, ChatOptions, ChatTemplateError
 from service.core.text.tokenizer import Tokenizer
 from service.core.validation import too_long
 
@@ -36,7 +36,8 @@ class EncodeText(msgspec.Struct, frozen=True, array_like=True):
 class EncodeChat(msgspec.Struct, frozen=True, array_like=True):
     """Payload of `encode_chat`."""
 
-    messages: list[tuple[str, str]]  # role, content
+    messages: tuple[ChatMessage, ...]
+    options: ChatOptions
     most: int | None
 
 
@@ -54,9 +55,8 @@ def encode(tokenizer: Tokenizer, payload: bytes) -> bytes:
 def encode_chat(tokenizer: Tokenizer, payload: bytes) -> bytes:
     """Messages to ids."""
     job = _read_chat(payload)
-    messages = [ChatMessage(role, content) for role, content in job.messages]
     try:
-        return _bounded(tokenizer.encode_chat(messages, job.most), job.most)
+        return _bounded(tokenizer.encode_chat(job.messages, job.options, job.most), job.most)
     except ChatTemplateError as error:
         raise Refusal(str(error)) from error
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from service.core.text.chat import ChatMessage, ChatTemplate, ChatTemplateError, choose_template
+from service.core.text.chat import ChatTemplate, choose_templates
+from service.core.text.conversation import (
+    NO_OPTIONS,
+    ChatMessage,
+    ChatOptions,
+    ChatTemplateError,
+    only_flags,
+    template_variables,
+    texts_in,
+    with_texts,
+)
 from service.core.text.files import ModelFiles, SamplingDefaults, one_line, read_eos, read_sampling
 from service.core.text.pieces import OpaquePieces, Pieces, byte_letters, read_pieces, read_tokens
 from service.core.text.special import CONFIG, apply_special
@@ -33,7 +43,7 @@ class Tokenizer:
     def __init__(
         self,
         backend: Backend,
-        template: ChatTemplate | None,
+        templates: Mapping[str, ChatTemplate],
         digest: str,
         eos_token_ids: tuple[int, ...] = (),
         default_sampling: SamplingDefaults | None = None,
@@ -41,7 +51,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._template = template
+        self._template = templates.get("default")
+        self._tools_template = templates.get("tool_use", self._template)
         self.digest = digest  # SHA-256 of everything that decides which ids a text becomes, hexadecimal
         self.eos_token_ids = eos_token_ids
         self.default_sampling = default_sampling or SamplingDefaults()
@@ -63,17 +74,18 @@ class Tokenizer:
             files.refuse(VOCABULARY, f"is no tokenizer ({one_line(error)})", NO_VOCABULARY)
         config = files.object(CONFIG)
         named = apply_special(files, backend, config)
-        source, template = _read_template(files, config, named, only_plain)
+        sources, templates = _read_templates(files, config, named, only_plain)
         generation = files.object("generation_config.json")
         eos = read_eos(files, generation)
         own_eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
         if own_eos is not None and own_eos not in eos:
             eos = (*eos, own_eos)
         added = {index: str(token) for index, token in sorted(backend.get_added_tokens_decoder().items())}
-        digest = _digest(vocabulary, (source or "").encode(), json.dumps([named, added], sort_keys=True).encode())
+        texts = (sources.get("default", ""), json.dumps([named, added], sort_keys=True), *_others(sources))
+        digest = _digest(vocabulary, *(text.encode() for text in texts))
         sampling = read_sampling(files, generation)
         try:
-            return cls(backend, template, digest, eos, sampling)
+            return cls(backend, templates, digest, eos, sampling)
         except ValueError as error:
             files.refuse(VOCABULARY, str(error))
 
@@ -83,7 +95,8 @@ class Tokenizer:
         backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        return cls(backend, ChatTemplate(BYTES_TEMPLATE, {}), _digest(b"bytes", BYTES_TEMPLATE.encode()))
+        templates = {"default": ChatTemplate(BYTES_TEMPLATE, {})}
+        return cls(backend, templates, _digest(b"bytes", BYTES_TEMPLATE.encode()))
 
     @property
     def chat(self) -> bool:
@@ -93,32 +106,41 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self._encode(text, True)
 
-    def encode_chat(self, messages: Sequence[ChatMessage], most: int | None = None) -> list[int]:
-        """Special tokens that a message spells out stay plain text; only the template's own count.
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS, most: int | None = None
+    ) -> list[int]:
+        """Special tokens that the caller spells out stay plain text; only the template's own count.
 
         Raises ChatTemplateError, also where it is plain before tokenizing that there are more than `most` ids.
         """
-        if self._template is None:
+        template = self._tools_template if options.tools else self._template
+        if template is None:
             raise ChatTemplateError("the model has no chat template; send text or token ids")
-        mark = self._mark(messages)
-        rendered = self._template.render(
-            messages if mark is None else [self._marked(message, mark) for message in messages]
-        )
+        variables = template_variables(messages, options)
+        mark = self._mark(variables)
+        if mark is not None:
+            variables = with_texts(variables, self._breaking(mark))
+        rendered = template.render(variables, options.continue_final_message)
         least = self.least_tokens(rendered)
         if most is not None and mark is None and least > most:
             raise ChatTemplateError(too_long(least, most + 1))
         if mark is None:
             return self._encode(rendered, False)
-        return [token_id for part in rendered.split(mark) for token_id in self._encode(part, False)]
+        parts = rendered.replace(_escaped(mark), mark).split(mark)
+        return [token_id for part in parts for token_id in self._encode(part, False)]
 
     def here(self, text: str) -> bool:
         """Whether `encode(text)` may be called on the event loop."""
         return self._plain and len(text) <= SHORT
 
-    def chat_here(self, messages: Sequence[ChatMessage]) -> bool:
-        """Whether `encode_chat(messages)` may be called on the event loop."""
+    def chat_here(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> bool:
+        """Whether `encode_chat(messages, options)` may be called on the event loop."""
+        if options.tools or not all(message.simple for message in messages):
+            return False  # a template may loop over these
         if self._template is None:
             return True
+        if options.arguments and not only_flags(options.arguments):
+            return False
         plain = self._plain and self._template.plain
         return plain and sum(len(one.role) + len(one.content) + MESSAGE for one in messages) <= SHORT
 
@@ -145,22 +167,25 @@ class Tokenizer:
         # Without offsets: a third less time and memory. A batch is the only way to say so.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def _mark(self, messages: Sequence[ChatMessage]) -> str | None:
-        """A text that no message has, if any message spells out a special token."""
-        texts = [text for message in messages for text in (message.role, message.content)]
-        if self._special is None or not any(self._special.search(text) for text in texts):
+    def _mark(self, variables: dict[str, Any]) -> str | None:
+        """A text that is nowhere in them, if one of their texts spells out a special token."""
+        special = self._special
+        if special is None or not any(special.search(text) for text in texts_in(variables)):
             return None
         number = 0
-        while any(f"\ufdd0{number}\ufdd1" in text for text in texts):
+        while any(f"\ufdd0{number}\ufdd1" in text or f"\\ufdd0{number}" in text for text in texts_in(variables)):
             number += 1
         return f"\ufdd0{number}\ufdd1"
 
-    def _marked(self, message: ChatMessage, mark: str) -> ChatMessage:
-        """The message with every special token in it broken after its first character."""
-        if self._special is None:
-            return message
-        role, content = (self._special.sub(lambda m: m[0] + mark, t) for t in (message.role, message.content))
-        return ChatMessage(role, content)
+    def _breaking(self, mark: str) -> Callable[[str], str]:
+        """Breaks every special token in a text after its first character."""
+        special = self._special
+        return lambda text: text if special is None else special.sub(lambda match: match[0] + mark, text)
+
+
+def _escaped(mark: str) -> str:
+    """As it is in JSON of ASCII."""
+    return json.dumps(mark)[1:-1]
 
 
 def _digest(*parts: bytes) -> str:
@@ -170,17 +195,28 @@ def _digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _read_template(
+def _others(sources: dict[str, str]) -> list[str]:
+    return [text for name, text in sorted(sources.items()) if name != "default"]
+
+
+def _read_templates(
     files: ModelFiles, config: dict[str, Any], special: dict[str, str], only_plain: bool
-) -> tuple[str | None, ChatTemplate | None]:
-    """chat_template.jinja, or what tokenizer_config.json has."""
-    name = "chat_template.jinja"
-    source = files.text_or_none(name)
+) -> tuple[dict[str, str], dict[str, ChatTemplate]]:
+    """chat_template.jinja and the one for tools beside it, or what tokenizer_config.json has; by name, those that are
+    used."""
+    name = CONFIG
     try:
-        if source is None:
-            name = CONFIG
-            source = choose_template(config.get("chat_template"))
-        return source, None if source is None else ChatTemplate(source, special, only_plain)
+        written = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+        found = {key: files.text_or_none(path) for key, path in written.items()}
+        sources = {key: text for key, text in found.items() if text is not None}
+        if not sources:
+            written = {}
+            sources = {key: text for key, text in choose_templates(config.get("chat_template")).items() if key in found}
+        templates = {}
+        for key, text in sources.items():
+            name = written.get(key, CONFIG)
+            templates[key] = ChatTemplate(text, special, only_plain)
+        return sources, templates
     except ValueError as error:
         files.refuse(name, f"the chat template is broken ({one_line(error)})", "correct it or delete it")
 

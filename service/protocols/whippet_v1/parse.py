@@ -21,9 +21,9 @@ from service.core.request import (
     TextPrompt,
     TokenPrompt,
 )
-from service.core.text import ChatMessage
 from service.core.validation import Violations
 from service.pb.whippet.v1 import generation_pb2 as pb
+from service.protocols.whippet_v1.parse_chat import read_chat
 from service.protocols.wishes import (
     SamplingWish,
     StopWish,
@@ -93,7 +93,7 @@ def read_tokenize(message: pb.TokenizeRequest, facts: ModelFacts) -> TextPrompt 
     if field == "text":
         return TextPrompt(message.text)
     found = Violations()
-    prompt = _chat(message.chat, facts, found)
+    prompt = read_chat(message.chat, facts, found)
     found.raise_any()
     _refuse_chat(prompt, facts)
     return prompt
@@ -116,23 +116,11 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
     if field == "text":
         return TextPrompt(message.text)
     if field == "chat":
-        return _chat(message.chat, facts, found)
+        return read_chat(message.chat, facts, found)
     if field == "token_ids":
         return read_token_ids(message.token_ids.ids, facts, found, TokenPrompt.field)
     found.add("input", "one of text, token_ids and chat is needed")
     return TextPrompt("")
-
-
-def _chat(chat: pb.Chat, facts: ModelFacts, found: Violations) -> ChatPrompt:
-    if not chat.messages:
-        found.add("chat.messages", "must not be empty")
-    if len(chat.messages) > facts.max_context:
-        found.add("chat.messages", f"must be at most {facts.max_context}")
-        return ChatPrompt(())
-    for index, message in enumerate(chat.messages):
-        if not message.role:
-            found.add(f"chat.messages[{index}].role", "must not be empty")
-    return ChatPrompt(tuple(ChatMessage(role=message.role, content=message.content) for message in chat.messages))
 
 
 def _sampling(given: pb.SamplingOptions, facts: ModelFacts, found: Violations) -> SamplingParams:

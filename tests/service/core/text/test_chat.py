@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.core.text import ChatMessage, ChatTemplateError, Tokenizer
+from service.core.text import ChatMessage, ChatOptions, ChatTemplateError, Tokenizer, ToolCall
 from service.core.text import chat as chat_module
 
 Folder = Callable[..., Path]
@@ -111,6 +112,43 @@ def test_a_template_file_goes_first(folder: Folder) -> None:
     assert tokenizer.encode_chat([ChatMessage("user", "x")]) == theirs(oracle(path), [ChatMessage("user", "x")])
 
 
+TOOLS = ChatOptions(tools='[{"name": "f"}]')
+
+
+@pytest.mark.parametrize("form", ["list", "files"])
+def test_a_template_for_tools(folder: Folder, form: str) -> None:
+    named = [{"name": "tool_use", "template": "U{{ tools[0].name }}"}, {"name": "default", "template": "D"}]
+    path = folder("byte-level", {"chat_template": named if form == "list" else "gone"})
+    if form == "files":
+        (path / "chat_template.jinja").write_text("D")
+        (path / "additional_chat_templates").mkdir()
+        (path / "additional_chat_templates" / "tool_use.jinja").write_text("U{{ tools[0].name }}")
+    ours, reference = Tokenizer.load(path), oracle(path)
+    message = ChatMessage("user", "x")
+    assert ours.decode(ours.encode_chat([message])) == "D"
+    assert ours.decode(ours.encode_chat([message], TOOLS)) == "Uf"
+    plain = [{"role": "user", "content": "x"}]
+    assert reference.apply_chat_template(plain, tools=[{"name": "f"}], tokenize=False) == "Uf"
+    assert ours.digest != Tokenizer.load(folder("byte-level", {"chat_template": "D"})).digest
+
+
+def test_what_is_rendered_on_the_event_loop() -> None:
+    """A chat of roles and texts, with flags for the template; whatever it could loop over goes to a text process."""
+    tokenizer = Tokenizer.load(Path(__file__).resolve().parents[4] / "models" / "demo")
+    simple = ChatMessage("user", "x")
+
+    def here(message: ChatMessage = simple, **options: Any) -> bool:
+        return tokenizer.chat_here([message], ChatOptions(**options))
+
+    assert here()
+    assert here(arguments='{"enable_thinking": false}', continue_final_message=True, add_generation_prompt=False)
+    assert not here(tools='[{"name": "f"}]')
+    assert not here(arguments='{"documents": ["x"]}')
+    assert not here(arguments='{"width": 1000000000}')
+    for field in ({"parts": ("x",)}, {"name": "x"}, {"tool_calls": (ToolCall("f", "{}"),)}, {"reasoning": "x"}):
+        assert not here(ChatMessage("user", "x", **field))
+
+
 def test_no_default_template_is_no_template(folder: Folder) -> None:
     tokenizer = Tokenizer.load(folder("byte-level", {"chat_template": {"tool_use": "T"}}))
     assert not tokenizer.chat
@@ -191,6 +229,36 @@ def test_special_tokens_that_users_spell_stay_text(folder: Folder, chatml: str, 
     assert content in (text if kind == "byte-level" else text.replace("< ", "<"))
     role = tokenizer.encode_chat([ChatMessage("user<|im_end|>", "x")])
     assert len([i for i in role if i in special]) == 3
+
+
+EVERYWHERE = (
+    "{{ messages | tojson }}{{ tools | tojson }}{{ tools | tojson(ensure_ascii=true) }}{{ tools }}{{ style }}"
+    "{% for m in messages %}{{ m.name }}{{ m.reasoning_content }}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments | items | list }}{% endfor %}"
+    "{% endfor %}<s>"
+)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_special_tokens_stay_text_wherever_they_are_spelled(folder: Folder, hostile: str) -> None:
+    tokenizer = Tokenizer.load(folder("byte-level", {"chat_template": EVERYWHERE}))
+    special = {tokenizer.encode(text)[-1] for text in ("<|im_start|>", "<|im_end|>", "<s>", "</s>")}
+    nested = json.dumps({hostile: [hostile, {"a": hostile}]})
+    message = ChatMessage(
+        "assistant",
+        "",
+        parts=(hostile,),
+        name=hostile,
+        tool_calls=(ToolCall(hostile, nested, hostile),),
+        tool_call_id=hostile,
+        reasoning=hostile,
+    )
+    options = ChatOptions(tools=f"[{nested}]", arguments=json.dumps({"style": [hostile]}))
+    ids = tokenizer.encode_chat([message], options)
+    assert [token_id for token_id in ids if token_id in special] == [tokenizer.encode("<s>")[-1]]
+    assert tokenizer.decode(ids).count(json.dumps(hostile, ensure_ascii=False)) >= 8
+    assert "ufdd0" not in tokenizer.decode(ids)
+    assert "\ufdd0" not in tokenizer.decode(ids)
 
 
 @given(content=st.text("<|im_end>\ufdd0\ufdd10123</s>", max_size=60))

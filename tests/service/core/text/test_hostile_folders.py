@@ -8,16 +8,17 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import InvalidModel
-from service.core.text import Tokenizer
+from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions, Tokenizer
 from service.core.text.files import MAX_BYTES
 from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack
-from service.core.text.processes import JobFailed, TextProcesses
+from service.core.text.processes import SMALL_LIMITS, JobFailed, TextProcesses
 
 DEMO = Path("models/demo")
 Change = Callable[[dict[str, Any]], object]
@@ -103,7 +104,7 @@ async def test_constants_are_folded_and_rendered_under_a_limit(model: Path, temp
     processes = TextProcesses(str(model))
     await processes.start()
     with pytest.raises(Refusal, match="more memory"):
-        await processes.run("encode_chat", pack(EncodeChat([("user", "x")], None)))
+        await processes.run("encode_chat", pack(EncodeChat((ChatMessage("user", "x"),), NO_OPTIONS, None)))
     await processes.close()
     tokenizer = Tokenizer.load(model, only_plain=True)  # as the front does
     assert tokenizer.chat
@@ -123,3 +124,18 @@ async def test_a_tokenizer_that_panics_is_a_failure_and_no_more(model: Path) -> 
     assert await processes.run("encode", pack(EncodeText("fine", None)))
     await processes.close()
     assert not Tokenizer.load(model, only_plain=True).here("a")
+
+
+async def test_tools_make_no_template_longer_than_its_limits(model: Path) -> None:
+    """A template that loops over tools in tools is ended by the clock, one that repeats them by its size."""
+    quick = replace(SMALL_LIMITS, seconds=1.0)
+    tools = ChatOptions(tools=json.dumps([{"name": "f" * 20}] * 1000))
+    loops = "{% for a in tools %}{% for b in tools %}{% for c in tools %}{% endfor %}{% endfor %}{% endfor %}"
+    grows = "{% for a in tools %}{% for b in tools %}{{ tools }}{% endfor %}{% endfor %}"
+    for template, limit in ((loops, "takes more than 1 seconds"), (grows, "too long once")):
+        change(model / "tokenizer_config.json", lambda value, text=template: value.update(chat_template=text))
+        processes = TextProcesses(str(model), small=quick)
+        await processes.start()
+        with pytest.raises(Refusal, match=limit):
+            await processes.run("encode_chat", pack(EncodeChat((ChatMessage("user", "x"),), tools, None)))
+        await processes.close()

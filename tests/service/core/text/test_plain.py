@@ -14,6 +14,7 @@ from engine.errors import InvalidModel
 from service.core.text import ChatMessage, ChatTemplateError
 from service.core.text import Tokenizer as OurTokenizer
 from service.core.text.chat import ChatTemplate
+from service.core.text.conversation import NO_OPTIONS, template_variables
 from service.core.text.pieces import byte_letters
 from service.core.text.steps import PATTERNS, is_plain
 from service.core.text.tokenizer import BYTES_TEMPLATE, SHORT
@@ -108,7 +109,7 @@ def test_a_hostile_template_is_not_and_is_not_compiled(name: str) -> None:
     template = ChatTemplate(HOSTILE[name], {}, only_plain=True)  # compiled, some would take gigabytes
     assert not template.plain
     with pytest.raises(ChatTemplateError, match="not rendered here"):
-        template.render([ChatMessage("user", "x")])
+        template.render(template_variables([ChatMessage("user", "x")], NO_OPTIONS))
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -116,7 +117,7 @@ def test_what_a_plain_template_makes_is_bounded_by_what_it_is_given(name: str) -
     template = ChatTemplate(PLAIN[name], {"bos_token": "<s>", "eos_token": "</s>"})
     messages = [ChatMessage("user" if turn % 2 == 0 else "assistant", 'a\\"|' * 12) for turn in range(16)]
     given = sum(len(message.role + message.content) + 64 for message in messages)
-    assert len(template.render(messages)) <= len(PLAIN[name]) + 8 * given
+    assert len(template.render(template_variables(messages, NO_OPTIONS))) <= len(PLAIN[name]) + 8 * given
 
 
 def words(split: pre_tokenizers.PreTokenizer) -> Tokenizer:

@@ -17,6 +17,7 @@ import pytest
 from engine.errors import DeadlineExceeded, InvalidModel
 from service.core.errors import Overloaded
 from service.core.text import ChatMessage, Tokenizer
+from service.core.text.conversation import NO_OPTIONS
 from service.core.text.jobs import KINDS, EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
 from service.core.text.processes import SMALL, JobFailed, Limits, TextProcesses
 
@@ -70,9 +71,9 @@ async def test_the_same_ids_as_in_the_front(processes: TextProcesses) -> None:
     front = Tokenizer.load(DEMO)
     for text in ("", "def f(x):\n    return x\n", "long " * 30_000):
         assert list(unpack_ids(await processes.run("encode", pack(EncodeText(text, None))))) == front.encode(text)
-        messages = [("user", text), ("assistant", "yes <|im_end|>")]
-        ids = list(unpack_ids(await processes.run("encode_chat", pack(EncodeChat(messages, None)))))
-        assert ids == front.encode_chat([ChatMessage(*message) for message in messages])
+        messages = (ChatMessage("user", text), ChatMessage("assistant", "yes <|im_end|>"))
+        ids = list(unpack_ids(await processes.run("encode_chat", pack(EncodeChat(messages, NO_OPTIONS, None)))))
+        assert ids == front.encode_chat(messages)
         assert (await processes.run("decode", pack_ids(ids))).decode() == front.decode(ids)
     assert processes.digest == front.digest
 
@@ -81,7 +82,9 @@ async def test_more_ids_than_asked_for_are_refused(processes: TextProcesses) -> 
     with pytest.raises(Refusal, match=r"has at least .* tokens; .* room for 11"):
         await processes.run("encode", pack(EncodeText("one two three " * 20, 10)))
     with pytest.raises(Refusal, match=r"has at least .* tokens"):
-        await processes.run("encode_chat", pack(EncodeChat([("user", "one two three " * 20)], 10)))
+        await processes.run(
+            "encode_chat", pack(EncodeChat((ChatMessage("user", "one two three " * 20),), NO_OPTIONS, 10))
+        )
 
 
 async def test_the_next_job_is_done_whatever_became_of_the_one_before(processes: TextProcesses) -> None:

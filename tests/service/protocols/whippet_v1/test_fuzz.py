@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +43,41 @@ def message(kind: type, **fields: st.SearchStrategy[object]) -> st.SearchStrateg
     return st.fixed_dictionaries({}, optional=fields).map(lambda chosen: kind(**chosen))
 
 
-CHATS = message(pb.Chat, messages=st.lists(message(pb.ChatMessage, role=TEXTS, content=TEXTS), max_size=4))
+JSON = st.sampled_from(["", "{}", '{"a": [1.5, null]}', "[]", "[{}]", '[{"name": "f"}]', '{"a": NaN}', "{" * 5000])
+JSON |= st.recursive(
+    st.none() | st.booleans() | FLOATS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+).map(json.dumps)
+VALUES = st.recursive(
+    st.builds(Value, string_value=TEXTS) | st.builds(Value, number_value=FLOATS) | st.just(Value()),
+    lambda inner: (
+        st.builds(Value, struct_value=st.builds(Struct, fields=st.dictionaries(TEXTS, inner, max_size=3)))
+        | st.builds(Value, list_value=st.builds(ListValue, values=st.lists(inner, max_size=3)))
+    ),
+    max_leaves=8,
+)
+STRUCTS = st.builds(Struct, fields=st.dictionaries(TEXTS | st.just("enable_thinking"), VALUES, max_size=4))
+PARTS = st.builds(pb.ContentPart, text=TEXTS) | st.just(pb.ContentPart()) | st.just(pb.ContentPart(image=pb.Image()))
+CHAT_MESSAGES = message(
+    pb.ChatMessage,
+    role=TEXTS | st.sampled_from(["user", "assistant", "tool"]),
+    content=TEXTS,
+    parts=st.lists(PARTS, max_size=3),
+    name=TEXTS,
+    tool_calls=st.lists(message(pb.ToolCall, id=TEXTS, name=TEXTS, arguments=JSON | TEXTS), max_size=3),
+    tool_call_id=TEXTS,
+    reasoning=TEXTS,
+)
+CHATS = message(
+    pb.Chat,
+    messages=st.lists(CHAT_MESSAGES, max_size=4),
+    tools=st.lists(STRUCTS, max_size=3),
+    tools_json=JSON | TEXTS,
+    template_arguments=STRUCTS,
+    add_generation_prompt=st.booleans(),
+    continue_final_message=st.booleans(),
+)
 REQUESTS = message(
     pb.GenerateRequest,
     request_id=st.text(max_size=140) | st.just("ok"),
