@@ -32,7 +32,7 @@ class Outlet(Protocol):
     """The caller's end of one call."""
 
     async def begin(self, prompt: PromptFacts) -> None:
-        """Called once, when the request is let in: headers may leave."""
+        """Called once, when there is something to send: headers leave, and nobody else can be asked any more."""
 
     def send(self, message: AnswerMessage) -> Awaitable[None]:
         """Done once the transport has taken it, so that a slow reader slows the answer. One at a time."""
@@ -49,7 +49,8 @@ class Sink(Protocol):
     def room(self) -> int:
         """Tokens that may be added before the next flush."""
 
-    async def begin(self, prompt: PromptFacts) -> None: ...
+    async def begin(self, prompt: PromptFacts) -> None:
+        """The first part has come."""
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         """Takes a piece. True where it is time to flush."""
@@ -65,7 +66,7 @@ class Sink(Protocol):
 
 
 class Whole:
-    """The one message of a unary answer."""
+    """The one message of a unary answer. Headers come with it, since until then another server could be asked."""
 
     def __init__(self, outlet: Outlet, request: Request) -> None:
         self.batch = _WHOLE_WITH_STOPS if request.stops.strings else _WHOLE
@@ -79,7 +80,6 @@ class Whole:
 
     async def begin(self, prompt: PromptFacts) -> None:
         self._prompt = prompt
-        await self._outlet.begin(prompt)
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         self._text.append(text)
@@ -92,7 +92,9 @@ class Whole:
         pass
 
     async def end(self, ending: Ending) -> None:
+        assert self._prompt is not None
         text = "".join(self._text)
+        await self._outlet.begin(self._prompt)
         await self._outlet.send(AnswerMessage(text, self._ids, self._logprobs, self._prompt, ending))
 
     def close(self) -> None:

@@ -73,8 +73,8 @@ class Generator:
             async with self._sources.open(found, origin, sink.batch, sink.room, bill.charge) as source:
                 ticket.attach(source)
                 try:
-                    await sink.begin(PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header))
-                    await _Reading(found, source, sink, record, self._clock).run()
+                    prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header)
+                    await _Reading(found, source, sink, record, self._clock).run(prompt)
                 finally:
                     sink.close()
                     _note(record, found, source)
@@ -98,8 +98,11 @@ class _Reading:
         self._clock = clock
         self._want_text = found.request.output.text
 
-    async def run(self) -> None:
-        """From the first part to the last message. What comes last is left for the message that carries the ending."""
+    async def run(self, prompt: PromptFacts) -> None:
+        """From the first part to the last message. What comes last is left for the message that carries the ending.
+
+        Headers wait for the first part: a proxy or client that has seen them tries no other server when this one dies.
+        """
         source, sink, record, clock = self._source, self._sink, self._record, self._clock
         # What comes out of a store does so at no pace that means anything. A call a message would cost too much here.
         between = record.intervals if self._found.hit is None else Histogram(())
@@ -110,6 +113,7 @@ class _Reading:
             now, new = clock(), len(ids)
             if not last:
                 record.first_token_at = now
+                await sink.begin(prompt)
             elif new:
                 counts[bisect_left(borders, (now - last) / new)] += new
                 between.total += now - last

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -68,8 +69,7 @@ def test_live_requests_of_a_tenant_and_a_file_that_is_wrong(one: Server, folder:
             one.generation.GenerateStream(ask_stream(f"long {n}", 4000), metadata=caller, timeout=60)
             for n in range(most)
         ]
-        for call in calls:
-            assert call.initial_metadata() is not None
+        until(partial(has, one, most))
         refusal = refused(one.generation.GenerateStream, ask_stream("more", 1), metadata=caller)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_QUOTA")
         assert refusal.retry_ms > 0
@@ -81,12 +81,18 @@ def test_live_requests_of_a_tenant_and_a_file_that_is_wrong(one: Server, folder:
     tenants(folder, one, "{}")
 
 
-def drained(server: Server) -> None:
-    def idle() -> bool:
-        load = server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=60)
-        return not load.running and not load.waiting
+def busy(server: Server) -> int:
+    """Requests that the engine has."""
+    load = server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=ACME, timeout=60)
+    return load.running + load.waiting
 
-    until(idle)
+
+def has(server: Server, requests: int) -> bool:
+    return busy(server) == requests
+
+
+def drained(server: Server) -> None:
+    until(lambda: not busy(server))
 
 
 def test_tokens_of_prompt_and_answer_are_charged_and_what_a_cache_answers_is_not(one: Server, folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_first_message_says_what_was_asked_and_last_how_it_ended(server: Server)
     assert len(messages) == 6
 
 
-def test_headers_come_with_admission(server: Server) -> None:
+def test_headers_come_with_the_answer(server: Server) -> None:
     call = server.generation.GenerateStream(ask_stream("hello", 4, request_id="named"), timeout=60)
     headers = dict(call.initial_metadata())
     assert (headers["x-request-id"], headers["x-cache"]) == ("named", "off")
