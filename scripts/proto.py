@@ -33,7 +33,7 @@ class Target:
 
 
 TARGETS = (
-    Target("service.pb", ROOT / "service" / "pb", ("whippet",), descriptors="descriptors.binpb"),
+    Target("service.pb", ROOT / "service" / "pb", ("whippet", "vllm", "smg"), descriptors="descriptors.binpb"),
     Target("whippet_client.pb", ROOT / "clients" / "python" / "whippet_client" / "pb", ("whippet",)),
 )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from engine.api import EngineState
-from engine.client import EngineClient
+from engine.client import EngineClient, texts_digest
 from engine.errors import InvalidModel
 from engine.settings import CPU_SEQUENCES
 from service.config.settings import Settings
@@ -23,12 +23,14 @@ from service.core.profiling import Profiler
 from service.core.reloading import Reloader
 from service.core.switches import Switches
 from service.core.text import Tokenizer
+from service.core.text.archive import TokenizerArchive
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability.instruments import Instruments
 from service.observability.metrics import Metrics
 from service.observability.scrape import MetricsPort
 from service.protocols.seam import Services, UseCases, WireProtocol
+from service.protocols.vllm_engine.services import VllmEngine
 from service.protocols.whippet_v1.services import WhippetV1
 from service.tracing.start import Traces
 from service.tracing.start import start as start_traces
@@ -43,7 +45,10 @@ from service.transport.rpc import Guard, Strangers
 from service.transport.tenants_file import quotas_of
 from service.transport.writer import StallWatch
 
-PROTOCOLS: tuple[WireProtocol, ...] = (WhippetV1(),)
+
+def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
+    """What is spoken."""
+    return WhippetV1(), *((VllmEngine(),) if settings.protocols.vllm_engine else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +90,26 @@ def build(
     traces = start_traces(settings.traces, settings.served_name)
     instruments = Instruments(settings.log.tenants, traces.observers, traces.counts, traces.sample)
     cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments)
-    health = Health(lambda: engine.state is EngineState.READY and not cases.drain.begun, lambda: engine.alive)
-    observers = instruments.observers
+    limits, observers = settings.limits, instruments.observers
     watch = StallWatch(settings.stream.stall_timeout)
+    prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
+    orders = Inbox(SMALL, refusals)
+    spoken = protocols(settings)
+    data = [protocol.data_services(cases, guard, prompts, watch, observers) for protocol in spoken]
+    operators = [protocol.admin_services(cases, guard, orders, observers) for protocol in spoken]
+    health = Health(
+        lambda: engine.state is EngineState.READY and not cases.drain.begun,
+        lambda: engine.alive,
+        [name for one in data for name in one.generating],
+    )
     reloader = Reloader(settings, again, engine, cases.switches, cases.caches, instruments.reloads)
     metrics = Metrics(
         engine, cases.admission, cases.caches, cases.switches, settings.served_name, instruments, identity
     )
-    limits = settings.limits
     wide = PortBounds(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
     )
-    prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
-    orders = Inbox(SMALL, refusals)
-    data = [protocol.data_services(cases, guard, prompts, watch, observers) for protocol in PROTOCOLS]
     contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
-    operators = [protocol.admin_services(cases, guard, orders, observers) for protocol in PROTOCOLS]
 
     def port(setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
         """With health and reflection beside the services."""
@@ -168,6 +177,7 @@ def _use_cases(
         processes=processes,
         generator=Generator(model, sources, admission),
         tokenization=Tokenization(model, admission),
+        tokenizer_files=TokenizerArchive(settings.model, lambda: texts == texts_digest(settings.model or "")),
         admission=admission,
         drain=Drain(admission, settings.drain.delay),
         switches=switches,

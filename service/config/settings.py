@@ -83,6 +83,13 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProtocolOptions:
+    """What is spoken on the data port beside whippet.v1."""
+
+    vllm_engine: bool = setting(True, "vllm.grpc.engine, for gateways that speak to vLLM")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamOptions:
     """What a reader that is slow may cost."""
 
@@ -195,6 +202,7 @@ class Settings(ModelOptions, ServedOptions):
     log: LogOptions = LogOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()
+    protocols: ProtocolOptions = ProtocolOptions()
     stream: StreamOptions = StreamOptions()
     drain: DrainOptions = DrainOptions()
     auth: AuthOptions = AuthOptions()

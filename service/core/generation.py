@@ -196,7 +196,7 @@ def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, fact
         raise InvalidRequest((Violation(request.prompt.field, "has no tokens"),))
     if room < 1:
         raise InvalidRequest((Violation(request.prompt.field, too_long(len(ids), facts.max_context)),))
-    if stops.max_tokens is not None and stops.max_tokens > room:
+    if stops.max_tokens is not None and stops.max_tokens > room and not stops.fitted:
         raise InvalidRequest((Violation("stopping.max_tokens", f"must be at most {room} after this prompt"),))
     if stops.min_tokens > room:
         raise InvalidRequest((Violation("stopping.min_tokens", f"must be at most {room} after this prompt"),))
@@ -205,7 +205,7 @@ def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, fact
         token_ids=ids,
         sampling=request.sampling,
         stopping=Stopping(
-            max_tokens=room if stops.max_tokens is None else stops.max_tokens,
+            max_tokens=room if stops.max_tokens is None else min(stops.max_tokens, room),
             min_tokens=stops.min_tokens,
             stop_token_ids=stops.token_ids,
         ),

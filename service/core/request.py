@@ -80,6 +80,7 @@ class Stops:
 
     max_tokens: int | None
     min_tokens: int
+    fitted: bool = False  # a max_tokens beyond the context is as many as it leaves, and not refused
     strings: tuple[str, ...]
     token_ids: tuple[int, ...]  # the model's own included, unless ignored
     include: bool

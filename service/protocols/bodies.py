@@ -9,8 +9,10 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from service.core.errors import InvalidRequest, Violation
+from service.core.request import PromptFacts
 from service.protocols.shape import check_shape
 from service.transport.rpc import Call, StreamBody, UnaryBody
+from service.transport.writer import Context
 
 _Message = TypeVar("_Message", bound=Message)
 _Request = TypeVar("_Request")
@@ -56,3 +58,8 @@ async def _received(kind: type[_Message], read: Callable[[_Message], _Request], 
     data = await call.message()
     check_shape(kind, data)
     return read(decode(kind, data))
+
+
+async def send_headers(context: Context, prompt: PromptFacts) -> None:
+    """What is known once a request is let in."""
+    await context.send_initial_metadata((("x-request-id", prompt.request_id), ("x-cache", prompt.cache)))

@@ -1,6 +1,6 @@
 """What a protocol is given and what it gives back.
 
-A protocol is a folder beside this file and one entry in the tuple `PROTOCOLS` of `service.main`.
+A protocol is a folder beside this file and one line in `service.assembly.protocols`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.profiling import Profiler
 from service.core.switches import Switches
+from service.core.text.archive import TokenizerArchive
 from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability.instruments import Instruments
@@ -37,6 +38,7 @@ class UseCases:
     processes: TextProcesses
     generator: Generator
     tokenization: Tokenization
+    tokenizer_files: TokenizerArchive
     admission: Admission
     drain: Drain
     switches: Switches
@@ -52,6 +54,7 @@ class Services:
 
     handlers: tuple[grpc.GenericRpcHandler[bytes, bytes], ...]
     names: tuple[str, ...]
+    generating: tuple[str, ...] = ()  # those of them that health knows: they serve while requests are accepted
 
 
 class WireProtocol(Protocol):

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.api import SamplingParams
+from service.core.errors import InvalidRequest, Violation
 from service.core.request import ModelFacts, Stops, TokenPrompt
 from service.core.validation import Violations, too_long
 
@@ -43,6 +45,7 @@ class StopWish:
     """When the answer shall end."""
 
     max_tokens: int | None = None  # None: as many as the context leaves
+    fitted: bool = False  # as in Stops
     min_tokens: int = 0
     strings: Sequence[str] = ()
     token_ids: Sequence[int] = ()
@@ -107,6 +110,7 @@ def read_stops(wish: StopWish, facts: ModelFacts, found: Violations, prefix: str
     return Stops(
         max_tokens=wish.max_tokens,
         min_tokens=wish.min_tokens,
+        fitted=wish.fitted,
         strings=tuple(dict.fromkeys(wish.strings)) if len(wish.strings) <= MAX_STOP_STRINGS else (),
         token_ids=token_ids,
         include=wish.include,
@@ -146,3 +150,13 @@ def read_request_id(given: str, found: Violations, field: str = "request_id") ->
     if not _REQUEST_ID.fullmatch(given):
         found.add(field, "must be at most 128 bytes of printable ASCII, without a space at either end")
     return given
+
+
+@contextmanager
+def fields_called(names: Mapping[str, str]) -> Iterator[None]:
+    """Around what the use cases refuse: they name fields as whippet.v1 does; `names` are the protocol's own."""
+    try:
+        yield
+    except InvalidRequest as error:
+        found = tuple(Violation(names.get(one.field, one.field), one.description) for one in error.violations)
+        raise InvalidRequest(found) from None

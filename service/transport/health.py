@@ -1,5 +1,5 @@
-"""grpc.health.v1: `""` is SERVING while the process lives and its engine may be expected, the generation service while
-requests are accepted.
+"""grpc.health.v1: `""` is SERVING while the process lives and its engine may be expected, the services that generate
+while requests are accepted.
 
 No token is needed: probes have none.
 """
@@ -7,7 +7,7 @@ No token is needed: probes have none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -29,12 +29,16 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """Status of the two names, and the calls that watch them."""
+    """Status of the names, and the calls that watch them."""
 
-    def __init__(self, ready: Callable[[], bool], alive: Callable[[], bool]) -> None:
+    def __init__(
+        self, ready: Callable[[], bool], alive: Callable[[], bool], generating: Collection[str] = (GENERATION,)
+    ) -> None:
+        """`generating`: the services that are SERVING while requests are accepted."""
         self._ready = ready
         self._alive = alive
-        self._status: dict[str, int] = {"": _SERVING, GENERATION: _NOT_SERVING}
+        self._generating = generating
+        self._status: dict[str, int] = {"": _SERVING, **dict.fromkeys(generating, _NOT_SERVING)}
         self._changed: set[asyncio.Event] = set()  # one a watcher
         self._closed = False
 
@@ -60,7 +64,7 @@ class Health:
         """Polls now."""
         if self._closed:
             return
-        holds = {"": self._alive(), GENERATION: self._ready()}
+        holds = {"": self._alive(), **dict.fromkeys(self._generating, self._ready())}
         status = {name: _SERVING if one else _NOT_SERVING for name, one in holds.items()}
         if status != self._status:
             self._status = status

@@ -10,6 +10,7 @@ from service.core.model import ServedModel
 from service.core.request import ChatPrompt, Output, PromptFacts, Request, TextPrompt
 from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
+from service.protocols.bodies import send_headers
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1 import render, render_load
 from service.protocols.whippet_v1.parse import (
@@ -25,10 +26,6 @@ from service.transport.rpc import Call
 from service.transport.writer import Context, StallWatch, Writer
 
 
-async def _send_headers(context: Context, prompt: PromptFacts) -> None:
-    await context.send_initial_metadata((("x-request-id", prompt.request_id), ("x-cache", prompt.cache)))
-
-
 class StreamOutlet:
     """Writes messages as they come."""
 
@@ -37,7 +34,7 @@ class StreamOutlet:
         self._output = output
 
     async def begin(self, prompt: PromptFacts) -> None:
-        await _send_headers(self._writer.context, prompt)
+        await send_headers(self._writer.context, prompt)
 
     def send(self, message: AnswerMessage) -> Awaitable[None]:
         return self._writer.write(render.stream_message(message, self._output).SerializeToString())
@@ -52,7 +49,7 @@ class UnaryOutlet:
         self._output = output
 
     async def begin(self, prompt: PromptFacts) -> None:
-        await _send_headers(self._context, prompt)
+        await send_headers(self._context, prompt)
 
     async def send(self, message: AnswerMessage) -> None:
         self.response = render.whole_message(message, self._output)

@@ -49,7 +49,7 @@ class WhippetV1:
             "GetModel": endpoints.unary(look["GetModel"], unary(model_pb2.GetModelRequest, as_it_is, model.get_model)),
         }
         handlers = service(GENERATION, generate, observers), service(MODEL, models, observers)
-        return Services(handlers, (GENERATION, MODEL))
+        return Services(handlers, (GENERATION, MODEL), (GENERATION,))
 
     def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox, observers: Observers) -> Services:
         endpoints, may, admin = Endpoints(guard, inbox, RESOURCES), RIGHTS[ADMIN], AdminServicer(cases)

@@ -21,6 +21,7 @@ from engine.api import Priority
 from engine.client import EngineClient
 from engine.errors import InvalidModel
 from engine.fake import plain_request
+from service.assembly import protocols
 from service.config.settings import BadSettings, Settings
 from service.core.admission import Admission
 from service.core.cache_dir import PREBUILT, cache_dir, prebuilt_dir
@@ -28,6 +29,7 @@ from service.core.draining import Drain
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
+from service.protocols.vllm_engine.services import VllmEngine
 from service.transport.identity import Identity, refuse_strangers
 from service.transport.ports import SIDE_BOUNDS, open_port
 from service.transport.tenants_file import TenantsFile
@@ -167,6 +169,10 @@ async def served(settings: Settings, tools: Tools) -> bool:
     finally:
         await client.close()
     return True
+
+
+def speaks(protocol: type) -> Callable[[Settings, Tools], bool]:
+    return lambda settings, tools: any(isinstance(one, protocol) for one in protocols(settings))
 
 
 def named(settings: Settings, tools: Tools) -> str:
@@ -332,6 +338,7 @@ PROOFS = {
     "health-listen": Proof("127.0.0.2:0", server("health"), ELSEWHERE),
     "metrics-listen": Proof("127.0.0.2:0", server("metrics"), ELSEWHERE),
     "insecure": Proof("true", lets_strangers_in, becomes(False, True), (*FAKE, "--listen=0.0.0.0:0")),
+    "protocols.vllm-engine": Proof("off", speaks(VllmEngine), becomes(True, False)),
     "log.format": Proof("json", server("objects"), becomes(False, True)),
     "log.tenants": Proof("true", server("names"), becomes(False, True)),
     "log-level": Proof("error", server("informs"), becomes(True, False)),

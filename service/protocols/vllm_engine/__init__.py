@@ -1,0 +1,1 @@
+"""vllm.grpc.engine: how gateways speak to vLLM. Ids in, ids out; see docs/protocols.md."""

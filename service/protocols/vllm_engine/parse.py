@@ -1,0 +1,119 @@
+"""Messages to plain data. What is not served is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.api import Priority
+from service.core.errors import Unimplemented
+from service.core.request import CacheUse, Delivery, ModelFacts, Output, Prompt, Request, TextPrompt, TokenPrompt
+from service.core.validation import Violations
+from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
+from service.protocols.wishes import (
+    SamplingWish,
+    StopWish,
+    read_logprobs,
+    read_request_id,
+    read_sampling,
+    read_stops,
+    read_token_ids,
+)
+
+_SAMPLING = "sampling_params."
+_EACH_TOKEN = Delivery(1, 0.0)
+# Fields of the use cases, as this protocol calls them.
+NAMES = {
+    TokenPrompt.field: "tokenized.input_ids",
+    "stopping.max_tokens": f"{_SAMPLING}max_tokens",
+    "stopping.min_tokens": f"{_SAMPLING}min_tokens",
+}
+_LACKING = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
+_LACKING_SAMPLING = ("prompt_logprobs", "truncate_prompt_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request, and what its answer looks like on the wire."""
+
+    request: Request
+    streamed: bool
+    stop_token_ids: frozenset[int]  # the caller's own, without those of the model
+
+
+def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> Question:
+    """Raises InvalidRequest or Unimplemented."""
+    given, found = message.sampling_params, Violations()
+    request = Request(
+        request_id=read_request_id(message.request_id, found),
+        prompt=_prompt(message, facts, found),
+        sampling=read_sampling(_sampling_wish(given), facts, found, _SAMPLING),
+        stops=read_stops(_stop_wish(given), facts, found, _SAMPLING),
+        output=Output(False, True, _logprobs(given, found)),
+        priority=Priority.NORMAL,
+        time_budget=None,
+        delivery=_EACH_TOKEN,
+        cache=CacheUse(),
+        seeded=given.HasField("seed"),
+    )
+    found.raise_any()
+    for field in _lacking(message):
+        raise Unimplemented(field, f"{field}: this server does not serve it")
+    return Question(request, message.stream, frozenset(given.stop_token_ids))
+
+
+def _lacking(message: pb.GenerateRequest) -> Iterator[str]:
+    """Fields that are set and mean what is not served."""
+    given = message.sampling_params
+    yield from (field for field in _LACKING if message.HasField(field))
+    if message.extra_mm_inputs:
+        yield "extra_mm_inputs"
+    if message.data_parallel_rank:
+        yield "data_parallel_rank"
+    constraint = given.WhichOneof("constraint")
+    if constraint is not None:
+        yield _SAMPLING + constraint
+    if given.n > 1:
+        yield f"{_SAMPLING}n"
+    yield from (_SAMPLING + field for field in _LACKING_SAMPLING if given.HasField(field))
+
+
+def _prompt(message: pb.GenerateRequest, facts: ModelFacts, found: Violations) -> Prompt:
+    field = message.WhichOneof("input")
+    if field == "text":
+        return TextPrompt(message.text)
+    if field == "tokenized":
+        return read_token_ids(message.tokenized.input_ids, facts, found, NAMES[TokenPrompt.field])
+    found.add("input", "one of tokenized and text is needed")
+    return TokenPrompt(())
+
+
+def _sampling_wish(given: pb.SamplingParams) -> SamplingWish:
+    """0 is how a number without presence says that it is not set. It is off then: a gateway has looked at the model's
+    defaults itself."""
+    return SamplingWish(
+        temperature=given.temperature if given.HasField("temperature") else 1.0,
+        top_k=given.top_k,
+        top_p=given.top_p or 1.0,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty or 1.0,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        seed=given.seed if given.HasField("seed") else None,
+        logit_bias=given.logit_bias,
+    )
+
+
+def _stop_wish(given: pb.SamplingParams) -> StopWish:
+    return StopWish(
+        max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
+        fitted=True,
+        min_tokens=given.min_tokens,
+        strings=given.stop,
+        token_ids=given.stop_token_ids,
+        ignore_eos=given.ignore_eos,
+    )
+
+
+def _logprobs(given: pb.SamplingParams, found: Violations) -> int | None:
+    return read_logprobs(given.logprobs if given.HasField("logprobs") else None, found, f"{_SAMPLING}logprobs")

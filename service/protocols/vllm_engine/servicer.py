@@ -1,0 +1,88 @@
+"""The RPCs: parse, run the use case, render."""
+
+from __future__ import annotations
+
+import contextlib
+
+from service.core.delivery import AnswerMessage
+from service.core.errors import UnknownRequest
+from service.core.request import PromptFacts
+from service.pb.smg.grpc.common import tokenizer_pb2
+from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
+from service.protocols.bodies import send_headers
+from service.protocols.seam import UseCases
+from service.protocols.vllm_engine import render
+from service.protocols.vllm_engine.parse import NAMES, Question, read_generate
+from service.protocols.wishes import fields_called
+from service.transport.rpc import Call
+from service.transport.writer import StallWatch, Writer
+
+_PIECE = 64 * 1024  # bytes of an archive in one message
+
+
+class _Outlet:
+    """Writes what the caller of Generate has asked for: chunks and an end, or the end alone."""
+
+    def __init__(self, writer: Writer, question: Question) -> None:
+        self._writer = writer
+        self._question = question
+        self._prompt_tokens = 0
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        self._prompt_tokens = prompt.prompt_tokens
+        await send_headers(self._writer.context, prompt)
+
+    async def send(self, message: AnswerMessage) -> None:
+        question = self._question
+        if question.streamed and message.token_ids:
+            await self._writer.write(render.chunk(message, question, self._prompt_tokens).SerializeToString())
+        if message.ending is not None:
+            await self._writer.write(render.complete(message, question, message.ending).SerializeToString())
+
+
+class VllmEngineServicer:
+    """vllm.grpc.engine.VllmEngine."""
+
+    def __init__(self, cases: UseCases, watch: StallWatch) -> None:
+        self._cases = cases
+        self._watch = watch
+
+    def read(self, message: pb.GenerateRequest) -> Question:
+        """What is asked."""
+        return read_generate(message, self._cases.model.facts())
+
+    async def generate(self, question: Question, call: Call) -> None:
+        generator, request = self._cases.generator, question.request
+        answer = generator.stream if question.streamed else generator.answer
+        with Writer(call.context, self._watch, call.origin.record) as writer, fields_called(NAMES):
+            await answer(request, call.origin, _Outlet(writer, question))
+
+    async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
+        """A gateway calls it when its client has gone, and does not cancel Generate: that ends here with ABORTED."""
+        for request_id in request.request_ids:
+            with contextlib.suppress(UnknownRequest):
+                self._cases.admission.abort(call.origin.tenant, request_id, "the caller ended the request")
+        return pb.AbortResponse()
+
+    async def health_check(self, request: pb.HealthCheckRequest, call: Call) -> pb.HealthCheckResponse:
+        return render.health(self._cases)
+
+    async def get_model_info(self, request: pb.GetModelInfoRequest, call: Call) -> pb.GetModelInfoResponse:
+        return render.model_info(self._cases.model.describe())
+
+    async def get_server_info(self, request: pb.GetServerInfoRequest, call: Call) -> pb.GetServerInfoResponse:
+        return render.server_info(self._cases)
+
+    async def get_loads(self, request: pb.GetLoadsRequest, call: Call) -> pb.GetLoadsResponse:
+        return render.loads(self._cases)
+
+    async def get_tokenizer(self, request: tokenizer_pb2.GetTokenizerRequest, call: Call) -> None:
+        archive = await self._cases.tokenizer_files.get()
+        size = len(archive.data)
+        with Writer(call.context, self._watch, call.origin.record) as writer:
+            for start in range(0, size, _PIECE):
+                end = start + _PIECE
+                piece = tokenizer_pb2.GetTokenizerChunk(data=archive.data[start:end])
+                if end >= size:
+                    piece.sha256 = archive.sha256
+                await writer.write(piece.SerializeToString())
