@@ -249,6 +249,10 @@ class Engine(Protocol):
         """How often its process came to an end that nobody wished, by the reason."""
 
     @property
+    def quarantines(self) -> int:
+        """Requests that were found to end it, and are refused."""
+
+    @property
     def reverted(self) -> Mapping[str, Reverted]:
         """Switches that were turned back and not set since, by name."""
 

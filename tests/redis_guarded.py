@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -14,6 +13,7 @@ from bench.redis_server import RedisServer, free_port
 from cache.api import Address, Login, RedisSettings
 from cache.kv_blocks.resp import RespConnection, RespError
 from cache.store.redis_tls import TlsFiles
+from tests.service.certificates import HERE, Authority, write_pair
 
 NAME = "Answers"  # of the master that sentinels watch; names have two cases
 PASSWORD, ROOT = "of whippet", "of-the-operator"
@@ -31,17 +31,10 @@ def rules() -> str:
 
 def certify(folder: Path) -> None:
     """An authority, and what it has signed: the servers' certificate, and ours."""
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *curve, "-days", "2", "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    authority = Authority("ca")
+    (folder / "ca.pem").write_bytes(authority.pem)
     for who in ("redis", "client"):
-        openssl("req", *curve, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.csr")
-        openssl("x509", "-req", "-in", f"{who}.csr", *sign, "-out", f"{who}.pem")
+        write_pair(folder, who, authority.sign(*HERE))
 
 
 def tls_flags(folder: Path, port: int, clients: str = "yes") -> tuple[str, ...]:

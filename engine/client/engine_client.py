@@ -72,6 +72,10 @@ class EngineClient:
         return self._supervisor.deaths
 
     @property
+    def quarantines(self) -> int:
+        return self._streams.quarantines
+
+    @property
     def reverted(self) -> Mapping[str, Reverted]:
         return self._switching.reverted
 

@@ -39,6 +39,10 @@ class Streams:
     def __len__(self) -> int:
         return len(self._inboxes) + len(self._kept)
 
+    @property
+    def quarantines(self) -> int:
+        return self._suspects.quarantines
+
     def open(self, request: GenerationRequest) -> Stream:
         """Hands the request to the engine. Raises Quarantined."""
         solo = self._suspects.solo(request)

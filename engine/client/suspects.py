@@ -45,6 +45,7 @@ class Suspects:
         self._clock = clock
         self._key = secrets.token_bytes(32)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the one that died last comes last
+        self.quarantines = 0  # requests that were found to end processes; one may be found again when it is forgotten
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,6 +77,7 @@ class Suspects:
             self.died_together([(request, made)], ahead)
             return
         self._keep(request, NO_SOLO, quarantined=True)
+        self.quarantines += 1
         _log.error("request %s has ended two engine processes and is refused from now on", self._hash(request).hex())
 
     def ended(self, request: GenerationRequest) -> None:

@@ -8,11 +8,8 @@ ctrl-C, which ends the wait and not the drain.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
 
 import grpc
 from google.protobuf.duration_pb2 import Duration

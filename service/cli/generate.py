@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
-
 import grpc
 from google.protobuf.duration_pb2 import Duration
 

@@ -7,11 +7,8 @@ the gRPC code for a refusal; 130 for ctrl-C.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
 
 import grpc
 from grpc_health.v1 import health_pb2

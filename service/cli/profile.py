@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TextIO
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
 
 import grpc
 from google.protobuf.duration_pb2 import Duration

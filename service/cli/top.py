@@ -17,8 +17,6 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # an error is one line, ours
-
 import grpc
 
 from service.cli.channel import USAGE, Parser, Server, UsageError, cancelled_at_ctrl_c, complain, exit_code, explain

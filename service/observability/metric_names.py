@@ -92,9 +92,10 @@ FAMILIES: Mapping[str, Family] = {
     "engine_state": _gauge("1 for the state that the engine is in.", "state"),
     "engine_restarts": _counter("Times that the engine was started again."),
     "engine_deaths": _counter("Times that the engine process came to an end that nobody wished.", "reason"),
+    "requests_quarantined": _counter("Requests that ended the engine process twice, and are not run any more."),
     "engine_load_progress": _gauge("How far each phase of loading is, from 0 to 1.", "phase"),
     "event_loop_lag_seconds": _histogram("How late the front's event loop was, ten times a second."),
-    "tls_certificate_expiry_timestamp_seconds": _gauge("When our certificate expires; Unix time."),
+    "tls_certificate_expiry_timestamp_seconds": _gauge("When a file's first certificate expires; Unix time.", "file"),
     "identity_reload_failures": _counter("Times that tokens or certificates were read again in vain.", "file"),
     # Requests
     "requests": _counter("Calls that have ended, by how.", "method", "code"),

@@ -85,13 +85,13 @@ class Metrics:
         yield _by("engine_state", {state.value: int(state is engine.state) for state in EngineState})
         yield _one("engine_restarts", engine.restarts)
         yield _by("engine_deaths", engine.deaths)
+        yield _one("requests_quarantined", engine.quarantines)
         yield _by("engine_load_progress", self._instruments.progress.phases)
         yield from _optimizations(self._switches)
         yield _one("config_reloads", self._instruments.reloads["reloads"])
         yield _one("config_reload_failures", self._instruments.reloads["failures"])
         yield _one("event_loop_lag_seconds", self._instruments.lag.seconds)
-        if self._identity.expires is not None:
-            yield _one("tls_certificate_expiry_timestamp_seconds", self._identity.expires)
+        yield _by("tls_certificate_expiry_timestamp_seconds", self._identity.expiries)
         yield _by("identity_reload_failures", self._identity.failures)
 
     def _requests(self) -> Iterator[Metric]:

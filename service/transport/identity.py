@@ -47,9 +47,9 @@ class Identity:
                 one.reload()
 
     @property
-    def expires(self) -> float | None:
-        """When our certificate does; Unix time in seconds."""
-        return None if self._certificates is None else self._certificates.expires
+    def expiries(self) -> Mapping[str, float]:
+        """When our certificate expires, and that of the authority of our callers; Unix time in seconds."""
+        return {} if self._certificates is None else self._certificates.expiries
 
     @property
     def failures(self) -> Mapping[str, int]:

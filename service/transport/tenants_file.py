@@ -51,13 +51,13 @@ class TenantsFile:
         self._watch.ask()
 
     def _read_again(self) -> None:
+        outcome = "invalid"
         try:
             self._policies = read_tenants(self._path)
-            self._count("read")
-            _log.info("tenants read again: %d entries", len(self._policies.named))
-        except BadSettings as error:
-            self._count("invalid")
-            _log.error("the old tenants stay in force: %s", error)
+            outcome = "read"
+        finally:
+            self._count(outcome)
+        _log.info("tenants read again: %d entries", len(self._policies.named))
 
 
 def read_tenants(path: Path) -> TenantPolicies:

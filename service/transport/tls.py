@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +37,7 @@ class Pair:
     client_ca: bytes | None  # PEM
     begins: float  # Unix time in seconds; the latest of the chain
     expires: float  # the earliest of the chain
+    ca_expires: float | None  # the earliest of the callers' authorities
 
     def valid(self, now: float) -> bool:
         return self.begins <= now < self.expires
@@ -65,9 +66,10 @@ class Certificates:
         self._watch.start()
 
     @property
-    def expires(self) -> float:
-        """Unix time in seconds."""
-        return self._pair.expires
+    def expiries(self) -> Mapping[str, float]:
+        """When the first certificate of each file expires; Unix time in seconds."""
+        pair = self._pair
+        return {"cert": pair.expires} | ({} if pair.ca_expires is None else {"client-ca": pair.ca_expires})
 
     def credentials(self) -> grpc.ServerCredentials:
         """For one port: each asks for news at every new connection."""
@@ -116,16 +118,17 @@ def read_pair(tls: TlsOptions) -> Pair:
     certificates = _certificates(chain, f"tls.cert: {tls.cert}")
     key = _pem(tls.key, "tls.key")
     _check_key(key, certificates[0], f"tls.key: {tls.key}")
-    client_ca = None
+    client_ca, authorities = None, []
     if tls.client_ca is not None:
         client_ca = _pem(tls.client_ca, "tls.client-ca")
-        _certificates(client_ca, f"tls.client-ca: {tls.client_ca}")
+        authorities = _certificates(client_ca, f"tls.client-ca: {tls.client_ca}")
     return Pair(
         key,
         chain,
         client_ca,
         begins=max(one.not_valid_before_utc.timestamp() for one in certificates),
         expires=min(one.not_valid_after_utc.timestamp() for one in certificates),
+        ca_expires=min((one.not_valid_after_utc.timestamp() for one in authorities), default=None),
     )
 
 

@@ -80,6 +80,7 @@ class ScriptedEngine:
     load = EngineLoad()
     restarts = 0
     deaths: Mapping[str, int] = MappingProxyType({"hung": 0})
+    quarantines = 0
     reverted: Mapping[str, Reverted] = MappingProxyType({})
     reverts: Mapping[str, int] = MappingProxyType({})
 

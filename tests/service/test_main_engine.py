@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.fake import Fault
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_stream, refused
+from tests.service.observability.test_metrics import page_of, value
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -100,6 +101,7 @@ def test_a_request_that_kills_engines_is_refused_however_many_send_it(serve: Ser
         assert [one.result() for one in mates] == alone
         assert {one.result() for one in poison} == {(grpc.StatusCode.FAILED_PRECONDITION, "QUARANTINED")}
         assert server.log.read_text().count("another is started") == 2
+        assert value(page_of(server), "requests_quarantined_total") == 1
 
 
 def test_a_replaced_folder_ends_the_server_with_one_line(serve: Serve, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_two_deaths_alone_are_the_end_and_one_is_not() -> None:
     with pytest.raises(Quarantined):
         suspects.solo(ONE)
     assert suspects.solo(OTHER) == NO_SOLO
+    assert suspects.quarantines == 1
 
 
 def test_any_number_of_deaths_in_company_are_not() -> None:
@@ -44,6 +45,7 @@ def test_any_number_of_deaths_in_company_are_not() -> None:
         suspects.died_together([(ONE, made), (OTHER, 0)], ahead=1)
     assert suspects.solo(ONE) == (0, 11), "wherever it may have been the cause it runs alone"
     assert suspects.solo(OTHER) == (0, 2)
+    assert suspects.quarantines == 0
 
 
 def test_a_retry_has_another_seed_and_is_known_all_the_same() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from google.rpc import error_details_pb2, status_pb2
 from service.cli import main
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import generation_pb2_grpc
+from tests.service.certificates import HERE, Authority, write_pair
 
 ROOT = Path(__file__).resolve().parents[3]
 Behaviour = Callable[[pb.GenerateStreamRequest, grpc.ServicerContext], Iterator[pb.GenerateStreamResponse]]
@@ -313,26 +313,21 @@ def test_a_terminal_that_cannot_show_it(host: Host) -> None:
 
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that is its own authority."""
-    openssl = shutil.which("openssl")
-    assert openssl, "openssl is needed"
-    folder = tmp_path_factory.mktemp("pems")
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-         "-subj", "/CN=whippet", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=folder, check=True, capture_output=True,
-    )  # fmt: skip
+    """An authority, and a certificate for 127.0.0.1 of it."""
+    folder, authority = tmp_path_factory.mktemp("pems"), Authority("whippet")
+    (folder / "ca.pem").write_bytes(authority.pem)
+    write_pair(folder, "own", authority.sign(*HERE))
     return folder
 
 
 @pytest.mark.parametrize("mutual", [False, True])
 def test_tls(pems: Path, capfd: pytest.CaptureFixture[str], mutual: bool) -> None:
-    key, cert = ((pems / f"{name}.pem").read_bytes() for name in ("key", "cert"))
-    credentials = grpc.ssl_server_credentials([(key, cert)], cert if mutual else None, mutual)
+    key, cert, ca = ((pems / name).read_bytes() for name in ("own.key", "own.pem", "ca.pem"))
+    credentials = grpc.ssl_server_credentials([(key, cert)], ca if mutual else None, mutual)
     host = Host(credentials)
     try:
-        flags = ["generate", "--address", host.address, "x", "--tls-ca", str(pems / "cert.pem")]
-        pair = ["--tls-cert", str(pems / "cert.pem"), "--tls-key", str(pems / "key.pem")] if mutual else []
+        flags = ["generate", "--address", host.address, "x", "--tls-ca", str(pems / "ca.pem")]
+        pair = ["--tls-cert", str(pems / "own.pem"), "--tls-key", str(pems / "own.key")] if mutual else []
         assert main([*flags, *pair]) == 0
         assert capfd.readouterr().out == "Grüße, Welt\n"
         assert main(["generate", "--address", host.address, "x"]) == 64 + 14  # plaintext to a TLS port

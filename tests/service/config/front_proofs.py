@@ -7,7 +7,6 @@ import hashlib
 import re
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from service.transport.ports import SIDE_BOUNDS, open_port
 from service.transport.tenants_file import TenantsFile
 from service.transport.writer import StallWatch
 from tests.service.asked import chat
+from tests.service.certificates import HERE, Authority, private_key, write_pair
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
 from tests.service.conftest import Server, ask
 
@@ -289,14 +289,9 @@ def _shake_hands(port: int) -> str:
 
 def certify(folder: Path) -> None:
     """Two certificates of one key, and another pair."""
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout")
-    for name, key in (
-        ("server", (*curve, "server.key")),
-        ("again", ("-key", "server.key")),
-        ("other", (*curve, "other.key")),
-    ):
-        words = ("openssl", "req", "-x509", *key, "-days", "2", "-subj", f"/CN={name}", "-out", f"{name}.pem")
-        subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    authority, key = Authority("ca"), private_key()
+    for name, own in (("server", key), ("again", key), ("other", private_key())):
+        write_pair(folder, name, authority.sign(*HERE, key=own))
 
 
 async def shown(settings: Settings, tools: Tools) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
+from bench.grpc_frames import FrameClient
 from service.core.errors import Overloaded, Unauthenticated
 from service.observability.record import UNKNOWN_METHOD, Metadata, Observers, RecordBuilder, RequestRecord
 from service.transport.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Rights
@@ -55,6 +57,7 @@ class Seen:
     """Records, and a way to wait for one."""
 
     def __init__(self) -> None:
+        self.address = ""
         self.records: asyncio.Queue[RequestRecord] = asyncio.Queue()
         self.waits = asyncio.Event()
 
@@ -84,10 +87,10 @@ async def port() -> AsyncIterator[tuple[grpc.aio.Channel, Seen]]:
     server = grpc.aio.server()
     health = Health(lambda: True, lambda: True).handlers(inbox, observers)
     server.add_generic_rpc_handlers((service("t.T", methods, observers), health, Strangers(observers)))
-    number = server.add_insecure_port("127.0.0.1:0")
+    seen.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{number}") as channel:
+        async with grpc.aio.insecure_channel(seen.address) as channel:
             yield channel, seen
     finally:
         await server.stop(None)
@@ -121,16 +124,22 @@ async def test_one_record_however_it_ends(method: str, metadata: Metadata, code:
         assert record.arrived_at <= record.ended_at
 
 
-@pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED"])
-async def test_a_call_that_is_cut_off(code: str) -> None:
+async def test_a_call_that_is_cancelled() -> None:
     async with port() as (channel, seen):
-        call = channel.unary_unary("/t.T/wait")(b"", timeout=1.0 if code == "DEADLINE_EXCEEDED" else 60)
+        call = channel.unary_unary("/t.T/wait")(b"", timeout=60)
         await asyncio.wait_for(seen.waits.wait(), 60)
-        if code == "CANCELLED":
-            call.cancel()
+        call.cancel()
         with suppress(grpc.RpcError, asyncio.CancelledError):
             await call
-        assert (await seen.one()).code == code
+        assert (await seen.one()).code == "CANCELLED"
+
+
+async def test_a_call_whose_deadline_passes() -> None:
+    """Here: a client that keeps to its deadline cancels as soon as that has passed there."""
+    async with port() as (_, seen):
+        with FrameClient(seen.address, time.monotonic) as client:
+            client.start("/t.T/wait", b"", (("grpc-timeout", "2S"),))
+            assert (await seen.one()).code == "DEADLINE_EXCEEDED"
 
 
 async def test_a_call_that_has_ended_is_gone_without_a_collection() -> None:

@@ -11,6 +11,7 @@ import pytest
 from engine.api import Priority
 from service.config.settings import BadSettings
 from service.core.tenants import TenantPolicy
+from service.transport import tenants_file
 from service.transport.tenants_file import TenantsFile, read_tenants
 
 WHOLE = """
@@ -85,7 +86,9 @@ def test_a_fifo_or_no_file_is_refused_at_once(tmp_path: Path) -> None:
             read_tenants(tmp_path / name)
 
 
-def test_it_is_followed_and_one_that_is_wrong_leaves_the_old_in_force(tmp_path: Path) -> None:
+def test_it_is_followed_and_one_that_is_wrong_leaves_the_old_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A ConfigMap's file is a link that is pointed elsewhere."""
     counted: list[str] = []
     read = threading.Event()
@@ -117,3 +120,8 @@ def test_it_is_followed_and_one_that_is_wrong_leaves_the_old_in_force(tmp_path: 
     file.reload()
     assert read.wait(60)
     assert counted == ["read", "invalid", "invalid"]
+    read.clear()
+    monkeypatch.setattr(tenants_file, "read_tenants", lambda path: 1 / 0)
+    file.reload()
+    assert read.wait(60)
+    assert counted == ["read", "invalid", "invalid", "invalid"]  # whatever was wrong

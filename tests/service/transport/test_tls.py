@@ -101,11 +101,11 @@ def test_a_pair_replaces_another_unless_it_is_worse(tmp_path: Path, caplog: pyte
             in_force = found
         else:
             until(lambda failures=failures: certificates.failures > failures)
-        assert f"{certificates.expires}" == in_force
+        assert f"{certificates.expiries['cert']}" == in_force
     (tmp_path / "server.pem").write_text("-----BEGIN ")
     certificates.reload()
     until(lambda: "holds no certificate" in caplog.text)
-    assert f"{certificates.expires}" == in_force
+    assert f"{certificates.expiries['cert']}" == in_force
     assert "BEGIN" not in caplog.text
 
 
@@ -128,7 +128,7 @@ def test_a_folder_that_kubernetes_swaps_is_a_new_pair(tmp_path: Path) -> None:
     certificates = Certificates(options(tmp_path))
     (tmp_path / "..next").symlink_to("two")
     (tmp_path / "..next").replace(tmp_path / "..data")
-    until(lambda: certificates.expires == read_pair(options(tmp_path / "two")).expires)
+    until(lambda: certificates.expiries["cert"] == read_pair(options(tmp_path / "two")).expires)
     assert certificates.failures == 0
 
 
@@ -303,7 +303,8 @@ def test_certificates_change_under_60_streams(serve: Serve, tmp_path: Path) -> N
         assert shown(one.data) == der(second)
         page = page_of(one)
         assert value(page, "identity_reload_failures_total", file="certificates") >= 1
-        assert value(page, "tls_certificate_expiry_timestamp_seconds") == expiry(second)
+        assert value(page, "tls_certificate_expiry_timestamp_seconds", file="cert") == expiry(second)
+        assert value(page, "tls_certificate_expiry_timestamp_seconds", file="client-ca") == expiry((b"", old.pem))
         write_pair(tmp_path, "server", third)
         until(lambda: shown(one.data) == der(third))
 
