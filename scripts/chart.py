@@ -120,6 +120,10 @@ RULES: dict[str, Schema] = {
     "autoscaling.waitingPerReplica": POSITIVE,
     "autoscaling.kvUsePercent": {"type": "integer", "minimum": 1, "maximum": 100},
     "smoke.tokenSecret": NAME,
+    "smoke.clientSecret": NAME,
+    "smoke.serverName": NAME,
+    "smoke.admin": BOOLEAN_OR_COMPUTED,
+    "smoke.timeoutSeconds": POSITIVE,
 }
 
 

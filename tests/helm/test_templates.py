@@ -223,8 +223,3 @@ def test_only_named_peers_get_in(render: Render) -> None:
 
 def test_redis_lets_our_user_do_what_the_documentation_says() -> None:
     assert (CHART / "files" / "redis-rules.txt").read_text().split() == rules().split()
-
-
-def test_the_smoke_test_is_the_script_of_this_tree(render: Render) -> None:
-    held = only(render(), "ConfigMap", "one-whippet-smoke")["data"]["smoke.sh"]
-    assert held.strip() == (CHART.parents[1] / "scripts" / "smoke.sh").read_text().strip()

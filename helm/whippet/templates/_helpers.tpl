@@ -121,6 +121,15 @@ true
 {{- end -}}
 {{- end -}}
 
+{{- /* The smoke test asks the admin port where anybody may, or where values say so */ -}}
+{{- define "whippet.smokeAdmin" -}}
+{{- if kindIs "invalid" .Values.smoke.admin -}}
+{{- include "whippet.insecure" . -}}
+{{- else if .Values.smoke.admin -}}
+true
+{{- end -}}
+{{- end -}}
+
 {{- define "whippet.redisName" -}}
 {{- printf "%s-redis" (include "whippet.fullname" .) -}}
 {{- end -}}
