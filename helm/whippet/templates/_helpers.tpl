@@ -150,7 +150,7 @@ true
       "admin-listen" "0.0.0.0:50052"
       "health-listen" "0.0.0.0:50053"
       "metrics-listen" "0.0.0.0:9090"
-      "cache-dir" "/var/cache/whippet"
+      "cache-dir" "/var/cache/whippet/kept"
       "log-level" .Values.logLevel
       "log" (dict "format" .Values.logFormat)
       "drain" (dict "delay" .Values.drain.delaySeconds "timeout" (include "whippet.drainTimeout" . | int)) -}}
