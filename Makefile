@@ -23,7 +23,7 @@ HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,a
 ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: serve test lint format proto chart lock bench soak sbom smoke clean
+.PHONY: serve test lint format proto chart lock bench soak image-proof sbom smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
@@ -39,7 +39,7 @@ ifndef ARGS
 	$(PYTEST) tests/timing
 endif
 
-lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema, shell scripts
+lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema, shell scripts, the Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -49,6 +49,7 @@ lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract,
 	$(BIN)/python scripts/chart.py --check
 	$(BUFCLI) lint
 	$(BIN)/shellcheck scripts/*.sh .ci/run
+	$(BIN)/hadolint Dockerfile
 
 format: $(VENV)/.test ## Bring the code into shape
 	$(BIN)/ruff check --fix .
@@ -77,6 +78,10 @@ soak: $(VENV)/.test ## A server under callers and trouble, twenty minutes: did e
 
 smoke: $(VENV)/.test ## grpcurl against ADDRESS with flags ARGS, or against a server of its own with flags ARGS
 	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh) $(ARGS)
+
+image-proof: $(VENV)/.test ## As root: the Dockerfile's steps in a chroot, and a server from what comes out; minutes, 5 GB
+	@command -v debootstrap >/dev/null || apt-get install -y -qq debootstrap
+	$(BIN)/python -m scripts.image_proof $(ARGS)
 
 sbom: $(VENV)/.runtime ## What is installed, as CycloneDX, into sbom.json
 	$(BIN)/python -m scripts.sbom > sbom.json

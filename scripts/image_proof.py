@@ -10,6 +10,8 @@ the volume and /tmp as Kubernetes gives them (mode 0777), and grpcurl asks it fr
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -34,18 +36,20 @@ SAID = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "N
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """Builds stages below `work`, each once."""
+    """Builds stages below `work`, each once for as long as what it is made of stays the same."""
 
     stages: dict[str, Stage]
     work: Path
+    context: Path
     arguments: dict[str, str]
     shared: tuple[str, ...]  # folders of this machine that steps may read
 
     def build(self, name: str) -> Path:
         """The folder of a stage."""
-        root = self.work / name
-        if (self.work / f"{name}.done").exists():
+        root, done, made_of = self.work / name, self.work / f"{name}.done", self._made_of(name)
+        if done.exists() and done.read_text() == made_of:
             return root
+        done.unlink(missing_ok=True)
         stage = self.stages[name]
         if stage.base == "scratch":
             root.mkdir(parents=True, exist_ok=True)
@@ -54,8 +58,21 @@ class Builder:
             step(f"{name}: FROM {stage.base}", lambda: _copy(base, root))
         for one in stage.instructions:
             self._do(name, root, one)
-        (self.work / f"{name}.done").touch()
+        done.write_text(made_of)
         return root
+
+    def _made_of(self, name: str) -> str:
+        """A hash of its instructions, of the files and stages that it copies, and of its base."""
+        stage = self.stages[name]
+        found = hashlib.sha256(repr((stage, self.arguments)).encode())
+        found.update(self._made_of(stage.base).encode() if stage.base in self.stages else b"")
+        for origin, words, _ in filter(None, map(_copies, stage.instructions)):
+            found.update(self._made_of(origin).encode() if origin else b"")
+            for word in () if origin else words:
+                paths = [self.context / word, *sorted((self.context / word).rglob("*"))]
+                for path in filter(Path.is_file, paths):
+                    found.update(f"{path}\0".encode() + path.read_bytes())
+        return found.hexdigest()
 
     def _debian(self) -> Path:
         root = self.work / BASE
@@ -68,8 +85,10 @@ class Builder:
     def _do(self, name: str, root: Path, one: Instruction) -> None:
         if one.word == "RUN":
             step(f"{name}: RUN {one.rest[:100]}", lambda: self._run(name, root, one.rest))
-        elif one.word == "COPY":
-            step(f"{name}: COPY {one.rest}", lambda: self._copy_in(root, one.rest))
+        elif (copies := _copies(one)) is not None:
+            origin, words, target = copies
+            source = self.build(origin) if origin else self.context
+            step(f"{name}: COPY {one.rest}", lambda: _copy_in(source, words, root, target))
 
     def _run(self, name: str, root: Path, text: str) -> None:
         """In a mount namespace, so that nothing that is mounted stays."""
@@ -100,31 +119,36 @@ class Builder:
         declared = {one.rest for one in self.stages[name].instructions if one.word == "ARG"}
         return {key: value for key, value in self.arguments.items() if key in declared}
 
-    def _copy_in(self, root: Path, rest: str) -> None:
-        *words, target = rest.split()
-        origin = self._context()
-        if words[0].startswith("--from="):
-            origin = self.build(words.pop(0).removeprefix("--from="))
-        for word in words:
-            source = origin / word.lstrip("/")
-            there = Path(f"{root}{target}")
-            if source.is_dir():
-                shutil.copytree(source, there, dirs_exist_ok=True, symlinks=True)
-            else:
-                there = there / source.name if target.endswith("/") else there
-                there.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, there)
 
-    def _context(self) -> Path:
-        """What git has of this tree, as far as .dockerignore lets it through."""
-        context = self.work / "context"
-        if not context.exists():
-            ignored = (ROOT / ".dockerignore").read_text()
-            listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-            for name in filter(lambda name: kept(ignored, name), listed.stdout.splitlines()):
-                (context / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, context / name)
-        return context
+def _copies(one: Instruction) -> tuple[str, list[str], str] | None:
+    """Stage (empty: the build's context), sources, target."""
+    if one.word != "COPY":
+        return None
+    *words, target = one.rest.split()
+    origin = words.pop(0).removeprefix("--from=") if words[0].startswith("--from=") else ""
+    return origin, [word.lstrip("/") for word in words], target
+
+
+def _copy_in(origin: Path, words: list[str], root: Path, target: str) -> None:
+    for word in words:
+        source, there = origin / word, Path(f"{root}{target}")
+        if source.is_dir():
+            shutil.copytree(source, there, dirs_exist_ok=True, symlinks=True)
+        else:
+            there = there / source.name if target.endswith("/") else there
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, there)
+
+
+def _context(folder: Path) -> Path:
+    """What git has of this tree, as far as .dockerignore lets it through."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ignored = (ROOT / ".dockerignore").read_text()
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(lambda name: kept(ignored, name), listed.stdout.splitlines()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
 
 
 def _mirror() -> str | None:
@@ -176,11 +200,15 @@ def main() -> None:
     wheels = _links()
     arguments = {"BASE": BASE, "TORCH_WHEELS": wheels, "VERSION": "proof", "REVISION": "proof"}
     found = stages((ROOT / "Dockerfile").read_text(), arguments)
-    builder = Builder(found, flags.work, arguments, tuple(filter(os.path.isdir, wheels.split())))
+    builder = Builder(
+        found, flags.work, _context(flags.work / "context"), arguments, tuple(filter(os.path.isdir, wheels.split()))
+    )
     root = builder.build(flags.target)
     billed = builder.build(f"sbom-{flags.target}") / "sbom.json"
     size = int(subprocess.run(["du", "-sm", str(root)], capture_output=True, text=True, check=True).stdout.split()[0])
-    print(f"{size} MiB in {root}, {billed.read_text().count('pkg:pypi/')} lines of packages in its bill of materials")
+    print(
+        f"{size} MiB in {root}; its bill of materials has {len(json.loads(billed.read_text())['components'])} packages"
+    )
     if left := tools(root):
         sys.exit(f"not to be in the image: {', '.join(left)}")
     Serving(root, image(found, flags.target)).prove()

@@ -86,7 +86,8 @@ class Serving:
         _await(lambda: "the embedder runs" in log.read_text(), process)
         told = log.read_text()
         check("the embedder runs" in told, next(line for line in told.splitlines() if "the embedder runs" in line))
-        check("WARNING" not in told, "no warning in the log")
+        warned = [line for line in told.splitlines() if "WARNING" in line and "--insecure" not in line]
+        check(not warned, "no warning in the log but that anybody may call" + "".join(f"\n{line}" for line in warned))
         kept = [path for volume in self.image.volumes for path in Path(f"/proc/{server}/root{volume}").rglob("*")]
         check(not [path for path in kept if path.is_file()], "nothing was compiled, exported or written")
         os.kill(server, signal.SIGTERM)

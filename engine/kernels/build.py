@@ -175,6 +175,7 @@ class CubinCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
                 file.write(code)
+            os.chmod(file.name, 0o644)  # the folder says who may look; an image is made of what lies in it
             os.replace(file.name, path)
         except OSError:
             return

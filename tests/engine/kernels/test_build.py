@@ -60,6 +60,7 @@ def test_what_was_compiled_ahead_is_read_first(tmp_path: Path, caplog: pytest.Lo
     one.write_bytes(b"made ahead")
     cache = CubinCache(kept, "compiler", compile_source, ahead)
     assert cache.get("linear.cu", {"A": 1}, "sm_90a") == b"made ahead"
+    assert one.stat().st_mode & 0o777 == 0o644
     assert not kept.exists()
     assert not caplog.messages
     for number in (2, 3):
