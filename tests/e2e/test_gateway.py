@@ -1,0 +1,102 @@
+"""OpenAI's HTTP by a real gateway in front of the demo model: the same words as whippet.v1 gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.gateways import Gateway, smg
+
+HELLO = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello")]))
+TEXT = pb.GenerateRequest(text="def read_json(path):\n")
+MOST = 24  # tokens
+
+
+@pytest.fixture(scope="module")
+def gateway(demo: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with smg(tmp_path_factory.mktemp("smg"), "demo", demo.data) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ours(demo: Any) -> GenerationServiceStub:
+    return GenerationServiceStub(grpc.insecure_channel(demo.data))
+
+
+def native(ours: GenerationServiceStub, request: pb.GenerateRequest) -> pb.GenerateResponse:
+    whole = pb.GenerateRequest()
+    whole.CopyFrom(request)
+    whole.sampling.temperature = 0
+    whole.stopping.max_tokens = MOST
+    whole.output.logprobs = 2
+    return ours.Generate(whole, timeout=90)
+
+
+def usage(found: Any) -> tuple[int, int]:
+    return found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]
+
+
+def counted(answer: pb.GenerateResponse) -> tuple[int, int]:
+    return answer.finish.usage.prompt_tokens, answer.finish.usage.completion_tokens
+
+
+def test_chat(gateway: Gateway, ours: GenerationServiceStub) -> None:
+    expected = native(ours, HELLO)
+    whole = gateway.chat("Hello", model="demo", max_tokens=MOST).json
+    assert whole["choices"][0]["message"]["content"] == expected.text
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert usage(whole) == counted(expected)
+    streamed = gateway.chat(
+        "Hello", model="demo", max_tokens=MOST, stream=True, stream_options={"include_usage": True}
+    ).events
+    *pieces, last = streamed
+    assert "".join(one["choices"][0]["delta"].get("content") or "" for one in pieces) == expected.text
+    assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
+    assert usage(last) == counted(expected)
+
+
+def test_completions(gateway: Gateway, ours: GenerationServiceStub) -> None:
+    expected = native(ours, TEXT)
+    wishes = {"model": "demo", "prompt": TEXT.text, "max_tokens": MOST, "temperature": 0}
+    whole = gateway.ask("completions", **wishes).json
+    assert whole["choices"][0]["text"] == expected.text
+    assert usage(whole) == counted(expected)
+    streamed = gateway.ask("completions", **wishes, stream=True).events
+    assert "".join(one["choices"][0]["text"] for one in streamed if one["choices"]) == expected.text
+    assert streamed[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stop_ends_what_is_generated_and_billed(gateway: Gateway, ours: GenerationServiceStub) -> None:
+    expected = native(ours, HELLO)
+    word = expected.text.split()[3]
+    found = gateway.chat("Hello", model="demo", max_tokens=MOST, stop=[word]).json
+    assert found["choices"][0]["message"]["content"] == expected.text[: expected.text.index(word)]
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert usage(found)[1] < counted(expected)[1]
+
+
+def test_log_probabilities(gateway: Gateway, ours: GenerationServiceStub) -> None:
+    expected = native(ours, HELLO)
+    found = gateway.chat("Hello", model="demo", max_tokens=MOST, logprobs=True, top_logprobs=2).json
+    places = found["choices"][0]["logprobs"]["content"]
+    assert len(places) >= len(expected.logprobs) - 1  # the end-of-text token may be left out
+    for place, one in zip(places, expected.logprobs, strict=False):
+        assert place["logprob"] == pytest.approx(one.logprob, abs=1e-4)
+        assert [top["logprob"] for top in place["top_logprobs"]] == pytest.approx(
+            [top.logprob for top in one.top], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "wish"),
+    [("sampling_params.n", {"n": 2}), ("sampling_params.json_schema", {"response_format": {"type": "json_object"}})],
+)
+def test_what_is_lacking_is_named_to_the_one_who_asked(gateway: Gateway, field: str, wish: dict[str, Any]) -> None:
+    answer = gateway.chat("Hello", model="demo", max_tokens=2, **wish)
+    assert answer.status >= 400
+    assert field in answer.body
