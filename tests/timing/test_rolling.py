@@ -1,5 +1,5 @@
-"""Two servers are replaced one after the other, again and again, and no stream is lost: through Envoy, and by clients
-that call the servers themselves and try again as a service config tells them."""
+"""Two servers with one Redis are replaced one after the other, again and again, and no stream is lost: through Envoy,
+and by clients that call the servers themselves and try again as a service config tells them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.redis_server import RedisServer
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests import envoy
@@ -47,10 +48,11 @@ SERVICE_CONFIG = {
 
 
 class Fleet:
-    """Two servers on ports that stay the same."""
+    """Two servers on ports that stay the same, each without a cache of its own."""
 
-    def __init__(self, serve: Serve) -> None:
+    def __init__(self, serve: Serve, *flags: str) -> None:
         self._serve = serve
+        self._flags = flags
         ports = envoy.free_ports(6)
         self._ports = [ports[:3], ports[3:]]
         self._stacks = [ExitStack(), ExitStack()]
@@ -62,7 +64,7 @@ class Fleet:
         names = ("listen", "admin-listen", "health-listen")
         flags = [f"--{name}=127.0.0.1:{port}" for name, port in zip(names, self._ports[which], strict=True)]
         flags += [f"--fake.step-time={STEP}", f"--drain.delay={DELAY}", "--scheduler.max-sequences=64"]
-        return self._stacks[which].enter_context(self._serve(*flags))
+        return self._stacks[which].enter_context(self._serve(*flags, *self._flags))
 
     def replace(self) -> None:
         """The one that has run for longer."""
@@ -78,14 +80,15 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(serve: Serve) -> Iterator[Fleet]:
-    one = Fleet(serve)
+def fleet(serve: Serve, redis_server: RedisServer, key_file: Path) -> Iterator[Fleet]:
+    shared = (f"--cache.redis-url={redis_server.url}", f"--cache.key-file={key_file}")
+    one = Fleet(serve, *shared, "--optimizations.response-cache=true")
     yield one
     one.close()
 
 
 class Caller:
-    """Calls again and again until told to stop."""
+    """Calls again and again until told to stop; one call in five asks what others have asked before."""
 
     def __init__(self, channel: grpc.aio.Channel, ends: Counter[str]) -> None:
         self._stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -94,19 +97,23 @@ class Caller:
 
     async def run(self) -> None:
         while not self.stopped:
-            tokens = LONG if self._ends["whole"] % 10 == 0 else SHORT
-            self._ends[await self._call(tokens)] += 1
+            count = self._ends.total()
+            asked = ask_stream(f"x{count // 100}", LONG if count % 10 == 0 else SHORT)
+            asked.delivery.max_tokens_per_message = 4
+            if count % 5 == 1:
+                asked.sampling.temperature = 0
+            self._ends[await self._call(asked)] += 1
 
-    async def _call(self, tokens: int) -> str:
-        asked = ask_stream("x", tokens, delivery=pb.DeliveryOptions(max_tokens_per_message=4))
-        request = pb.GenerateStreamRequest.FromString(asked.SerializeToString())
+    async def _call(self, request: pb.GenerateStreamRequest) -> str:
         last = pb.GenerateStreamResponse()
         try:
             async for message in self._stub.GenerateStream(request, timeout=PATIENCE * 3):
                 last = message
         except grpc.aio.AioRpcError as error:
             return f"{error.code()}: {error.details()}"
-        return "whole" if last.finish.usage.completion_tokens == tokens else "cut short"
+        if last.finish.usage.completion_tokens != request.stopping.max_tokens:
+            return "cut short"
+        return "stored" if last.finish.cache_source == pb.CACHE_SOURCE_RESPONSE else "generated"
 
 
 async def test_no_stream_is_lost_while_servers_are_replaced(fleet: Fleet, tmp_path: Path) -> None:
@@ -129,4 +136,4 @@ async def test_no_stream_is_lost_while_servers_are_replaced(fleet: Fleet, tmp_pa
             for caller in callers:
                 caller.stopped = True
             await asyncio.gather(*tasks)
-        assert [set(one) for one in ends.values()] == [{"whole"}, {"whole"}], ends
+        assert [set(one) for one in ends.values()] == [{"generated", "stored"}] * 2, ends
