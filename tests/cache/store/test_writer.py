@@ -86,6 +86,6 @@ async def test_closing_waits_so_long_and_forgets_the_rest(counters: Counters) ->
     door = Door()
     queue = WriteQueue(door.flush, 1000, 1 << 20, counters)
     queue.offer(write(1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await queue.aclose(0.02)
     assert (queue.held, door.batches) == (0, [])

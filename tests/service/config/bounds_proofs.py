@@ -47,7 +47,7 @@ async def data_port(settings: Settings) -> AsyncIterator[str]:
 def spoken_to(address: str, count: int) -> list[bytes]:
     """What the server says first on each of `count` connections; nothing on those that it closes."""
     host, _, port = address.rpartition(":")
-    sockets = [socket.create_connection((host, int(port)), 20) for _ in range(count)]
+    sockets = [socket.create_connection((host, int(port)), 60) for _ in range(count)]
     said = []
     for one in sockets:
         try:

@@ -279,7 +279,7 @@ def _shake_hands(port: int) -> str:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    with socket.create_connection(("127.0.0.1", port), 5) as raw, context.wrap_socket(raw) as link:
+    with socket.create_connection(("127.0.0.1", port), 60) as raw, context.wrap_socket(raw) as link:
         shown = link.getpeercert(binary_form=True) or b""
         link.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
         if not link.recv(1):

@@ -93,7 +93,7 @@ def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
     with serve(*shared, *slow) as server:
         _, answer = tokens_of(server, IDS)
         assert tokens_of(server, IDS) == (FULL, answer)
-        time.sleep(0.5)  # what is written, is written beside the answers
+        until(lambda: written(redis_server))
         with pytest.raises(grpc.RpcError):
             tokens_of(server, [0, 3, 1])  # the fake's word for a crash
         deadline = time.monotonic() + PATIENCE
@@ -108,6 +108,13 @@ def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
     with serve(*shared, *slow) as replica:
         assert tokens_of(replica, [*IDS[:1030], 9])[0] == 1024
         assert tokens_of(replica, IDS, "b")[0] == 0
+
+
+def written(redis_server: RedisServer) -> bool:
+    """Whether all is in Redis: that is done beside the answers. Nothing tells when it is over."""
+    before = len(redis_server.keys("k:*"))
+    time.sleep(1)
+    return 0 < before == len(redis_server.keys("k:*"))
 
 
 def flush(server: Server, kind: admin_pb2.CacheKind, tenant: str = "tenant-a") -> int:

@@ -162,7 +162,7 @@ def test_rubbish_at_a_tls_port_is_not_logged(serve: Serve, certificates: Path) -
         for address in (one.data, one.admin_address, one.health, one.metrics):
             host, _, port = address.rpartition(":")
             for _ in range(50):
-                with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port)), 20) as link:
+                with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port)), 60) as link:
                     link.sendall(b"CANARY" * 50)
                     link.shutdown(socket.SHUT_WR)
                     while link.recv(4096):
@@ -247,7 +247,7 @@ def shown(address: str) -> bytes:
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), 20) as raw, context.wrap_socket(raw) as link:
+    with socket.create_connection((host, int(port)), 60) as raw, context.wrap_socket(raw) as link:
         return link.getpeercert(binary_form=True) or b""
 
 

@@ -161,7 +161,7 @@ async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServ
         finally:
             await answers.aclose()
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await found(INFO, "tokenizer", put=True)
         assert await found(INFO, "tokenizer", put=False)
         other = ModelInfo(**{**{f: getattr(INFO, f) for f in INFO.__dataclass_fields__}, **CHANGES[name]})

@@ -54,7 +54,7 @@ class Sick:
             time.sleep(0.05)
             return closed and dict(call.initial_metadata())["x-cache"] == "hit-response"
 
-        until(hit, 20)
+        until(hit)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def environment(tokenizer, payload): return repr(dict(os.environ)).encode()
 def process(tokenizer, payload): return str(os.getpid()).encode()
 """
 NAMES = ("sleeps", "grows", "aborts", "dies", "raises", "refuses", "echoes", "environment", "process")
-LIMITS = Limits(processes=1, seconds=20.0, memory=256 * 2**20, jobs=4, waiting=SMALL * 8)
+LIMITS = Limits(processes=1, seconds=60.0, memory=256 * 2**20, jobs=4, waiting=SMALL * 8)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     (tmp_path / "odd_jobs.py").write_text(ODD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WHIPPET_SECRET", "hunter2")
-    quick = Limits(processes=1, seconds=1.0, memory=256 * 2**20, jobs=4, waiting=2**30)
+    quick = Limits(processes=1, seconds=3.0, memory=256 * 2**20, jobs=4, waiting=2**30)
     kinds = {**KINDS, **{name: f"odd_jobs:{name}" for name in NAMES}}
     made = TextProcesses(str(DEMO), kinds, small=LIMITS, large=quick)
     await made.start()
@@ -62,7 +62,7 @@ def gone(pid: int) -> bool:
 
 
 async def until_gone(pid: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not gone(pid):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
 
@@ -102,7 +102,7 @@ async def test_the_next_job_is_done_whatever_became_of_the_one_before(processes:
 
 async def test_a_job_that_takes_too_long_is_killed(processes: TextProcesses) -> None:
     large = b" " * SMALL + b"3600"
-    with pytest.raises(Refusal, match="more than 1 seconds"):
+    with pytest.raises(Refusal, match="more than 3 seconds"):
         await processes.run("sleeps", large)
     assert await processes.run("echoes", large) == large
 
@@ -134,7 +134,7 @@ async def test_a_cancelled_job_is_killed(processes: TextProcesses) -> None:
     job.cancel()
     with pytest.raises(asyncio.CancelledError):
         await job
-    assert await processes.run("echoes", b"next") == b"next"  # well before the job's 20 s
+    assert await processes.run("echoes", b"next") == b"next"  # well before the job's minute
     await until_gone(pid)
 
 
