@@ -20,7 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.main import serve as serve_here
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream, command, refused
+from tests.service.conftest import PATIENCE, ROOT, Server, all_flags, ask, ask_stream, command, refused
+from tests.service.forked import Template
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 # The second is gRPC's own, in the moment in which a port is closed (docs, Known limits; test_main_drain.py).
@@ -106,30 +107,32 @@ def test_a_folder_that_is_no_model_is_one_line_and_exit_code_3(
         assert err.count("\n") == 1
 
 
-def test_an_engine_that_refuses_is_exit_code_3() -> None:
-    done = start("--fake.vocab-size=5")
+def test_an_engine_that_refuses_is_exit_code_3(template: Template, tmp_path: Path) -> None:
+    done = template.run(all_flags("--fake.vocab-size=5"), tmp_path)
     assert done.returncode == 3
     assert "vocabulary" in [line for line in done.stderr.splitlines() if line.startswith("whippet: ")][-1]
 
 
-def test_another_model_than_the_one_demanded_is_exit_code_3() -> None:
+def test_another_model_than_the_one_demanded_is_exit_code_3(template: Template, tmp_path: Path) -> None:
     folder = ROOT / "models" / "demo-draft"
-    done = start(f"--model={folder}", f"--model-digest=sha256:{'0' * 64}")
+    done = template.run(all_flags(f"--model={folder}", f"--model-digest=sha256:{'0' * 64}"), tmp_path)
     assert done.returncode == 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("whippet: ")]
     assert f"{folder}: its digest is sha256:" in line
-    assert start(f"--model={folder}", "--model-digest=sha256:12").returncode == 2
+    assert template.run(all_flags(f"--model={folder}", "--model-digest=sha256:12"), tmp_path).returncode == 2
 
 
-def test_a_folder_for_code_that_others_can_write_is_exit_code_2(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    done = start(f"--cache-dir={tmp_path}")
+def test_a_folder_for_code_that_others_can_write_is_exit_code_2(template: Template, tmp_path: Path) -> None:
+    open_to_all = tmp_path / "code"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    done = template.run(all_flags(f"--cache-dir={open_to_all}"), tmp_path)
     assert done.returncode == 2
-    assert f"whippet: cache-dir: {tmp_path} can be written by others" in done.stderr
+    assert f"whippet: cache-dir: {open_to_all} can be written by others" in done.stderr
 
 
-def test_help_is_no_error() -> None:
-    done = start("--help")
+def test_help_is_no_error(template: Template, tmp_path: Path) -> None:
+    done = template.run(all_flags("--help"), tmp_path)
     assert done.returncode == 0
     assert "--scheduler.max-sequences" in done.stdout
 
