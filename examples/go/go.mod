@@ -3,6 +3,6 @@ module whippet-example
 go 1.19
 
 require (
-	google.golang.org/grpc v1.33.3
-	google.golang.org/protobuf v1.28.1
+	google.golang.org/grpc v1.64.0
+	google.golang.org/protobuf v1.34.1
 )

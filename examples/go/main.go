@@ -46,6 +46,7 @@ func main() {
 		ctx = metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+token)
 	}
 
+	// Dial and WithInsecure are what every grpc-go 1.x has; since 1.64 it prefers NewClient and insecure.NewCredentials.
 	security := grpc.WithInsecure()
 	if ca := os.Getenv("WHIPPET_CA"); ca != "" {
 		trusted, err := credentials.NewClientTLSFromFile(ca, "")
@@ -77,6 +78,6 @@ func main() {
 		}
 	}
 	if err != io.EOF {
-		log.Fatal(status.Convert(err).Code(), ": ", status.Convert(err).Message())
+		log.Fatalf("%s: %s", status.Code(err), status.Convert(err).Message())
 	}
 }

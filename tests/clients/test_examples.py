@@ -13,6 +13,7 @@ import pytest
 from tests.service.conftest import ROOT, Server
 
 EXAMPLES = ROOT / "examples"
+PROTOS = ROOT / "protos"
 NODE = shutil.which("node") or "node"
 # Command → what it needs in its environment.
 COMMANDS = {
@@ -47,3 +48,39 @@ def test_it_says_what_is_wrong(server: Server, name: str, tmp_path: Path) -> Non
     assert said.returncode != 0
     assert "Traceback" not in said.stderr
     assert "text" in said.stderr
+
+
+def make_stubs(out: Path, *flags: str) -> None:
+    """By protoc as a caller has it, from the contract alone."""
+    protos = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "whippet").rglob("*.proto"))
+    subprocess.run(["protoc", f"-I{PROTOS}", *flags, *protos], check=True, cwd=out, timeout=120)
+
+
+def test_the_contract_makes_stubs_where_its_options_say(tmp_path: Path) -> None:
+    for folder in ("go", "java", "csharp", "objc"):
+        (tmp_path / folder).mkdir()
+    flags = ("--go_out=go", "--go-grpc_out=go", "--java_out=java", "--csharp_out=csharp", "--objc_out=objc")
+    make_stubs(tmp_path, *flags)
+    go = tmp_path / "go" / "whippet" / "v1"
+    assert {one.name for one in go.iterdir()} >= {"generation.pb.go", "generation_grpc.pb.go", "errors.pb.go"}
+    assert all("\npackage whippetv1\n" in one.read_text() for one in go.iterdir())
+    java = tmp_path / "java" / "com" / "whippet" / "v1"
+    assert {"GenerateRequest.java", "ErrorReason.java", "GenerationProto.java"} <= {one.name for one in java.iterdir()}
+    assert "namespace Whippet.V1 {" in (tmp_path / "csharp" / "Generation.cs").read_text()
+    assert "@interface WHPGenerateRequest " in next((tmp_path / "objc").rglob("Generation.pbobjc.h")).read_text()
+
+
+@pytest.mark.slow
+def test_the_example_in_go_is_compiled_and_streams(server: Server, tmp_path: Path) -> None:
+    """With Debian's packages of grpc-go, which lie in a GOPATH. `make examples` installs them."""
+    folder = tmp_path / "src" / "whippet-example"
+    (folder / "gen").mkdir(parents=True)
+    shutil.copy(EXAMPLES / "go" / "main.go", folder)
+    make_stubs(folder, "--go_out=gen", "--go-grpc_out=gen")
+    paths = {"GOPATH": f"{tmp_path}:/usr/share/gocode", "GOCACHE": str(tmp_path / "cache"), "GO111MODULE": "off"}
+    environment = {**os.environ, **paths}
+    subprocess.run(["go", "build", "-o", "stream", "."], check=True, cwd=folder, env=environment, timeout=600)
+    said = subprocess.run([folder / "stream", "hello", server.data], capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    assert "64 tokens" in said.stderr
+    assert len(said.stdout) > 16

@@ -59,7 +59,7 @@ class AsyncStream(AsyncIterator[pb.GenerateStreamResponse]):
         return "".join([message.text async for message in self])
 
     async def initial_metadata(self) -> dict[str, str]:
-        """`x-request-id` and `x-cache`, as soon as the request is admitted."""
+        """`x-request-id` and `x-cache`; they come with the first message."""
         return {key: value for key, value in await self._call.initial_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:

@@ -50,7 +50,7 @@ class Stream(Iterator[pb.GenerateStreamResponse]):
         return "".join(message.text for message in self)
 
     def initial_metadata(self) -> dict[str, str]:
-        """`x-request-id` and `x-cache`, as soon as the request is admitted."""
+        """`x-request-id` and `x-cache`; they come with the first message."""
         return {key: value for key, value in self._call.initial_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:
