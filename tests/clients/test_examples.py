@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.conftest import ROOT, Server
+from whippet_client.endpoint import MOST_ATTEMPTS, service_config
 
 EXAMPLES = ROOT / "examples"
 PROTOS = ROOT / "protos"
@@ -48,6 +50,18 @@ def test_it_says_what_is_wrong(server: Server, name: str, tmp_path: Path) -> Non
     assert said.returncode != 0
     assert "Traceback" not in said.stderr
     assert "text" in said.stderr
+
+
+def test_one_retry_policy_is_advised_everywhere() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    go = (EXAMPLES / "go" / "main.go").read_text("utf-8")
+    everything = service_config(MOST_ATTEMPTS)
+    assert json.loads(page.partition("```json\n")[2].partition("```")[0]) == everything
+    [said] = json.loads(go.partition("serviceConfig = `")[2].partition("`")[0])["methodConfig"]
+    [meant] = everything["methodConfig"]  # type: ignore[misc]
+    assert said["retryPolicy"] == meant["retryPolicy"]
+    node = (EXAMPLES / "node" / "stream.js").read_text("utf-8")
+    assert all(json.dumps(value) in node for value in meant["retryPolicy"].values())
 
 
 def make_stubs(out: Path, *flags: str) -> None:

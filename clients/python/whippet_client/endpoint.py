@@ -86,8 +86,8 @@ class Endpoint:
 
 
 def service_config(attempts: int) -> dict[str, object]:
-    """UNAVAILABLE is tried again: when the server says, or else backing off. gRPC does so only until the first message of
-    an answer is there: no token ever comes twice."""
+    """UNAVAILABLE is tried again: when the server says, or else backing off. gRPC does so only until the first message
+    of an answer is there: no token ever comes twice."""
     methods: dict[str, object] = {
         "name": [{"service": "whippet.v1.GenerationService"}, {"service": "whippet.v1.ModelService"}]
     }

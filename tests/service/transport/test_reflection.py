@@ -57,11 +57,9 @@ def test_each_kind_of_question_has_its_answer(server: Server, service: str) -> N
         "grpc.health.v1.Health",
         *VERSIONS,
     }
-    assert [file.name for file in files(by_name)] == [
-        "whippet/v1/model.proto",
-        "whippet/v1/generation.proto",
-        "google/protobuf/duration.proto",
-    ]
+    first, *others = (file.name for file in files(by_name))
+    assert first == "whippet/v1/model.proto"
+    assert {"whippet/v1/generation.proto", "google/protobuf/duration.proto"} <= set(others)
     assert files(by_symbol)[0].name == "whippet/v1/generation.proto"
     assert numbers.all_extension_numbers_response.base_type_name == "whippet.v1.Model"
     assert not numbers.all_extension_numbers_response.extension_number
