@@ -32,8 +32,9 @@ class Target:
     descriptors: str = ""  # file for all descriptors, comments and JSON names included; empty: none
 
 
+OTHERS = ("inference", "smg", "vllm")  # their protocols
 TARGETS = (
-    Target("service.pb", ROOT / "service" / "pb", ("whippet", "vllm", "smg"), descriptors="descriptors.binpb"),
+    Target("service.pb", ROOT / "service" / "pb", ("whippet", *OTHERS), descriptors="descriptors.binpb"),
     Target("whippet_client.pb", ROOT / "clients" / "python" / "whippet_client" / "pb", ("whippet",)),
 )
 
@@ -50,7 +51,7 @@ def generate(target: Target, out: Path) -> None:
     code = protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *flags, *sources])
     if code != 0:
         sys.exit(code)
-    imports = re.compile(rf"^(from|import) (?=(?:{'|'.join(target.packages)})\.)", re.MULTILINE)
+    imports = re.compile(rf"^(from|import) (?=(?:{'|'.join(target.packages)})[. ])", re.MULTILINE)
     for path in [*out.rglob("*.py"), *out.rglob("*.pyi")]:
         path.write_text(imports.sub(rf"\1 {target.package}.", path.read_text()))
     for folder in {out, *(parent for source in sources for parent in (out / source).parents if out in parent.parents)}:

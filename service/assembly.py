@@ -29,6 +29,7 @@ from service.core.tokenization import Tokenization
 from service.observability.instruments import Instruments
 from service.observability.metrics import Metrics
 from service.observability.scrape import MetricsPort
+from service.protocols.open_inference.services import OpenInference
 from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.vllm_engine.services import VllmEngine
 from service.protocols.whippet_v1.services import WhippetV1
@@ -48,7 +49,12 @@ from service.transport.writer import StallWatch
 
 def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
     """What is spoken."""
-    return WhippetV1(), *((VllmEngine(),) if settings.protocols.vllm_engine else ())
+    wished = settings.protocols
+    others: tuple[tuple[bool, WireProtocol], ...] = (
+        (wished.vllm_engine, VllmEngine()),
+        (wished.open_inference, OpenInference()),
+    )
+    return WhippetV1(), *(protocol for on, protocol in others if on)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ class ProtocolOptions:
     """What is spoken on the data port beside whippet.v1."""
 
     vllm_engine: bool = setting(True, "vllm.grpc.engine, for gateways that speak to vLLM")
+    open_inference: bool = setting(True, "inference, KServe's open inference protocol")
 
 
 @dataclass(frozen=True, kw_only=True)

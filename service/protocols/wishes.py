@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 _GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
+_MOST_TOP_K = (1 << 31) - 1
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 
@@ -68,7 +69,7 @@ def read_sampling(wish: SamplingWish, facts: ModelFacts, found: Violations, pref
     temperature = pick("temperature", 0, 100)
     return SamplingParams(
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_k=int(pick("top_k", 0, None)),
+        top_k=int(pick("top_k", 0, _MOST_TOP_K)),
         top_p=pick("top_p", 0, 1, above=True),
         min_p=pick("min_p", 0, 1),
         repetition_penalty=pick("repetition_penalty", _LEAST_PENALTY, 100),

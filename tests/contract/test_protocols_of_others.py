@@ -24,6 +24,10 @@ THEIRS = {
             "GetTokenizerRequest",
         ),
     ),
+    "tritonclient.grpc.service_pb2": (
+        ("inference",),
+        ("ModelInferRequest", "InferParameter", "InferTensorContents", "ModelReadyRequest", "ModelMetadataRequest"),
+    ),
 }
 _PRINT = """
 import importlib, sys

@@ -28,6 +28,7 @@ from service.core.draining import Drain
 from service.core.errors import Overloaded
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
+from service.protocols.open_inference.services import OpenInference
 from service.protocols.vllm_engine.services import VllmEngine
 from service.transport.identity import Identity, refuse_strangers
 from service.transport.ports import SIDE_BOUNDS, open_port
@@ -334,6 +335,7 @@ PROOFS = {
     "metrics-listen": Proof("127.0.0.2:0", server("metrics"), ELSEWHERE),
     "insecure": Proof("true", lets_strangers_in, becomes(False, True), (*FAKE, "--listen=0.0.0.0:0")),
     "protocols.vllm-engine": Proof("off", speaks(VllmEngine), becomes(True, False)),
+    "protocols.open-inference": Proof("off", speaks(OpenInference), becomes(True, False)),
     "log.format": Proof("json", server("objects"), becomes(False, True)),
     "log.tenants": Proof("true", server("names"), becomes(False, True)),
     "log-level": Proof("error", server("informs"), becomes(True, False)),

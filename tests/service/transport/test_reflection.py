@@ -53,6 +53,7 @@ def test_each_kind_of_question_has_its_answer(server: Server, service: str) -> N
     assert {one.name for one in listed.list_services_response.service} == {
         "whippet.v1.GenerationService",
         "whippet.v1.ModelService",
+        "inference.GRPCInferenceService",
         "vllm.grpc.engine.VllmEngine",
         "grpc.health.v1.Health",
         *VERSIONS,
