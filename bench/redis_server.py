@@ -17,14 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-START = 10.0  # seconds a server may take to listen
+from bench.ports import free_port
 
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+START = 60.0  # seconds a server may take to listen
 
 
 def write_keys(path: Path) -> Path:

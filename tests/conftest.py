@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from bench.redis_server import RedisServer, free_port, write_keys
+from bench.ports import free_port
+from bench.redis_server import RedisServer, write_keys
 
 if TYPE_CHECKING:
     from cache.semantic.embedder import ModelEmbedder

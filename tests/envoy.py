@@ -4,7 +4,6 @@ are others on a busy machine."""
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.request
@@ -31,15 +30,6 @@ class Backend:
 
     data: int
     health: int
-
-
-def free_ports(count: int) -> list[int]:
-    """That nobody listens on at the moment."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class Envoy:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.envoy import Backend, free_ports
+from bench.ports import free_port
+from tests.envoy import Backend
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "load-balancing" / "nginx.conf"
 _PATIENCE = 60.0  # seconds
@@ -23,7 +24,7 @@ _SCRATCH = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 @contextmanager
 def running(folder: Path, backends: list[Backend], example: str | None = None) -> Iterator[str]:
     """In front of these, until the block is left; its address."""
-    (port,) = free_ports(1)
+    port = free_port()
     text = re.sub(r"listen 50\d\d\d", f"listen 127.0.0.1:{port}", example or EXAMPLE.read_text())
     for number, one in enumerate(backends):
         text = text.replace(f"whippet-{number}.example:50051", f"127.0.0.1:{one.data}")

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from bench.redis_server import Proxy, RedisServer, free_port
+from bench.ports import free_port
+from bench.redis_server import Proxy, RedisServer
 from cache.api import RedisSettings, Store
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
@@ -44,7 +45,7 @@ async def store(request: pytest.FixtureRequest, counters: Counters) -> AsyncIter
         yield MemoryStore(64 * 2**20)
         return
     server: RedisServer = request.getfixturevalue("redis_server")
-    made = RedisStore(RedisSettings(url=server.url, budget=2.0, write_budget=2.0, jitter=0.0), counters)
+    made = RedisStore(RedisSettings(url=server.url, budget=20.0, write_budget=20.0, jitter=0.0), counters)
     yield made
     await made.aclose()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.ports import free_port
 from service.main import serve as serve_here
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -153,11 +153,7 @@ def loading(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]
     sleeper = tmp_path / "python"
     sleeper.write_text(f'#!/bin/sh\ncase "$*" in *engine.worker*) exec sleep 60;; esac\nexec {sys.executable} "$@"\n')
     sleeper.chmod(0o755)
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(3)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(3)]
     names = ("listen", "admin-listen", "health-listen")
     flags = command(*(f"--{name}={address}" for name, address in zip(names, addresses, strict=True)))
     flags[2] = flags[2].replace("import sys; ", f"import sys; sys.executable = {str(sleeper)!r}; ", 1)

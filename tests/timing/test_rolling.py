@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.ports import free_port
 from bench.redis_server import RedisServer
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import generation_pb2_grpc
@@ -53,7 +54,7 @@ class Fleet:
     def __init__(self, serve: Serve, *flags: str) -> None:
         self._serve = serve
         self._flags = flags
-        ports = envoy.free_ports(6)
+        ports = [free_port() for _ in range(6)]
         self._ports = [ports[:3], ports[3:]]
         self._stacks = [ExitStack(), ExitStack()]
         self._servers = [self._start(0), self._start(1)]

@@ -46,7 +46,7 @@ async def make(redis_server: Any, tmp_path: Path, counters: Counters) -> AsyncIt
 
     def build(redis: bool = True, **changes: Any) -> Caches:
         settings = CacheSettings(
-            redis=RedisSettings(url=redis_server.url, budget=2.0, write_budget=2.0) if redis else None,
+            redis=RedisSettings(url=redis_server.url, budget=20.0, write_budget=20.0) if redis else None,
             key_file=keys,
             semantic=SemanticSettings(mode=Mode.OFF),
         )

@@ -453,7 +453,7 @@ async def test_faults_are_misses_within_the_budget(
     from cache.api import RedisSettings
 
     server = make_redis()
-    store = RedisStore(RedisSettings(url=server.url, budget=0.2, write_budget=2.0), counters)
+    store = RedisStore(RedisSettings(url=server.url, budget=20.0, write_budget=20.0), counters)
     warm = Replica(store, keyring, counters)
     await warm.put(turn(SELL))
     assert (await warm.look(turn(SELL))).served is not None

@@ -17,7 +17,7 @@ FAST = BucketSize(per_second=1e6, most=1000.0)
 
 @pytest.fixture
 async def buckets(redis_server: RedisServer, counters: Counters) -> AsyncIterator[RedisBuckets]:
-    made = RedisBuckets(RedisSettings(url=redis_server.url, budget=2.0), b"secret", counters)
+    made = RedisBuckets(RedisSettings(url=redis_server.url, budget=20.0), b"secret", counters)
     yield made
     await made.aclose()
 

@@ -40,7 +40,7 @@ async def open_store(counters: Counters) -> AsyncIterator[Open]:
 
     def make(url: str, **changes: Any) -> RedisStore:
         made.append(
-            RedisStore(RedisSettings(**{"url": url, "breaker": QUICK, "write_budget": 2.0, **changes}), counters)
+            RedisStore(RedisSettings(**{"url": url, "breaker": QUICK, "write_budget": 20.0, **changes}), counters)
         )
         return made[-1]
 
@@ -78,12 +78,30 @@ def p99(taken: list[float]) -> float:
     return taken[int(0.99 * len(taken)) - 1]
 
 
+async def closed(store: RedisStore) -> bool:
+    """Whether it asks Redis again: after one that was answered, unless the next was too late on a busy machine."""
+    return await answers(store) and store.states["small_reads"] is BreakerState.CLOSED
+
+
 async def answers(store: RedisStore) -> bool:
     try:
         await store.get_many([key(0)])
     except StoreFault:
         return False
     return True
+
+
+async def found(store: RedisStore, number: int) -> bytes | None:
+    """What lies there: as often as it takes, where the machine is busy for longer than the budget."""
+    values: list[bytes | None] = []
+
+    async def answered() -> bool:
+        with contextlib.suppress(StoreFault):
+            values.extend(await store.get_many([key(number)]))
+        return bool(values)
+
+    await until(answered)
+    return values[0]
 
 
 async def test_a_connection_slower_than_the_budget_comes_about_all_the_same(
@@ -115,8 +133,7 @@ async def test_refused_costs_next_to_nothing_and_starts_late(
     assert store.states["small_reads"] is not BreakerState.CLOSED
     assert counters.counts()["cache_fault", "breaker"] > CALLS * 5 / 6
     server.start()
-    await until(partial(answers, store))
-    assert store.states["small_reads"] is BreakerState.CLOSED
+    await until(partial(closed, store))
 
 
 async def test_stalled_costs_the_budget_then_nothing_then_recovers(
@@ -136,7 +153,7 @@ async def test_stalled_costs_the_budget_then_nothing_then_recovers(
     assert store.states["small_reads"] is not BreakerState.CLOSED
     server.resume()
     await until(partial(answers, store))
-    assert await store.get_many([key(7)]) == (b"still here",)
+    assert await found(store, 7) == b"still here"
 
 
 async def test_slow_beyond_the_budget_is_a_fault_and_never_another_keys_value(
@@ -154,16 +171,15 @@ async def test_slow_beyond_the_budget_is_a_fault_and_never_another_keys_value(
             except StoreFault:
                 await asyncio.sleep(0.01)
     proxy.delay = 0.0
-    await until(partial(answers, store))
     for number in range(8):
-        assert await store.get_many([key(number)]) == (b"%d" % number,)
+        assert await found(store, number) == b"%d" % number
 
 
 async def test_cut_in_the_middle_of_a_value(
     redis_server: Any, make_proxy: Callable[[int], Awaitable[Any]], counters: Counters, open_store: Open
 ) -> None:
     proxy = await make_proxy(redis_server.port)
-    store = await warmed(open_store(proxy.url, budget=2.0))
+    store = await warmed(open_store(proxy.url, budget=20.0))
     await store.set(key(1), b"v" * 10_000, 60)
     proxy.cut_after = 100
     with pytest.raises(StoreFault):
@@ -177,7 +193,7 @@ async def test_full_memory_fails_writes_and_leaves_reads_alone(
     make_redis: Callable[..., Any], counters: Counters, open_store: Open
 ) -> None:
     server = make_redis()
-    store = await warmed(open_store(server.url, budget=2.0))
+    store = await warmed(open_store(server.url, budget=20.0))
     await store.set(key(1), b"kept", 60)
     server.command("CONFIG", "SET", "maxmemory", "1mb")
     server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
@@ -203,7 +219,7 @@ async def test_a_read_only_replica_still_serves(
     make_redis: Callable[..., Any], counters: Counters, open_store: Open
 ) -> None:
     server = make_redis()
-    store = await warmed(open_store(server.url, budget=2.0))
+    store = await warmed(open_store(server.url, budget=20.0))
     await store.set(key(1), b"kept", 60)
     server.command("REPLICAOF", "127.0.0.1", "1")
     for number in range(5):
@@ -214,7 +230,7 @@ async def test_a_read_only_replica_still_serves(
 
 
 async def test_flushed_is_a_miss(redis_server: Any, counters: Counters, open_store: Open) -> None:
-    store = await warmed(open_store(redis_server.url, budget=2.0))
+    store = await warmed(open_store(redis_server.url, budget=20.0))
     await store.set(key(1), b"gone", 60)
     redis_server.command("FLUSHALL")
     assert await store.get_many([key(1)]) == (None,)
@@ -223,7 +239,7 @@ async def test_flushed_is_a_miss(redis_server: Any, counters: Counters, open_sto
 async def test_a_foreign_type_under_our_name_harms_nobody_else(
     redis_server: Any, counters: Counters, open_store: Open
 ) -> None:
-    store = await warmed(open_store(redis_server.url, budget=2.0))
+    store = await warmed(open_store(redis_server.url, budget=20.0))
     redis_server.command("LPUSH", key(1).name, "what")
     assert await store.get_many([key(1)]) == (None,)
     redis_server.command("SADD", key(2).name, "what")
@@ -248,7 +264,7 @@ async def test_writes_are_dropped_under_pressure_not_queued_for_ever(
 
 
 async def test_a_callers_cancel_leaves_the_store_whole(redis_server: Any, counters: Counters, open_store: Open) -> None:
-    store = await warmed(open_store(redis_server.url, budget=2.0, connections=2))
+    store = await warmed(open_store(redis_server.url, budget=20.0, connections=2))
     for number in range(50):
         await store.set(key(number), b"%d" % number, 60)
     for round_ in range(30):
@@ -275,7 +291,7 @@ async def test_password(make_redis: Callable[..., Any], tmp_path: Path, counters
     secret.write_text("long and secret\n")
     right = await warmed(open_store(server.url, password_file=secret))
     await right.set(key(1), b"x", 60)
-    wrong = open_store(server.url, budget=2.0)
+    wrong = open_store(server.url, budget=20.0)
     with pytest.raises(StoreFault):
         await wrong.get_many([key(1)])
 
@@ -286,10 +302,10 @@ async def test_tls(
     certify(tmp_path)
     server = make_redis(*tls_flags(tmp_path, unused_port, "no"), port=unused_port)
     url = f"rediss://127.0.0.1:{server.port}/0"
-    trusting = await warmed(open_store(url, ca_file=tmp_path / "ca.pem", budget=2.0))
+    trusting = await warmed(open_store(url, ca_file=tmp_path / "ca.pem", budget=20.0))
     await trusting.set(key(1), b"sealed twice", 60)
     assert await trusting.get_many([key(1)]) == (b"sealed twice",)
-    wary = open_store(url, budget=2.0)
+    wary = open_store(url, budget=20.0)
     with pytest.raises(StoreFault):
         await wary.get_many([key(1)])
 

@@ -205,7 +205,7 @@ def test_a_timeout(run: Run, host: Host) -> None:
         yield pb.GenerateStreamResponse()
 
     host.servicer.behaviour = sleep
-    code, _, err = run("x", "--timeout", "0.2")
+    code, _, err = run("x", "--timeout", "2")
     assert code == 64 + 4
     assert err.startswith("whippet: DEADLINE_EXCEEDED: ")
     assert host.servicer.ended.wait(60)
@@ -267,8 +267,8 @@ def test_a_terminal_without_a_prompt(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def endless(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
-    """Ends when nobody listens any more, or after ten seconds."""
-    for _ in range(1000):
+    """Ends when nobody listens any more, or after a minute."""
+    for _ in range(6000):
         if not context.is_active():
             return
         yield pb.GenerateStreamResponse(text="more " * 200)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
+from bench.ports import free_port
 from service.cli import main
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream
@@ -45,9 +45,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 def nobody() -> str:
     """An address that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{one.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from bench.ports import free_port
 from service.cli.top_frame import Look, frame, quantile
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.asked import greedy
@@ -230,13 +230,6 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
         yield one
     finally:
         one.close()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def test_on_a_terminal_a_server_may_go_and_come_back(serve: Serve) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench.redis_server import RedisServer, free_port
+from bench.ports import free_port
+from bench.redis_server import RedisServer
 from cache.answers.exact import ExactCache
 from cache.api import (
     Allowance,
