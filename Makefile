@@ -90,8 +90,9 @@ policy: $(VENV)/.test $(CHECKOV) ## The chart's objects under checkov's policies
 	    --skip-check CKV_K8S_11,CKV_K8S_15
 
 examples: $(VENV)/.test ## Compile the example in Go as well, and run them all
-	@command -v go >/dev/null || apt-get install -y -qq --no-install-recommends golang-go golang-google-grpc-dev \
-	    golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev
+	@{ command -v go && [ -d /usr/share/gocode/src/google.golang.org/grpc ]; } >/dev/null || \
+	    apt-get install -y -qq --no-install-recommends golang-go golang-google-grpc-dev golang-google-protobuf-dev \
+	    golang-github-golang-protobuf-1-5-dev
 	$(PYTEST) -m "slow or not slow" tests/clients/test_examples.py
 
 smoke: $(VENV)/.test ## grpcurl against ADDRESS with flags ARGS, or against a server of its own with flags ARGS

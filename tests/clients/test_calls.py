@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import grpc
@@ -138,6 +139,22 @@ def test_arguments_become_the_contracts_fields() -> None:
     assert generate_request([1, 2]) == pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]))
     assert generate_request([]).WhichOneof("input") == "token_ids"
     assert tokenize_request([{"role": "user", "content": "hi"}], "m").chat.messages[0].content == "hi"
+
+
+def test_a_conversation_has_options_of_its_own() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}]
+    talk = [{"role": "tool", "content": "4", "tool_call_id": "c"}]
+    for request in (
+        generate_request(talk, tools=tools, template_arguments={"enable_thinking": False}),
+        tokenize_request(talk, "", tools=tools, template_arguments={"enable_thinking": False}),
+    ):
+        assert request.chat.messages[0].tool_call_id == "c"
+        assert json.loads(request.chat.tools_json) == tools
+        assert not request.chat.template_arguments["enable_thinking"]
+        assert not request.chat.HasField("add_generation_prompt")
+    assert generate_request(talk, continue_final_message=True).chat.continue_final_message
+    with pytest.raises(TypeError, match="only a conversation has tools"):
+        generate_request("x", tools=tools)
 
 
 def test_what_the_contract_has_no_field_for_is_refused() -> None:

@@ -17,7 +17,15 @@ from whippet_client.pb.whippet.v1 import generation_pb2 as pb
 from whippet_client.pb.whippet.v1 import model_pb2
 from whippet_client.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 from whippet_client.pb.whippet.v1.model_pb2_grpc import ModelServiceStub
-from whippet_client.requests import Message, Options, Prompt, generate_request, stream_request, tokenize_request
+from whippet_client.requests import (
+    ChatOptions,
+    Message,
+    Options,
+    Prompt,
+    generate_request,
+    stream_request,
+    tokenize_request,
+)
 
 _T = TypeVar("_T")
 
@@ -124,10 +132,15 @@ class AsyncClient:
         return AsyncStream(self._generation.GenerateStream(request, **self._call_options(timeout)))
 
     async def tokenize(
-        self, prompt: str | Sequence[Message], *, model: str = "", timeout: float | None = None
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[int]:
         """The ids that the model would be given."""
-        request = tokenize_request(prompt, model)
+        request = tokenize_request(prompt, model, **options)
         response: pb.TokenizeResponse = await _answer(self._generation.Tokenize(request, **self._call_options(timeout)))
         return list(response.token_ids)
 

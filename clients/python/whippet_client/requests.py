@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal, TypedDict, TypeGuard, Unpack
 
 from google.protobuf.json_format import ParseDict
@@ -22,7 +23,16 @@ _PRIORITIES = {
 }
 
 
-class Options(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """How a conversation becomes a prompt."""
+
+    tools: Sequence[Mapping[str, object]]  # what the model may call, as OpenAI's API has it, with its order of keys
+    template_arguments: Mapping[str, object]  # {"enable_thinking": False}
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class Options(ChatOptions, total=False):
     """How it is answered. What is left out is as the model has it; the contract says what each may be."""
 
     model: str
@@ -54,6 +64,7 @@ _SAMPLING = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _STOPPING = ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
+_CHAT = ("template_arguments", "add_generation_prompt", "continue_final_message")
 _OUTPUT = ("text", "token_ids", "logprobs")
 
 
@@ -64,7 +75,7 @@ def generate_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateR
     template = given.pop("request", None)
     if isinstance(template, pb.GenerateRequest):
         request.CopyFrom(template)
-    _set_prompt(request, prompt)
+    _set_prompt(request, prompt, given)
     _set(request.sampling, given, _SAMPLING)
     _set(request.stopping, given, _STOPPING)
     _set(request.output, given, _OUTPUT)
@@ -76,9 +87,7 @@ def generate_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateR
         request.priority = _PRIORITIES[options["priority"]]
     if "time_budget" in options:
         request.time_budget.FromNanoseconds(round(options["time_budget"] * 1e9))
-    unknown = given.keys() - {"stop", "priority", "time_budget"}
-    if unknown:
-        raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+    _refuse(given.keys() - {"stop", "priority", "time_budget"})
     return request
 
 
@@ -87,22 +96,36 @@ def stream_request(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:
     return pb.GenerateStreamRequest.FromString(request.SerializeToString())
 
 
-def tokenize_request(prompt: str | Sequence[Message], model: str) -> pb.TokenizeRequest:
+def tokenize_request(prompt: str | Sequence[Message], model: str, **options: Unpack[ChatOptions]) -> pb.TokenizeRequest:
+    """Raises the same."""
+    given: dict[str, object] = dict(options)
     request = pb.TokenizeRequest(model=model)
-    _set_prompt(request, prompt)
+    _set_prompt(request, prompt, given)
+    _refuse(given.keys())
     return request
 
 
-def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt, given: dict[str, object]) -> None:
     if isinstance(prompt, str):
         request.text = prompt
     elif _is_chat(prompt):
         request.chat.messages.extend(_message(one) for one in prompt)
+        if "tools" in given:
+            request.chat.tools_json = json.dumps(given.pop("tools"))
+        _set(request.chat, given, _CHAT)
     elif isinstance(request, pb.GenerateRequest):
         request.token_ids.SetInParent()
         request.token_ids.ids[:] = prompt  # type: ignore[assignment]  # what is left are ids
     else:
         raise TypeError("a text or a conversation is expected")
+
+
+def _refuse(left: Set[str]) -> None:
+    """What nothing has taken."""
+    if misplaced := left & ChatOptions.__annotations__.keys():
+        raise TypeError(f"only a conversation has {', '.join(sorted(misplaced))}")
+    if left:
+        raise TypeError(f"no such option: {', '.join(sorted(left))}")
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:

@@ -15,7 +15,15 @@ from whippet_client.pb.whippet.v1 import generation_pb2 as pb
 from whippet_client.pb.whippet.v1 import model_pb2
 from whippet_client.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 from whippet_client.pb.whippet.v1.model_pb2_grpc import ModelServiceStub
-from whippet_client.requests import Message, Options, Prompt, generate_request, stream_request, tokenize_request
+from whippet_client.requests import (
+    ChatOptions,
+    Message,
+    Options,
+    Prompt,
+    generate_request,
+    stream_request,
+    tokenize_request,
+)
 
 
 class Stream(Iterator[pb.GenerateStreamResponse]):
@@ -116,9 +124,17 @@ class Client:
         request = stream_request(generate_request(prompt, **options))
         return Stream(self._call(self._generation.GenerateStream, request, timeout))
 
-    def tokenize(self, prompt: str | Sequence[Message], *, model: str = "", timeout: float | None = None) -> list[int]:
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[int]:
         """The ids that the model would be given."""
-        return list(self._call(self._generation.Tokenize, tokenize_request(prompt, model), timeout).token_ids)
+        request = tokenize_request(prompt, model, **options)
+        return list(self._call(self._generation.Tokenize, request, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
         """Their text."""
