@@ -153,7 +153,8 @@ class Loop:
             if self._marking is not None:
                 self._marking.end()
             now = time.monotonic()
-        self._publish(events, now, idle=plan is None)
+        # Told with the last event of all, for which the front wakes anyhow.
+        self._publish(events, now, idle=plan is None or not self._scheduler.live)
         return plan is not None
 
     def _run(self, plan: StepPlan) -> list[Event]:

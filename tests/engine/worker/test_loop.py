@@ -126,6 +126,16 @@ def test_a_request_runs_and_the_load_falls_to_nothing(front: Front) -> None:
     assert (load.steps, load.generated_tokens, load.total_pages) == (9, 9, 64)
 
 
+def test_the_last_event_of_all_brings_the_load_along(front: Front) -> None:
+    """The front is woken once for both, also where it was told of the load a moment ago."""
+    for key in range(1, 4):
+        front.send(Submit(key, plain_request((5,), max_tokens=1)))
+        front.read_to_end(key)
+    steps = [report for report in front.seen if isinstance(report, Step) and report.events]
+    told = [None if step.load is None else (step.load.running, step.load.generated_tokens) for step in steps]
+    assert told == [(0, 1), (0, 2), (0, 3)]
+
+
 def test_one_frame_a_step_for_all() -> None:
     front = Front(step_time=0.005)
     front.send(Submit(1, plain_request((1,), 20)), Submit(2, plain_request((2,), 20)))
