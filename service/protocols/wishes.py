@@ -80,6 +80,21 @@ def read_sampling(wish: SamplingWish, facts: ModelFacts, found: Violations, pref
     )
 
 
+def unwished(facts: ModelFacts) -> SamplingParams:
+    """Where nothing is wished at all."""
+    default = facts.defaults
+    return SamplingParams(
+        temperature=0.0 if default.temperature < _GREEDY_BELOW else default.temperature,
+        top_k=default.top_k,
+        top_p=default.top_p,
+        min_p=default.min_p,
+        repetition_penalty=default.repetition_penalty,
+        presence_penalty=default.presence_penalty,
+        frequency_penalty=default.frequency_penalty,
+        seed=secrets.randbits(63),
+    )
+
+
 def _logit_bias(
     given: Mapping[int, float], facts: ModelFacts, found: Violations, field: str
 ) -> tuple[tuple[int, float], ...]:

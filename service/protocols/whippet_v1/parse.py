@@ -32,6 +32,7 @@ from service.protocols.wishes import (
     read_sampling,
     read_stops,
     read_token_ids,
+    unwished,
 )
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
@@ -54,6 +55,11 @@ _ACCESS = {
     pb.CACHE_MODE_READ_WRITE: Access(read=True, write=True),
 }
 
+# Of a message without them.
+_OUTPUT = Output(text=True, token_ids=False, logprobs=None)
+_DELIVERY = Delivery(1, 0.0)
+_CACHE = CacheUse()
+
 
 def check_model(name: str, facts: ModelFacts) -> None:
     """Raises UnknownModel."""
@@ -69,16 +75,18 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
     request = Request(
         request_id=read_request_id(message.request_id, found),
         prompt=_prompt(message, facts, found),
-        sampling=_sampling(message.sampling, facts, found),
+        # Most messages leave most of these out, and looking into each of them costs microseconds.
+        sampling=_sampling(message.sampling, facts, found) if message.HasField("sampling") else unwished(facts),
         stops=_stops(message.stopping, facts, found),
-        output=_output(message.output, found),
+        output=_output(message.output, found) if message.HasField("output") else _OUTPUT,
         priority=_priority(message.priority, found),
         time_budget=_time_budget(message, found),
-        delivery=_delivery(message.delivery, found),
-        cache=_cache(message.cache, found),
+        delivery=_delivery(message.delivery, found) if message.HasField("delivery") else _DELIVERY,
+        cache=_cache(message.cache, found) if message.HasField("cache") else _CACHE,
         seeded=message.sampling.HasField("seed"),
     )
-    found.number("speculation.max_draft_tokens", message.speculation.max_draft_tokens, 0, None)
+    if message.HasField("speculation"):
+        found.number("speculation.max_draft_tokens", message.speculation.max_draft_tokens, 0, None)
     found.raise_any()
     _refuse_unimplemented(message, request, facts, semantic)
     return request
