@@ -19,6 +19,7 @@ from service.core.answers.lookup import AnswerSources
 from service.core.draining import Drain
 from service.core.generation import Generator
 from service.core.model import ServedModel
+from service.core.parsing.formats import choose
 from service.core.profiling import Profiler
 from service.core.reloading import Reloader
 from service.core.switches import Switches
@@ -174,7 +175,7 @@ def _use_cases(
     caches = AnswerCaches(cache_options, engine, tokenizer.digest, wished=settings.cache.semantic.mode)
     quotas = quotas_of(settings.auth.tenants_file, caches, refusals)
     admission = Admission(settings.limits, capacity, refusals=refusals, quotas=quotas)
-    model = ServedModel(settings.served_name, tokenizer, engine, processes)
+    model = ServedModel(settings.served_name, tokenizer, engine, processes, choose(settings.chat, tokenizer))
     switches = Switches(settings.optimizations, engine, caches.unused)
     sources = AnswerSources(model, engine, caches, switches, admission.slots)
     cases = UseCases(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict
 from pydantic.dataclasses import dataclass as validated
@@ -137,6 +137,18 @@ class TlsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """How the model's answers to chats are taken apart."""
+
+    tool_format: Literal["auto", "none", "hermes", "llama", "mistral"] = setting(
+        "auto", "how calls of tools are written; auto: by the template and the tokens of the model"
+    )
+    reasoning_format: Literal["auto", "none", "think"] = setting(
+        "auto", "how reasoning is written; auto: by the tokens of the model"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceOptions:
     """OpenTelemetry traces of calls."""
 
@@ -205,6 +217,7 @@ class Settings(ModelOptions, ServedOptions):
     limits: LimitOptions = LimitOptions()
     protocols: ProtocolOptions = ProtocolOptions()
     stream: StreamOptions = StreamOptions()
+    chat: ChatSettings = ChatSettings()
     drain: DrainOptions = DrainOptions()
     auth: AuthOptions = AuthOptions()
     tls: TlsOptions = TlsOptions()

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.api import TokenLogprob
+from service.core.parsing.answer import CallDelta
 from service.core.request import Delivery, Ending, PromptFacts, Request
 
 _UNBOUNDED = 1 << 62  # tokens
@@ -26,6 +27,8 @@ class AnswerMessage(NamedTuple):
     logprobs: Sequence[TokenLogprob]  # one an id, or none
     prompt: PromptFacts | None  # in the first message
     ending: Ending | None  # in the last one
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
 
 
 class Outlet(Protocol):

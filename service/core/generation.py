@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cache.api import AnswerEnding, AnswerPart
@@ -17,6 +17,7 @@ from service.core.answers.sources import AnswerSource
 from service.core.delivery import Messages, Outlet, Sink, Whole
 from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
+from service.core.parsing.outlet import ParsedOutlet, with_marks
 from service.core.request import CacheSource, ChatPrompt, Ending, ModelFacts, Origin, Prompt, PromptFacts, Request
 from service.core.validation import too_long
 from service.observability.histogram import Histogram
@@ -45,14 +46,16 @@ class Generator:
 
     async def answer(self, request: Request, origin: Origin, outlet: Outlet) -> None:
         """The whole answer in one message. Raises what `status` knows."""
-        await self._run(request, origin, lambda gather: Whole(outlet, request))
+        await self._run(request, origin, lambda end, gather: Whole(end, request), outlet)
 
     async def stream(self, request: Request, origin: Origin, outlet: Outlet) -> None:
         """The answer in messages as the request's `delivery` says. Raises what `status` knows."""
         origin.record.streamed = True
-        await self._run(request, origin, lambda gather: Messages(outlet, request, gather))
+        await self._run(request, origin, lambda end, gather: Messages(end, request, gather), outlet)
 
-    async def _run(self, request: Request, origin: Origin, make_sink: Callable[[bool], Sink]) -> None:
+    async def _run(
+        self, request: Request, origin: Origin, make_sink: Callable[[Outlet, bool], Sink], outlet: Outlet
+    ) -> None:
         facts, record, admission = self._model.facts(), origin.record, self._admission
         record.request_id, record.operation = request.request_id, _operation(request.prompt)
         with (
@@ -69,12 +72,14 @@ class Generator:
             ticket.lookup_ended()
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
-            sink = make_sink(found.gather)
+            parser = self._model.answer_parser(request, ids)
+            sink = make_sink(outlet if parser is None else ParsedOutlet(outlet, parser), found.gather)
+            marks: Mapping[int, str] = {} if parser is None else self._model.marks(request)
             async with self._sources.open(found, origin, sink.batch, sink.room, bill.charge) as source:
                 ticket.attach(source)
                 try:
                     prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header)
-                    await _Reading(found, source, sink, record, self._clock).run(prompt)
+                    await _Reading(found, source, sink, record, self._clock, marks).run(prompt)
                 finally:
                     sink.close()
                     _note(record, found, source)
@@ -89,7 +94,13 @@ class _Reading:
     """One answer on its way from its source to the sink."""
 
     def __init__(
-        self, found: Findings, source: AnswerSource, sink: Sink, record: RecordBuilder, clock: Callable[[], float]
+        self,
+        found: Findings,
+        source: AnswerSource,
+        sink: Sink,
+        record: RecordBuilder,
+        clock: Callable[[], float],
+        marks: Mapping[int, str],
     ) -> None:
         self._found = found
         self._record = record
@@ -97,18 +108,21 @@ class _Reading:
         self._sink = sink
         self._clock = clock
         self._want_text = found.request.output.text
+        self._marks = marks  # what is put into the text for tokens that have none
 
     async def run(self, prompt: PromptFacts) -> None:
         """From the first part to the last message. What comes last is left for the message that carries the ending.
 
         Headers wait for the first part: a proxy or client that has seen them tries no other server when this one dies.
         """
-        source, sink, record, clock = self._source, self._sink, self._record, self._clock
+        source, sink, record, clock, marks = self._source, self._sink, self._record, self._clock, self._marks
         # What comes out of a store does so at no pace that means anything. A call a message would cost too much here.
         between = record.intervals if self._found.hit is None else Histogram(())
         counts, borders, last = between.counts, between.borders, 0.0
         while True:
             part = await source.next()
+            if marks:
+                part = with_marks(part, marks)
             ids, ending = part.token_ids, part.ending
             now, new = clock(), len(ids)
             if not last:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
 from service.core.errors import InvalidRequest, Violation
+from service.core.parsing.answer import AnswerParser
+from service.core.parsing.formats import NO_FORMATS, AnswerFormats, prompt_tail
 from service.core.request import ChatPrompt, ModelFacts, Origin, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
 from service.core.text.conversation import sent_texts
@@ -28,11 +30,19 @@ class ModelDescription:
 class ServedModel:
     """One model."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, engine: Engine, processes: TextProcesses) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        processes: TextProcesses,
+        formats: AnswerFormats = NO_FORMATS,
+    ) -> None:
         self.name = name
         self._tokenizer = tokenizer
         self._engine = engine
         self._processes = processes
+        self._formats = formats
         self._known: tuple[ModelInfo, ModelFacts] | None = None
 
     def facts(self) -> ModelFacts:
@@ -92,6 +102,18 @@ class ServedModel:
         stops = request.stops
         return Detokenizer(self._tokenizer, stops.strings, stops.include, stops.min_tokens, request.prompt.continues)
 
+    def answer_parser(self, request: Request, ids: Sequence[int]) -> AnswerParser | None:
+        """For the answer to a chat whose reader wants reasoning and calls apart from text, where there may be any."""
+        prompt, formats = request.prompt, self._formats
+        if not isinstance(prompt, ChatPrompt) or not _parses(request):
+            return None
+        tail = "" if formats.reasoning is None else prompt_tail(formats, self._tokenizer, ids)
+        return formats.parser(bool(prompt.options.tools), prompt.continues, tail)
+
+    def marks(self, request: Request) -> Mapping[int, str]:
+        """What stands in the text that is parsed for tokens that have no text."""
+        return self._formats.marks if isinstance(request.prompt, ChatPrompt) and _parses(request) else {}
+
     def describe(self) -> ModelDescription:
         """Raises EngineUnavailable."""
         facts, info = self.facts(), self._engine.info
@@ -109,6 +131,10 @@ class ServedModel:
             eos_token_ids=tuple(i for i in self._tokenizer.eos_token_ids if i < info.vocab_size),
             defaults=resolve_defaults(self._tokenizer.default_sampling),
         )
+
+
+def _parses(request: Request) -> bool:
+    return request.output.text and request.output.parse
 
 
 def _check_size(prompt: TextPrompt | ChatPrompt, texts: Iterable[str]) -> None:

@@ -72,6 +72,7 @@ class Output:
     text: bool
     token_ids: bool
     logprobs: int | None
+    parse: bool = True  # reasoning and calls apart from text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,7 +151,9 @@ class AnswerSources:
             finally:
                 answer.close()
         elif found.hit is not None:
-            detokenizer = self._model.text_maker(found.request) if _needs_cuts(found, found.hit, limit) else None
+            marked = bool(self._model.marks(found.request))
+            cuts = _needs_cuts(found, found.hit, limit, marked)
+            detokenizer = self._model.text_maker(found.request) if cuts else None
             async with (
                 aclosing(stored_parts(found.hit, detokenizer)) as kept,
                 _reading(kept, None, origin.deadline) as source,
@@ -326,10 +328,10 @@ def _shareable(request: Request, plan: Plan) -> bool:
     return plan.response == _BOTH and not own_way and not fresh
 
 
-def _needs_cuts(found: Findings, hit: CachedCompletion, limit: int) -> bool:
-    """Whether a stored part may have to be cut, for messages of at most `limit` tokens."""
+def _needs_cuts(found: Findings, hit: CachedCompletion, limit: int, marks: bool) -> bool:
+    """Whether a stored part may have to be cut, for messages of at most `limit` tokens, or for `marks` in its text."""
     sizes = [len(part.token_ids) for part in hit.parts]
-    return found.request.output.text and limit < sum(sizes) and max(sizes) > 1
+    return found.request.output.text and (marks or limit < sum(sizes)) and max(sizes) > 1
 
 
 def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:

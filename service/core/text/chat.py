@@ -82,14 +82,14 @@ class ChatTemplate:
         except (TemplateSyntaxError, RecursionError) as error:
             raise ValueError(str(error)) from error
         self._special = dict(special)
-        self._reads_content = "content" in source
+        self.source = source
 
     def render(self, variables: dict[str, Any], continues: bool = False) -> str:
         """Given `template_variables`. With `continues`, up to the end of the last message's text. Raises
         ChatTemplateError."""
         if not self._special.keys().isdisjoint(variables):
             raise ChatTemplateError("template_arguments: names that the model's tokenizer gives the template are taken")
-        if continues and not self._reads_content:
+        if continues and "content" not in self.source:
             raise ChatTemplateError("the model's chat template knows no content that could be continued")
         if continues:
             return _continued(variables, self._made)

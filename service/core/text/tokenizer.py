@@ -60,6 +60,10 @@ class Tokenizer:
         self.vocab_size = len(tokens)
         self.pieces: Pieces = read_pieces(backend, tokens)
         self._special = _special_pattern(backend)
+        added = backend.get_added_tokens_decoder()
+        self.added = {token.content: index for index, token in added.items()}
+        self.special = frozenset(index for index, token in added.items() if token.special)
+        self.template_source = "".join(template.source for template in templates.values())
         self._longest = longest_token(backend, self.pieces)  # bytes
         self._plain = is_plain(backend)
 

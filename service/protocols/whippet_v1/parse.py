@@ -163,7 +163,9 @@ def _stops(given: pb.StoppingOptions, facts: ModelFacts, found: Violations) -> S
 
 def _output(given: pb.OutputOptions, found: Violations) -> Output:
     logprobs = read_logprobs(given.logprobs if given.HasField("logprobs") else None, found, "output.logprobs")
-    return Output(given.text if given.HasField("text") else True, given.token_ids, logprobs)
+    text = given.text if given.HasField("text") else True
+    parse = given.parse if given.HasField("parse") else True
+    return Output(text, given.token_ids, logprobs, parse)
 
 
 def _priority(given: int, found: Violations) -> Priority:

@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from engine.api import FinishReason, SamplingParams, TokenLogprob
 from service.core.delivery import AnswerMessage
 from service.core.model import ModelDescription
+from service.core.parsing.answer import whole_calls
 from service.core.request import CacheOutcome, CacheSource, Ending, Output, PromptFacts
 from service.core.switches import Switch
 from service.pb.whippet.v1 import admin_pb2, model_pb2
@@ -40,6 +41,10 @@ def stream_message(message: AnswerMessage, output: Output) -> pb.GenerateStreamR
         response.prompt_info.CopyFrom(prompt_info(message.prompt))
     if message.ending is not None:
         response.finish.CopyFrom(finish(message.ending))
+    if message.reasoning:
+        response.reasoning = message.reasoning
+    for delta in message.calls:
+        response.tool_calls.add(index=delta.index, id=delta.id, name=delta.name, arguments=delta.arguments)
     return response
 
 
@@ -54,6 +59,10 @@ def whole_message(message: AnswerMessage, output: Output) -> pb.GenerateResponse
         response.prompt_info.CopyFrom(prompt_info(message.prompt))
     if message.ending is not None:
         response.finish.CopyFrom(finish(message.ending))
+    if message.reasoning:
+        response.reasoning = message.reasoning
+    for call in whole_calls(message.calls):
+        response.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
     return response
 
 

@@ -11,7 +11,15 @@ import pytest
 from bench.redis_server import RedisServer
 from service.config.leaves import leaves
 from service.config.settings import Settings
-from tests.service.config import bounds_proofs, cache_proofs, engine_proofs, front_proofs, semantic_proofs, trace_proofs
+from tests.service.config import (
+    bounds_proofs,
+    cache_proofs,
+    chat_proofs,
+    engine_proofs,
+    front_proofs,
+    semantic_proofs,
+    trace_proofs,
+)
 from tests.service.config.proofs import Proof, Tools
 from tests.service.conftest import Server
 
@@ -21,6 +29,7 @@ PROOFS: dict[str, Proof] = {
     **cache_proofs.PROOFS,
     **semantic_proofs.PROOFS,
     **front_proofs.PROOFS,
+    **chat_proofs.PROOFS,
     **trace_proofs.PROOFS,
     **bounds_proofs.PROOFS,
 }

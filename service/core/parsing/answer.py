@@ -1,0 +1,99 @@
+"""What is given out of an answer, and the parser of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+_MARKERS = dict.fromkeys(range(0xD800, 0xE000))  # half characters, which stand for tokens
+MAX_HELD = 65_536  # characters that may wait until it is known what they are; more are text
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a call. Its name and id come once, with its first one."""
+
+    index: int  # of the call in the answer
+    id: str
+    name: str
+    arguments: str  # JSON, as the model writes it
+
+
+class Parsed(NamedTuple):
+    """What a piece of an answer brought."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+class TextStage(Protocol):
+    """Takes what is no reasoning."""
+
+    def feed(self, text: str) -> Parsed: ...
+
+    def end(self) -> Parsed: ...
+
+
+class ReasoningStage(Protocol):
+    """Divides an answer's beginning from the rest."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Reasoning, and what is none."""
+
+    def end(self) -> tuple[str, str]: ...
+
+
+class AnswerParser:
+    """Of one answer."""
+
+    def __init__(self, reasoning: ReasoningStage | None, calls: TextStage | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def feed(self, text: str) -> Parsed:
+        thought = ""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.feed(text)
+        if self._calls is None:
+            return _said(Parsed(text, thought))
+        return _said(self._calls.feed(text)._replace(reasoning=thought))
+
+    def end(self) -> Parsed:
+        """What was held. Call it once."""
+        thought, text = self._reasoning.end() if self._reasoning is not None else ("", "")
+        if self._calls is None:
+            return _said(Parsed(text, thought))
+        first, last = self._calls.feed(text), self._calls.end()
+        return _said(Parsed(first.text + last.text, thought, first.calls + last.calls))
+
+
+def _said(found: Parsed) -> Parsed:
+    """Without the markers of what was none in the end."""
+    if found.text.isascii() and found.reasoning.isascii():
+        return found
+    return found._replace(text=found.text.translate(_MARKERS), reasoning=found.reasoning.translate(_MARKERS))
+
+
+def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
+    """Each call in one piece."""
+    whole: list[CallDelta] = []
+    for delta in deltas:
+        if delta.index == len(whole):
+            whole.append(delta)
+        else:
+            call = whole[delta.index]
+            whole[delta.index] = replace(call, arguments=call.arguments + delta.arguments)
+    return whole
+
+
+def held_back(text: str, markers: tuple[str, ...]) -> int:
+    """How many characters at the end of a text may be the beginning of a marker."""
+    most = 0
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), most, -1):
+            if text.endswith(marker[:size]):
+                most = size
+                break
+    return most

@@ -1,0 +1,94 @@
+"""One call as most models write it: {"name": "f", "arguments": {…}}, read as it comes."""
+
+from __future__ import annotations
+
+import json
+
+from service.core.parsing.json_text import JsonValue, Step
+
+_BLANK = " \t\n\r"
+_ARGUMENTS = frozenset({"arguments", "parameters"})
+_KNOWN = _ARGUMENTS | {"name", "type", "id"}
+
+
+class CallObject:
+    """Given characters from its brace on. What is known of the call is in `name` and `arguments`: these are its text as
+    far as it has come, and grow. Arguments that come before the name wait for it here."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.arguments: list[str] = []
+        self.begun = False  # there is a name, and an object of arguments has begun
+        self._wants = "brace"
+        self._key = ""
+        self._value: JsonValue | None = None
+        self._text: list[str] = []  # of the key or value that is read
+        self._seen = False  # arguments
+
+    def step(self, char: str) -> Step:
+        """LAST with its closing brace."""
+        if self._value is not None:
+            return self._in_value(self._value, char)
+        if char in _BLANK:
+            return Step.MORE
+        wants = self._wants
+        if wants == "brace" and char == "{":
+            self._wants = "key"
+        elif wants == "key" and char == '"':
+            self._begin(char)
+        elif wants == "colon" and char == ":":
+            self._wants = "value"
+        elif wants == "value":
+            return self._begin(char)
+        elif wants == "comma" and char == ",":
+            self._wants = "key"
+        elif wants == "comma" and char == "}":
+            return self._over()
+        else:
+            return Step.WRONG
+        return Step.MORE
+
+    def _begin(self, char: str) -> Step:
+        if self._wants == "value" and (self._key in _ARGUMENTS) != (char == "{"):
+            return Step.WRONG  # nothing else is an object, and arguments are nothing else
+        self._value, self._text = JsonValue(), []
+        if self._key in _ARGUMENTS:
+            self._seen, self._text = True, self.arguments
+        return self._in_value(self._value, char)
+
+    def _in_value(self, value: JsonValue, char: str) -> Step:
+        step = value.step(char)
+        if step is Step.WRONG:
+            return step
+        if step is not Step.BEYOND:
+            self._text.append(char)
+        self.begun = self._seen and bool(self.name)
+        if step is Step.MORE:
+            return step
+        self._value = None
+        if not self._take():
+            return Step.WRONG
+        self.begun = self._seen and bool(self.name)
+        return self.step(char) if step is Step.BEYOND else Step.MORE
+
+    def _take(self) -> bool:
+        """The key or value that has ended."""
+        if self._wants == "key":
+            self._key = json.loads("".join(self._text))
+            self._wants = "colon"
+            return self._key in _KNOWN and not (self._key in _ARGUMENTS and self._seen)
+        if self._key == "name":
+            name = json.loads("".join(self._text))
+            if self.name or not isinstance(name, str) or not name:
+                return False
+            self.name = name
+        self._key, self._wants = "", "comma"
+        return True
+
+    def _over(self) -> Step:
+        if not self.name:
+            return Step.WRONG
+        if not self._seen:
+            self._seen, self.begun = True, True
+            self.arguments.append("{}")
+        return Step.LAST
