@@ -43,6 +43,7 @@ SPECS: dict[tuple[str, str], Schema] = {
             "maxReplicaCount": COUNT,
             "pollingInterval": COUNT,
             "cooldownPeriod": COUNT,
+            "advanced": record({"horizontalPodAutoscalerConfig": record({"behavior": {"type": "object"}})}),
             "triggers": some(TRIGGER),
         }
     ),

@@ -80,6 +80,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "KEDA without Prometheus": (("autoscaling.keda.enabled=true",), "autoscaling.keda.prometheus: name the address"),
     "more at least than at most": (("autoscaling.minReplicas=9",), "autoscaling.minReplicas: must be at most"),
+    "no server at all": (("autoscaling.minReplicas=0",), "autoscaling.minReplicas: with no server nobody counts"),
     "groups that scale": (("leaderWorkerSet.enabled=true", "autoscaling.hpa.enabled=true"), "leaderWorkerSet.enabled:"),
     "an authority without a certificate": (("tls.clientCA=true",), "tls.clientCA: needs tls.existingSecret"),
     "strangers": (("model.source=pvc",), "auth: name auth.tokens.existingSecret"),
