@@ -32,6 +32,7 @@ async def test_an_answer_and_a_stream_say_the_same(server: Server) -> None:
         messages = [message async for message in stream]
         ids = await client.tokenize("hello")
         again = await client.generate(ids, max_tokens=8, temperature=0)
+        chatted = await client.chat([{"role": "user", "content": "hello"}], max_tokens=8, temperature=0)
         [model] = await client.models()
         assert await client.detokenize(answer.token_ids) == answer.text
     assert "".join(message.text for message in messages) == answer.text == again.text
@@ -42,6 +43,8 @@ async def test_an_answer_and_a_stream_say_the_same(server: Server) -> None:
     assert stream.finish.usage.completion_tokens == 8
     assert stream.finish.reason == pb.FINISH_REASON_LENGTH
     assert model.name == answer.prompt_info.model
+    assert chatted.finish.usage.completion_tokens == 8
+    assert chatted.prompt_info.prompt_tokens > len(ids)  # the template's as well
 
 
 def test_threads_have_the_same_client(server: Server) -> None:
