@@ -25,7 +25,9 @@ def from_json(data: bytes, found: Violations, field: str) -> Mapping[str, Any]:
     value: Any = None
     if len(data) <= _MOST_JSON:
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(data or b"{}")
+            parsed = json.loads(data or b"{}")
+            json.dumps(parsed, ensure_ascii=False).encode()  # JSON can spell half a character, which no text has
+            value = parsed
     if not isinstance(value, dict):
         found.add(field, f"must be a JSON object of at most {_MOST_JSON} bytes")
         return {}
