@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _interruptible():
             _check(given)
-            text = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
+            text, misses = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
     except (CheckpointError, CannotQuantize) as error:
         bars.close()
         sys.stderr.write(f"{error}\n")
@@ -85,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPPED
     bars.close()
     sys.stdout.write(text)
+    if misses:
+        sys.stderr.write(f"{given.model} misses the bar: {'; '.join(misses)}\n")
+        return 1
     return 0
 
 
@@ -101,7 +104,8 @@ def _check(given: argparse.Namespace) -> None:
         torch.set_num_threads(given.threads)
 
 
-def _quantize(given: argparse.Namespace, bars: Bars) -> str:
+def _quantize(given: argparse.Namespace, bars: Bars) -> tuple[str, tuple[str, ...]]:
+    """What to print, and the bars that were missed, which only an evaluation says."""
     from quant.quantizer import QuantizeOptions, quantize
 
     options = QuantizeOptions(
@@ -115,10 +119,10 @@ def _quantize(given: argparse.Namespace, bars: Bars) -> str:
         seed=given.seed,
         device=given.device,
     )
-    return quantize(given.model, given.out, options, bars).markdown()
+    return quantize(given.model, given.out, options, bars).markdown(), ()
 
 
-def _evaluate(given: argparse.Namespace, bars: Bars) -> str:
+def _evaluate(given: argparse.Namespace, bars: Bars) -> tuple[str, tuple[str, ...]]:
     import torch
 
     from quant.calibration import text_windows
@@ -127,9 +131,9 @@ def _evaluate(given: argparse.Namespace, bars: Bars) -> str:
 
     windows = text_windows(given.model, given.text, given.length, given.windows)
     found = evaluate(given.model, windows, given.against, bars, torch.device(given.device))
-    if given.json:
-        return json.dumps(asdict(found)) + "\n"
-    return "\n".join(evaluation_lines(found)) + "\n"
+    misses = found.comparison.misses() if found.comparison else ()
+    text = json.dumps(asdict(found)) if given.json else "\n".join(evaluation_lines(found))
+    return f"{text}\n", misses
 
 
 def _count(text: str) -> int:

@@ -157,7 +157,8 @@ def _export(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:
     raw, made = work / "raw", work / "made"
     raw.mkdir()
     made.mkdir()
-    command = [sys.executable, "-m", "cache.semantic.source", str(folder), str(raw)]
+    # -P: what lies in the working directory is not imported, whatever its name.
+    command = [sys.executable, "-P", "-m", "cache.semantic.source", str(folder), str(raw)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"HF_HOME": str(work), "TMPDIR": str(work)}  # the only folder that is sure to be writable
     root = Path(__file__).parents[2]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ipaddress
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, cast
@@ -16,11 +18,14 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+DATA = "127.0.0.1:50051"
 ADMIN = "127.0.0.1:50052"
 USAGE = 2  # exit codes
 NO_ANSWER = 3
 INTERRUPTED = 130
 LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
+_ADDRESS = re.compile(r"(\[[^][/]+\]|[^][:/\s]+)(?::([0-9]{1,5}))?")
+_SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:")  # of gRPC's names, which are left as they are
 
 
 class UsageError(Exception):
@@ -47,8 +52,8 @@ class Server:
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         """For a command that calls as callers do."""
-        parser.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="default: %(default)s")
-        cls._add_credentials(parser)
+        parser.add_argument("--address", default=DATA, metavar="HOST[:PORT]", help="default: %(default)s")
+        cls._add_credentials(parser, DATA)
 
     @classmethod
     def add_operator_flags(
@@ -56,12 +61,13 @@ class Server:
     ) -> None:
         """For a command of operators: the address is its first word."""
         parser.add_argument(
-            "address", nargs="?", default=default, metavar="HOST:PORT", help=f"{port}; default: %(default)s"
+            "address", nargs="?", default=default, metavar="HOST[:PORT]", help=f"{port}; default: %(default)s"
         )
-        cls._add_credentials(parser)
+        cls._add_credentials(parser, default)
 
     @classmethod
-    def _add_credentials(cls, parser: argparse.ArgumentParser) -> None:
+    def _add_credentials(cls, parser: argparse.ArgumentParser, default: str) -> None:
+        parser.set_defaults(port=default.rpartition(":")[2])
         parser.add_argument("--token", metavar="TOKEN|@FILE", help="bearer token; @FILE keeps it off the process list")
         parser.add_argument("--tls-ca", type=Path, metavar="PEM", help="use TLS, trust this authority")
         parser.add_argument("--tls-cert", type=Path, metavar="PEM", help="show this certificate")
@@ -74,7 +80,9 @@ class Server:
             raise UsageError("--tls-cert and --tls-key go together")
         if flags.tls_cert is not None and flags.tls_ca is None:
             raise UsageError("--tls-cert needs --tls-ca")
-        return cls(flags.address, _token(flags.token), flags.tls_ca, flags.tls_cert, flags.tls_key)
+        return cls(
+            _with_port(flags.address, flags.port), _token(flags.token), flags.tls_ca, flags.tls_cert, flags.tls_key
+        )
 
     def channel(self) -> grpc.Channel:
         """Raises UsageError."""
@@ -90,6 +98,18 @@ class Server:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+
+def _with_port(address: str, port: str) -> str:
+    """`localhost`, `::1` and `[::1]` mean the port that a server has unless told otherwise."""
+    if address.startswith(_SCHEMES):
+        return address
+    with contextlib.suppress(ValueError):
+        return f"[{ipaddress.IPv6Address(address)}]:{port}"
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None or int(parts[2] or port) > 65535:
+        raise UsageError(f"{address}: an address is HOST or HOST:PORT")
+    return f"{parts[1]}:{parts[2] or port}"
 
 
 def _token(given: str | None) -> str | None:
@@ -151,7 +171,7 @@ def _details(call: grpc.Call) -> list[status_pb2.google_dot_protobuf_dot_any__pb
     return []
 
 
-@contextmanager
+@contextlib.contextmanager
 def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
     """The event is set once ctrl-C came. An exception thrown into the middle of grpc is lost now and then; a handler is
     not. The call is cancelled by another thread, since this one may hold the call's own lock."""

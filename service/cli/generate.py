@@ -32,6 +32,16 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 BROKEN_PIPE = 141
+_SAMPLING = (  # flags that are fields of SamplingOptions
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -60,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--min-p", type=float, metavar="P")
+    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is off")
+    parser.add_argument("--presence-penalty", type=float, metavar="R", help="0 is off")
+    parser.add_argument("--frequency-penalty", type=float, metavar="R", help="0 is off")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop there; may be repeated")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
@@ -74,9 +88,7 @@ def _request(flags: argparse.Namespace) -> pb.GenerateStreamRequest:
     try:
         request = pb.GenerateStreamRequest(
             model=flags.model,
-            sampling=pb.SamplingOptions(
-                temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k, seed=flags.seed
-            ),
+            sampling=pb.SamplingOptions(**{name: getattr(flags, name) for name in _SAMPLING}),
             stopping=pb.StoppingOptions(
                 max_tokens=flags.max_tokens, min_tokens=flags.min_tokens, stop_strings=flags.stop
             ),
@@ -98,9 +110,10 @@ def _prompt(given: str) -> str:
     if sys.stdin.isatty():
         raise UsageError("no prompt: give one, or pipe it in")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError:
         raise UsageError("the prompt on stdin is not UTF-8") from None
+    return text.removesuffix("\n").removesuffix("\r")  # echo's, and editors'
 
 
 def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamRequest, flags: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from quant import __main__ as command
+from quant import metrics
 from quant.__main__ import main
 
 
@@ -26,7 +27,7 @@ def model(stored, tmp_path, reference):
     return folder
 
 
-def test_evaluate_in_markdown_and_json(model, stored, tmp_path, capsys):
+def test_evaluate_in_markdown_and_json(model, stored, tmp_path, capsys, monkeypatch):
     asked = ["evaluate", str(model), "--text", str(tmp_path / "text.txt"), "--length", "40", "--windows", "3"]
     assert main(asked) == 0
     assert "3 windows, 117 predicted tokens" in capsys.readouterr().out
@@ -35,7 +36,10 @@ def test_evaluate_in_markdown_and_json(model, stored, tmp_path, capsys):
     found = json.loads(out.out)
     assert out.out.count("\n") == 1
     assert found["comparison"]["kl"] > 0
-    assert "model" in out.err  # the bars
+    assert "model" in out.err  # the bars of progress
+    monkeypatch.setattr(metrics, "KL_BAR", 0.0)
+    assert main([*asked, "--against", str(stored / "bnb-int8-tiny")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"{model} misses the bar: KL 0.0")
 
 
 def test_quantize_refuses_in_one_line(model, tmp_path, capsys):

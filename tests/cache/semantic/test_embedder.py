@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,25 @@ def test_a_broken_source_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ExportFailed, match="header too small"):
         make_embedder(source, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_lies_in_the_working_directory_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is named as ours, where whoever starts a server happens to be."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "__init__.py").write_text("print('executed')")
+    monkeypatch.chdir(tmp_path)
+    run = subprocess.run
+    said: list[str] = []
+
+    def imports_cache_alone(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        interpreter = command[: command.index("-m")]
+        said.append(run([*interpreter, "-c", "import cache; print(cache.__path__)"], **options).stdout)
+        return subprocess.CompletedProcess(command, 1, "", "no more")
+
+    monkeypatch.setattr(export.subprocess, "run", imports_cache_alone)
+    with pytest.raises(ExportFailed, match="no more"):
+        make_embedder(default_source(), tmp_path / "out")
+    assert said == [f"['{Path(export.__file__).parents[1]}']\n"]
 
 
 GOOD: dict[str, Any] = {

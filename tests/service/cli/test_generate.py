@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from service.cli import main
+from service.cli.channel import Server
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.certificates import HERE, Authority, write_pair
@@ -112,6 +114,10 @@ def test_only_what_is_given_is_set(run: Run, host: Host) -> None:
     run("x")
     assert not host.request.sampling.ListFields()
     assert not host.request.stopping.ListFields()
+    run("x", "--min-p", "0.25", "--repetition-penalty", "2", "--presence-penalty", "0", "--frequency-penalty", "-1")
+    assert host.request.sampling == pb.SamplingOptions(
+        min_p=0.25, repetition_penalty=2, presence_penalty=0, frequency_penalty=-1
+    )
     run("x", "--temperature", "0", "--top-k", "0", "--top-p", "0.5", "--seed", "0", "--max-tokens", "0", "--stop", "a",
         "--stop", "b", "--min-tokens", "1", "--model", "m")  # fmt: skip
     assert host.request.model == "m"
@@ -133,7 +139,41 @@ def test_the_prompt_may_come_from_stdin(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("zwei\nZeilen ü\n".encode())))
     assert run(*flags)[0] == 0
-    assert host.request.text == "zwei\nZeilen ü\n"
+    assert host.request.text == "zwei\nZeilen ü"
+
+
+@pytest.mark.parametrize(("typed", "asked"), [("x", "x"), ("x\r\n", "x"), ("x\n\n", "x\n"), ("\n", ""), ("x ", "x ")])
+def test_the_last_line_break_is_not_part_of_it(
+    run: Run, host: Host, monkeypatch: pytest.MonkeyPatch, typed: str, asked: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+    run()
+    assert host.request.text == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("localhost", "localhost:50051"),
+        ("10.0.0.7", "10.0.0.7:50051"),
+        ("models.example:443", "models.example:443"),
+        ("::1", "[::1]:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("[::1]:7", "[::1]:7"),
+        ("unix:/run/whippet", "unix:/run/whippet"),
+        ("dns:///models.example", "dns:///models.example"),
+    ],
+)
+def test_an_address_without_a_port_means_the_usual_one(given: str, meant: str) -> None:
+    parser = argparse.ArgumentParser()
+    Server.add_flags(parser)
+    assert Server.of(parser.parse_args(["--address", given])).address == meant
+
+
+def test_the_usual_port_of_operators_is_another_one() -> None:
+    parser = argparse.ArgumentParser()
+    Server.add_operator_flags(parser)
+    assert Server.of(parser.parse_args(["localhost"])).address == "localhost:50052"
 
 
 def test_json(run: Run) -> None:
@@ -232,6 +272,9 @@ USAGE = {
     "no ca file": (["x", "--tls-ca", "/no/ca.pem"], "/no/ca.pem: No such file"),
     "no token file": (["x", "--token", "@/no/token"], "/no/token: No such file"),
     "token": (["x", "--token", "se\ncret"], "printable ASCII"),
+    "port": (["x", "--address", "localhost:grpc"], "localhost:grpc: an address is HOST or HOST:PORT"),
+    "no host": (["x", "--address", ":50051"], ":50051: an address is"),
+    "URL": (["x", "--address", "http://localhost:50051"], "an address is"),
     "not utf-8": (["\udcff"], "--help"),
 }
 
