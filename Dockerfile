@@ -16,11 +16,14 @@ FROM python AS build
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev python3-venv \
  && rm -rf /var/lib/apt/lists/*
-# One environment has pip and what makes our wheel; the other one is shipped and has no pip.
+# One environment has pip and what makes our wheel. Another one is shipped, without pip. The third sees all of that, and
+# has what exporting the embedder needs besides.
 COPY requirements/build.txt /build/requirements/
 RUN python3 -m venv /build/venv \
  && /build/venv/bin/pip install --no-cache-dir --require-hashes --no-deps --requirement /build/requirements/build.txt \
- && python3 -m venv --without-pip /opt/whippet/venv
+ && python3 -m venv --without-pip /opt/whippet/venv \
+ && python3 -m venv --without-pip /build/maker \
+ && echo /opt/whippet/venv/lib/python3.11/site-packages >/build/maker/lib/python3.11/site-packages/shipped.pth
 
 FROM build AS wheel
 COPY LICENSE README.md pyproject.toml /build/whippet/
@@ -39,8 +42,11 @@ RUN /build/venv/bin/pip --python /opt/whippet/venv/bin/python install --no-cache
     --require-hashes --no-deps ${TORCH_WHEELS:+--find-links "${TORCH_WHEELS}"} --requirement /build/requirements/cpu.txt
 COPY --from=wheel /build/wheels /build/wheels
 RUN /build/venv/bin/pip --python /opt/whippet/venv/bin/python install --no-cache-dir --no-index --no-deps \
-    /build/wheels/*.whl \
- && /opt/whippet/venv/bin/whippet prebuild --into /opt/whippet/prebuilt --embedder
+    /build/wheels/*.whl
+COPY requirements/embedder.txt /build/requirements/
+RUN /build/venv/bin/pip --python /build/maker/bin/python install --no-cache-dir --only-binary :all: \
+    --require-hashes --no-deps --requirement /build/requirements/embedder.txt \
+ && /build/maker/bin/python -m service.cli prebuild --into /opt/whippet/prebuilt --embedder
 
 FROM build AS built-cuda
 COPY requirements/cuda.txt /build/requirements/
@@ -48,8 +54,11 @@ RUN /build/venv/bin/pip --python /opt/whippet/venv/bin/python install --no-cache
     --require-hashes --no-deps --requirement /build/requirements/cuda.txt
 COPY --from=wheel /build/wheels /build/wheels
 RUN /build/venv/bin/pip --python /opt/whippet/venv/bin/python install --no-cache-dir --no-index --no-deps \
-    /build/wheels/*.whl \
- && /opt/whippet/venv/bin/whippet prebuild --into /opt/whippet/prebuilt --embedder
+    /build/wheels/*.whl
+COPY requirements/embedder.txt /build/requirements/
+RUN /build/venv/bin/pip --python /build/maker/bin/python install --no-cache-dir --only-binary :all: \
+    --require-hashes --no-deps --requirement /build/requirements/embedder.txt \
+ && /build/maker/bin/python -m service.cli prebuild --into /opt/whippet/prebuilt --embedder
 
 # What is in them, as CycloneDX: docker build --target sbom-cpu --output FOLDER …
 FROM built-cpu AS billed-cpu

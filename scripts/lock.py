@@ -2,13 +2,14 @@
 
 python scripts/lock.py          (make lock)
 
-`cpu.txt` and `cuda.txt` are what runs in the target of that name, `build.txt` what makes our own wheel. They follow
-pyproject.toml and constraints.txt. PyTorch's wheels for a CPU are looked for in pip's find-links and extra indexes as
-well, and only its own build for that (`+cpu`) is accepted, so that no lock of a CPU brings CUDA along.
+`cpu.txt` and `cuda.txt` are what runs in the target of that name, `embedder.txt` what exporting the embedder needs
+besides, `build.txt` what makes our own wheel. They follow pyproject.toml and constraints.txt. For `cpu.txt` PyTorch is
+looked for in pip's find-links as well, and only its own build for CPUs (`+cpu`) is accepted, so that none of CUDA is in it.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -22,17 +23,19 @@ PLATFORM = "x86_64-manylinux_2_28"
 HEAD = "# Written by `make lock` out of pyproject.toml and constraints.txt.\n"
 TORCH = "2.13.0"
 TARGETS = {"cpu": ("embed", "otel"), "cuda": ("cuda", "embed", "otel")}  # → extras
+MAKERS = ("onnx", "sentence-transformers")  # of the extra `embed`: needed to export, not to serve
 BUILDS = "cpu"  # what is after a version of PyTorch that has no CUDA in it
 
 
-def _uv(arguments: list[str]) -> str:
+def _uv(arguments: list[str], wanted: str = "") -> str:
+    """`wanted` is requirements besides those that the arguments name."""
     uv = Path(sysconfig.get_path("scripts")) / "uv"
     always = ["--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
     always += ["--quiet", "--python-version", PYTHON, "--python-platform", PLATFORM, "--only-binary", ":all:"]
     done = subprocess.run(
         [uv, "pip", "compile", *always, "-c", "constraints.txt", *arguments, "-"],
         cwd=ROOT,
-        input="",
+        input=wanted,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -48,26 +51,35 @@ def _links() -> list[str]:
     return [part for link in told.stdout.split() for part in ("--find-links", link)]
 
 
-def locked(target: str) -> str:
-    """The requirements of one target."""
+def locked(target: str, *, exporting: bool) -> str:
+    """The requirements of one target, with what exports the embedder or without."""
     version = f"{TORCH}+{BUILDS}" if target == BUILDS else TORCH
-    extras = [part for extra in TARGETS[target] for part in ("--extra", extra)]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as torch:
-        torch.write(f"torch=={version}\n")
-        torch.flush()
-        return _uv([*extras, *(_links() if target == BUILDS else ()), "pyproject.toml", torch.name])
+    arguments = [part for extra in TARGETS[target] for part in ("--extra", extra)]
+    arguments += _links() if target == BUILDS else []
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as never:
+        if not exporting:  # whoever asks for them gets them on a platform that there is not
+            never.write("".join(f"{name}; sys_platform == 'none'\n" for name in MAKERS))
+            never.flush()
+            arguments += ["--override", never.name]
+        return _uv([*arguments, "pyproject.toml"], f"torch=={version}\n")
 
 
-def built_with() -> str:
-    """The requirements of pyproject's build."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
-        wanted.write("hatchling\n")
-        wanted.flush()
-        return _uv([wanted.name])
+def besides(whole: str, part: str) -> str:
+    """The entries of a lock that another one has not."""
+    return "".join(entry for entry in entries(whole) if entry not in entries(part))
+
+
+def entries(text: str) -> list[str]:
+    """A package with its hashes each."""
+    return re.findall(r"^\S+==.*(?:\n    --hash.*)*\n", text, re.MULTILINE)
 
 
 if __name__ == "__main__":
+    found = {target: locked(target, exporting=False) for target in TARGETS}
+    makers = {besides(locked(target, exporting=True), found[target]) for target in TARGETS}
+    if len(makers) != 1:
+        sys.exit("what exports the embedder differs between the targets")
     LOCKS.mkdir(exist_ok=True)
-    for name, text in [*((target, locked(target)) for target in TARGETS), ("build", built_with())]:
+    for name, text in {**found, "embedder": makers.pop(), "build": _uv([], "hatchling\n")}.items():
         (LOCKS / f"{name}.txt").write_text(HEAD + text)
-        sys.stdout.write(f"requirements/{name}.txt: {text.count('==')} packages\n")
+        sys.stdout.write(f"requirements/{name}.txt: {len(entries(text))} packages\n")

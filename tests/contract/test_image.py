@@ -105,7 +105,7 @@ def test_everything_is_installed_by_hash_and_built_ahead(name: str) -> None:
         assert "--no-deps" in install
         assert "--require-hashes" in install or "--no-index" in install
     assert any(f"--requirement /build/requirements/{name}.txt" in install for install in installs)
-    assert "whippet prebuild --into /opt/whippet/prebuilt --embedder" in steps[-1]
+    assert "service.cli prebuild --into /opt/whippet/prebuilt --embedder" in steps[-1]
 
 
 @pytest.mark.parametrize("name", TARGETS)

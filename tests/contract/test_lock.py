@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from scripts.lock import TARGETS
+from scripts.lock import MAKERS, TARGETS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -33,7 +33,7 @@ def known_versions() -> dict[str, Version]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_lock_has_all_that_the_project_asks_for(target: str) -> None:
-    locked = entries(target)
+    locked = entries(target) | entries("embedder")
     asked = [*PROJECT["dependencies"]]
     for extra in TARGETS[target]:
         asked += PROJECT["optional-dependencies"][extra]
@@ -41,7 +41,7 @@ def test_a_lock_has_all_that_the_project_asks_for(target: str) -> None:
         assert locked[canonicalize_name(requirement.name)] in requirement.specifier, f"run make lock: {requirement}"
 
 
-@pytest.mark.parametrize("name", [*TARGETS, "build"])
+@pytest.mark.parametrize("name", [*TARGETS, "embedder", "build"])
 def test_a_lock_has_the_versions_that_are_tested(name: str) -> None:
     locked, known = entries(name), known_versions()
     other = {package for package in locked.keys() & known if locked[package] != known[package]}
@@ -52,6 +52,12 @@ def test_the_lock_of_a_cpu_has_nothing_of_cuda() -> None:
     locked = entries("cpu")
     assert locked["torch"].local == "cpu"
     assert not [package for package in locked if package.startswith(("nvidia-", "cuda-", "triton"))]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_exports_the_embedder_is_not_shipped(target: str) -> None:
+    assert not entries(target).keys() & entries("embedder").keys()
+    assert set(MAKERS) <= entries("embedder").keys()
 
 
 def test_what_builds_our_wheel_is_locked() -> None:
