@@ -4,7 +4,7 @@ python scripts/lock.py          (make lock)
 
 `cpu.txt` and `cuda.txt` are what runs in the target of that name, `embedder.txt` what exporting the embedder needs
 besides, `build.txt` what makes our own wheel. They follow pyproject.toml and constraints.txt. For `cpu.txt` PyTorch is
-looked for in pip's find-links as well, and only its own build for CPUs (`+cpu`) is accepted, so that none of CUDA is in it.
+looked for in pip's find-links as well, and only its own build for CPUs (`+cpu`) will do, so that none of CUDA is in it.
 """
 
 from __future__ import annotations
