@@ -315,7 +315,8 @@ def test_an_export_without_a_compiler_or_too_far_off_is_onnxruntimes(
     assert open_embedder(tmp_path / "worse").digest == "d-int8"
 
 
-def test_a_model_for_any_processor_has_seven_bits(raw: Path, tmp_path: Path) -> None:
+def test_a_model_for_any_processor_has_seven_bits(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "lacking", lambda: "what the encoder in C needs")
     folder = tmp_path / "made"
     folder.mkdir()
     shutil.copy(raw / TOKENIZER, folder / TOKENIZER)
