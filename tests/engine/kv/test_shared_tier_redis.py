@@ -34,7 +34,7 @@ def connect(server: RedisServer, key_file: Path) -> Iterator[Connect]:
 
     def make(**changes: object) -> Engine:
         chosen: dict[str, object] = {"key_file": key_file, "chunk_bytes": 1024, **changes}
-        redis = RedisSettings(url=server.url, budget=0.25)  # seconds; on a slow machine 20 ms are soon over
+        redis = RedisSettings(url=server.url, budget=0.5)  # seconds; on a slow machine 20 ms are soon over
         tier = BlockSettings(redis=redis, **chosen)  # type: ignore[arg-type]
         made.append(Engine(lambda layout: open_tier(tier, layout)[0]))
         return made[-1]
@@ -115,8 +115,8 @@ def test_a_faulty_redis_costs_no_request(written: list[str], connect: Connect, s
 
 
 def configured(server: RedisServer, key_file: Path) -> EngineSettings:
-    tier = BlockSettings(redis=RedisSettings(url=server.url), key_file=key_file, chunk_bytes=1024)
-    return EngineSettings(model="", kind="fake", shared_tier=tier, fake=FakeSettings(step_time=0.05))
+    tier = BlockSettings(redis=RedisSettings(url=server.url, budget=1.0), key_file=key_file, chunk_bytes=1024)
+    return EngineSettings(model="", kind="fake", shared_tier=tier, fake=FakeSettings(step_time=0.1))
 
 
 async def generate(client: EngineClient, ids: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
