@@ -38,6 +38,7 @@ from engine.kv.open_tier import open_tier
 from service.config.settings import Settings
 from tests.redis_guarded import certify, tls_flags
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
+from tests.service.conftest import PATIENCE
 
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
 QUESTION = Question(
@@ -69,7 +70,7 @@ def context(store: MemoryStore) -> CacheContext:
 async def in_redis(settings: Settings, tools: Tools) -> bool:
     """Whether an answer that was put lies there, within some tries."""
     caches = opened(settings.cache)
-    end = time.monotonic() + (0.0 if settings.cache.redis_url is None else 10.0)
+    end = time.monotonic() + (0.0 if settings.cache.redis_url is None else PATIENCE)
     while True:
         await caches.responses.put(QUESTION, answer())
         await asyncio.sleep(0.05)  # it is written beside
@@ -141,7 +142,7 @@ def run_of(tokens: int) -> tuple[BlockRun, bytes]:
     return run, bytes(LAYOUT.token_bytes * tokens)
 
 
-async def fetched(options: CacheOptions, wait: float = 1.0) -> bool:
+async def fetched(options: CacheOptions, wait: float) -> bool:
     """Whether the engine's tier brings back what it has written, within some tries."""
     blocks = options.blocks()
     assert blocks is not None
@@ -175,7 +176,7 @@ async def front_reaches(options: CacheOptions, wait: float) -> bool:
 async def both_reach(url: str, options: CacheOptions, hopeful: bool) -> tuple[bool, bool]:
     """Whether front and engine can work with a Redis; looked for long where it should be so."""
     options = replace(options, redis_url=url, redis_budget=1.0)
-    wait = 10.0 if hopeful else 0.5  # seconds to try
+    wait = PATIENCE if hopeful else 0.5  # seconds to try
     return await front_reaches(options, wait), await fetched(options, wait)
 
 
@@ -242,7 +243,7 @@ async def waits(settings: Settings, tools: Tools) -> tuple[float, float]:
 
 async def block_lives(settings: Settings, tools: Tools) -> int:
     """Milliseconds that a run has left in Redis."""
-    assert await fetched(settings.cache, 10.0)
+    assert await fetched(settings.cache, PATIENCE)
     (name,) = tools.redis.keys("k:*")
     return int(tools.redis.command("PTTL", name)[1:])
 

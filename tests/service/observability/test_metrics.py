@@ -428,11 +428,12 @@ def test_misses_hits_and_vetoes(serve: Serve) -> None:
 def test_a_redis_that_dies(serve: Serve, make_redis: Callable[..., RedisServer], key_file: Path) -> None:
     redis = make_redis()
     flags = (f"--cache.redis-url={redis.url}", f"--cache.key-file={key_file}", "--cache.prefix.chunk-bytes=4096")
+    flags += ("--cache.redis-budget=1",)  # it is about what, not when
     with serve("--optimizations.response-cache=true", "--fake.step-time=0.05", *flags) as server:
         ids = pb.TokenIds(ids=[1 + n * n % 251 for n in range(1100)])
         for _ in range(2):
             server.generation.Generate(
-                ask(token_ids=ids, tokens=4, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF)), timeout=20
+                ask(token_ids=ids, tokens=4, cache=pb.CacheOptions(response=pb.CACHE_MODE_OFF)), timeout=60
             )
         said(server, greedy("while it lives"))
         written = told(server, "prefix_chunks_written_total", 1)
