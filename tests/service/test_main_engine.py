@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.fake import Fault
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_stream, refused
-from tests.service.observability.test_metrics import page_of, value
+from tests.service.scraped import page_of, value
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 SERVING = health_pb2.HealthCheckResponse.SERVING

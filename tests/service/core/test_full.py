@@ -30,7 +30,7 @@ from tests.service.asked import (
     until,
 )
 from tests.service.conftest import PATIENCE, Refusal, Server, refused
-from tests.service.observability.test_metrics import page_of, told, value
+from tests.service.scraped import page_of, told, value
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 LONG = 3000  # tokens

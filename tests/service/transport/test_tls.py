@@ -24,7 +24,7 @@ from service.transport.tls import Certificates, read_pair
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 from tests.service.conftest import PATIENCE, Refusal, Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template
-from tests.service.observability.test_metrics import page_of, value
+from tests.service.scraped import page_of, value
 from tests.service.transport.presented import entry, named
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
