@@ -53,6 +53,12 @@ def pod(objects: dict[str, list[Object]]) -> Any:
     return workload["spec"]["template"]["spec"]
 
 
+def routed(objects: dict[str, list[Object]]) -> set[str]:
+    """Services that a Gateway is told of."""
+    (route,) = objects["GRPCRoute"]
+    return {match["method"]["service"] for rule in route["spec"]["rules"] for match in rule["matches"]}
+
+
 @pytest.mark.parametrize(("title", "values"), BLOCKS, ids=[title for title, _ in BLOCKS])
 def test_helm_takes_each_block(title: str, values: str, rendered: Rendered) -> None:
     assert rendered(values)
@@ -60,9 +66,10 @@ def test_helm_takes_each_block(title: str, values: str, rendered: Rendered) -> N
 
 def test_a_gateway_finds_the_services_and_is_let_in(rendered: Rendered) -> None:
     objects = rendered(block("Behind a proxy"))
-    (route,) = objects["GRPCRoute"]
-    matched = {match["method"]["service"] for rule in route["spec"]["rules"] for match in rule["matches"]}
-    assert matched == set(re.findall(r"`(whippet\.v1\.\w+Service)`", SECTIONS["Behind a proxy"]))
+    own = set(re.findall(r"`(whippet\.v1\.\w+Service)`", SECTIONS["Behind a proxy"]))
+    assert routed(objects) == own | {"inference.GRPCInferenceService", "vllm.grpc.engine.VllmEngine"}
+    silent = ("config.protocols.open-inference=false", "config.protocols.vllm-engine=false")
+    assert routed(rendered(block("Behind a proxy"), *silent)) == own
     policy = next(one for one in objects["NetworkPolicy"] if one["metadata"]["name"] == "whippet")
     assert "gateways" in str(policy["spec"]["ingress"][0])
     (service,) = (one for one in objects["Service"] if one["metadata"]["name"] == "whippet")
