@@ -73,8 +73,8 @@ def sent_texts(messages: Sequence[ChatMessage], options: ChatOptions) -> Iterato
             yield from (*message.parts, message.name, message.tool_call_id, message.reasoning)
             for call in message.tool_calls:
                 yield from (call.name, call.arguments, call.id)
-    yield options.tools
-    yield options.arguments
+    if options is not NO_OPTIONS:
+        yield from (options.tools, options.arguments)
 
 
 def template_variables(messages: Sequence[ChatMessage], options: ChatOptions) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 
 from service.core.errors import Unimplemented
 from service.core.request import ChatPrompt, ModelFacts
-from service.core.text import ChatMessage, ChatOptions, ToolCall
+from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions, ToolCall
 from service.core.text.conversation import count_objects, is_object
 from service.core.validation import Violations
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -86,7 +86,8 @@ def _options(chat: pb.Chat, found: Violations) -> ChatOptions:
     if begins and continues:
         found.add("chat.add_generation_prompt", "must not be true beside continue_final_message")
     if not (chat.tools or chat.tools_json or chat.HasField("template_arguments")):
-        return ChatOptions(add_generation_prompt=begins, continue_final_message=continues)
+        plain = begins and not continues
+        return NO_OPTIONS if plain else ChatOptions(add_generation_prompt=begins, continue_final_message=continues)
     reader = StructReader()
     return ChatOptions(
         tools=_tools(chat, reader, found),
