@@ -37,7 +37,8 @@ def test_reflection_lists_what_each_port_has(server: Server) -> None:
         "grpc.health.v1.Health",
         *(f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")),
     }
-    assert set(data.get_services()) == {GENERATION, "whippet.v1.ModelService", *always}
+    others = {"vllm.grpc.engine.VllmEngine", "inference.GRPCInferenceService"}
+    assert set(data.get_services()) == {GENERATION, "whippet.v1.ModelService", *others, *always}
     admin = ProtoReflectionDescriptorDatabase(server.admin_channel)
     assert set(admin.get_services()) == {"whippet.v1.AdminService", *always}
     methods = data.FindFileContainingSymbol(GENERATION).service[0].method
