@@ -173,6 +173,21 @@ async def test_a_message_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> 
     await ended(busy)
 
 
+async def test_reads_that_began_one_after_another_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One timer watches them: it is set again for those that began later, and once more after an idle time."""
+    monkeypatch.setattr(module, "_LONGEST_READ", 0.05)
+    callers = Callers()
+    first = callers.call("a")[1]
+    await asyncio.sleep(0.02)
+    for stalled in (first, callers.call("b")[1], callers.call("c")[1]):
+        async with asyncio.timeout(60):
+            with pytest.raises(MessageStalled):
+                await stalled
+    async with asyncio.timeout(60):
+        with pytest.raises(MessageStalled):
+            await callers.call("a")[1]
+
+
 async def test_a_call_without_a_message_is_invalid() -> None:
     context, task = Callers().call("a")
     context.message.set_result(grpc.aio.EOF)
