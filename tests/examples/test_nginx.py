@@ -83,6 +83,14 @@ def test_a_server_that_is_killed_costs_no_call_of_a_client_that_tries_again(
         assert {ended(future) for future in futures} == {"whole"}
 
 
+def test_where_no_server_answers_the_status_is_one_of_grpc(serve: Serve, tmp_path: Path) -> None:
+    with serve() as gone:
+        backends = [backend(gone)] * 2
+    with nginx.running(tmp_path, backends) as address, client(address) as stub:
+        refusal = refused(stub.Generate, ask("anybody", 1), timeout=PATIENCE)
+        assert (refusal.code, refusal.message) == (grpc.StatusCode.UNAVAILABLE, "no server has answered")
+
+
 def test_with_tls_on_both_sides(serve: Serve, tmp_path: Path) -> None:
     folder = tmp_path / "tls"
     trusted = certificates(folder)
