@@ -128,13 +128,12 @@ async def test_a_tokenizer_that_panics_is_a_failure_and_no_more(model: Path) -> 
 
 async def test_tools_make_no_template_longer_than_its_limits(model: Path) -> None:
     """A template that loops over tools in tools is ended by the clock, one that repeats them by its size."""
-    quick = replace(SMALL_LIMITS, seconds=1.0)
     tools = ChatOptions(tools=json.dumps([{"name": "f" * 20}] * 1000))
     loops = "{% for a in tools %}{% for b in tools %}{% for c in tools %}{% endfor %}{% endfor %}{% endfor %}"
     grows = "{% for a in tools %}{% for b in tools %}{{ tools }}{% endfor %}{% endfor %}"
-    for template, limit in ((loops, "takes more than 1 seconds"), (grows, "too long once")):
+    for template, seconds, limit in ((loops, 1.0, "takes more than 1 seconds"), (grows, 60.0, "too long once")):
         change(model / "tokenizer_config.json", lambda value, text=template: value.update(chat_template=text))
-        processes = TextProcesses(str(model), small=quick)
+        processes = TextProcesses(str(model), small=replace(SMALL_LIMITS, seconds=seconds))
         await processes.start()
         with pytest.raises(Refusal, match=limit):
             await processes.run("encode_chat", pack(EncodeChat((ChatMessage("user", "x"),), tools, None)))

@@ -161,6 +161,6 @@ def test_over_the_wire(server: Server) -> None:
         (chat({"role": "user", "parts": [{"image": {}}]}), grpc.StatusCode.UNIMPLEMENTED, "parts[0].image"),
         (chat({"role": "assistant", "tool_calls": calls}), grpc.StatusCode.INVALID_ARGUMENT, "tool_calls[0].arguments"),
     ):
-        refusal = refused(server.generation.Generate, pb.GenerateRequest(chat=given))
+        refusal = refused(server.generation.Generate, pb.GenerateRequest(chat=given), timeout=60)
         assert refusal.code is code
         assert place in refusal.message + str(refusal.details.values())
