@@ -61,9 +61,8 @@ def test_who_is_refused_by_one_is_served_by_the_other_and_else_hears_the_hint(pa
     with envoy.running(tmp_path, backends, late_to_notice) as proxy, client(proxy.address) as stub:
         try:
             pair[0].admin.Drain(admin_pb2.DrainRequest(), timeout=PATIENCE)
-            for number in range(
-                16
-            ):  # one after the other: of two servers the one that refuses is the least busy, and soon asked again
+            # One after the other: of two servers the one that refuses is the least busy, and is soon asked again.
+            for number in range(16):
                 assert ended(stub.Generate.future(ask(f"elsewhere {number}", 4), timeout=PATIENCE)) == "whole"
             assert proxy.stat("upstream_rq_retry") > 0
             pair[1].admin.Drain(admin_pb2.DrainRequest(), timeout=PATIENCE)
