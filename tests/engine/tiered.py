@@ -98,7 +98,8 @@ class Engine:
         limits = Limits(max_sequences=4, max_batch_tokens=512, max_context=pages * PAGE_SIZE)
         self.scheduler = Scheduler(limits, pool, prefixes=self.index, tier=self.tier)
         self.events: dict[int, list[Event]] = {}
-        self.spent = 0.0
+        self.spent = 0.0  # seconds in what a loop does beside its steps
+        self.turns = 0  # so many times
         self.fed = 0
 
     def submit(self, ids: tuple[int, ...], output: int = 4, **changes: object) -> int:
@@ -129,6 +130,7 @@ class Engine:
         begun = time.monotonic()
         act()
         self.spent += time.monotonic() - begun
+        self.turns += 1
 
     def run(self, within: float = 20.0) -> None:
         deadline = time.monotonic() + within
