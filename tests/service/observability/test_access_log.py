@@ -104,9 +104,14 @@ def test_lines_of_calls_that_did_not(talkative: Server) -> None:
 def test_all_other_lines_are_objects_too(serve: Serve) -> None:
     """Those of both processes, of a death and of an end among them; `lines` parses each."""
     with serve("--log.format=json", "--log-level=debug", "--fake.faults=true") as server:
+        killed = server.engine_pid()
         with contextlib.suppress(grpc.RpcError):
-            os.kill(server.engine_pid(), signal.SIGKILL)
+            os.kill(killed, signal.SIGKILL)
             list(server.generation.GenerateStream(ask_stream("x", 4000), timeout=60))
+        end = time.monotonic() + PATIENCE
+        while server.engine_pids() in ([], [killed]):  # the call may have ended before its death was noticed
+            assert time.monotonic() < end
+            time.sleep(0.01)
         assert server.stop() == 0
         every = lines(server.log)
         assert {line["process"] for line in every} == {"front", "engine"}
