@@ -64,7 +64,7 @@ class Returns:
         self._last = 0.0  # of those told so far, on the caller's clock
 
     def next(self, now: float, queue_time: float, interval: float, stay: float) -> float:
-        """Seconds until the next one is to come. Not everybody does: nobody is told to let more than a few pass."""
+        """Seconds until the next one is to come. Not everybody does, so nobody is told to wait for ten stays more."""
         latest = queue_time + _STAYS_AHEAD * stay
         self._last = max(self._last, now + queue_time - interval) + interval
         self._last = min(self._last, now + latest)

@@ -61,5 +61,5 @@ async def _received(kind: type[_Message], read: Callable[[_Message], _Request], 
 
 
 async def send_headers(context: Context, prompt: PromptFacts) -> None:
-    """What is known once a request is let in."""
+    """What is known before an answer: they leave with its first part."""
     await context.send_initial_metadata((("x-request-id", prompt.request_id), ("x-cache", prompt.cache)))

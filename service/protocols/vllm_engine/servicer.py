@@ -21,8 +21,7 @@ _PIECE = 64 * 1024  # bytes of an archive in one message
 
 
 class _Outlet:
-    """Writes what the caller of Generate has asked for: chunks and an end, or the end alone. Headers leave with the
-    first of them, not before: until they come a proxy may give the request to another server, should this one go."""
+    """Writes what the caller of Generate has asked for: chunks and an end, or the end alone."""
 
     def __init__(self, writer: Writer, question: Question) -> None:
         self._writer = writer
@@ -31,11 +30,10 @@ class _Outlet:
 
     async def begin(self, prompt: PromptFacts) -> None:
         self._prompt_tokens = prompt.prompt_tokens
+        await send_headers(self._writer.context, prompt)
 
     async def send(self, message: AnswerMessage) -> None:
         question = self._question
-        if message.prompt is not None:
-            await send_headers(self._writer.context, message.prompt)
         if question.streamed and message.token_ids:
             await self._writer.write(render.chunk(message, question, self._prompt_tokens).SerializeToString())
         if message.ending is not None:
