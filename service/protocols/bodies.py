@@ -1,13 +1,14 @@
-"""From the bytes of a call to a request, the same for every protocol: their shape is looked at, they become a message,
-and the protocol reads it."""
+"""What is the same for every protocol around a call's body. From bytes to a request: their shape is looked at, they
+become a message, and the protocol reads it. On the way back: headers, and an answer in one message."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from service.core.delivery import AnswerMessage
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import PromptFacts
 from service.protocols.shape import check_shape
@@ -16,6 +17,7 @@ from service.transport.writer import Context
 
 _Message = TypeVar("_Message", bound=Message)
 _Request = TypeVar("_Request")
+_Response = TypeVar("_Response", bound=Message)
 
 
 def decode(kind: type[_Message], data: bytes) -> _Message:
@@ -63,3 +65,19 @@ async def _received(kind: type[_Message], read: Callable[[_Message], _Request], 
 async def send_headers(context: Context, prompt: PromptFacts) -> None:
     """What is known before an answer: they leave with its first part."""
     await context.send_initial_metadata((("x-request-id", prompt.request_id), ("x-cache", prompt.cache)))
+
+
+class WholeOutlet(Generic[_Response]):
+    """Keeps the one message of an answer for the handler to return."""
+
+    response: _Response  # once the answer is there
+
+    def __init__(self, context: Context, render: Callable[[AnswerMessage], _Response]) -> None:
+        self._context = context
+        self._render = render
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        await send_headers(self._context, prompt)
+
+    async def send(self, message: AnswerMessage) -> None:
+        self.response = self._render(message)

@@ -11,7 +11,7 @@ from service.core.delivery import AnswerMessage
 from service.core.request import Origin, PromptFacts
 from service.observability.record import Observers
 from service.pb.inference import grpc_service_pb2 as pb
-from service.protocols.bodies import decode, send_headers
+from service.protocols.bodies import WholeOutlet, decode
 from service.protocols.open_inference import render
 from service.protocols.open_inference.parse import NAMES, VERSION, Question, check_model, read_infer
 from service.protocols.seam import UseCases
@@ -20,26 +20,11 @@ from service.protocols.wishes import fields_called
 from service.transport.inbox import Inbox
 from service.transport.rpc import Call
 from service.transport.status import ResourceTypes, failure_of
-from service.transport.writer import Context, StallWatch, Writer
+from service.transport.writer import StallWatch, Writer
 from service.version import version
 
 SERVICE = "inference.GRPCInferenceService"
 RESOURCES = ResourceTypes(model="inference.Model", request="inference.ModelInferRequest")
-
-
-class _Whole:
-    """Keeps the one message for the handler to return."""
-
-    def __init__(self, context: Context, question: Question) -> None:
-        self.response = pb.ModelInferResponse()
-        self._context = context
-        self._question = question
-
-    async def begin(self, prompt: PromptFacts) -> None:
-        await send_headers(self._context, prompt)
-
-    async def send(self, message: AnswerMessage) -> None:
-        self.response = render.whole(message, self._question)
 
 
 class _Pieces:
@@ -92,7 +77,7 @@ class OpenInferenceServicer:
         return read_infer(message, self._cases.model.facts(), streams=False)
 
     async def infer(self, question: Question, call: Call) -> pb.ModelInferResponse:
-        outlet = _Whole(call.context, question)
+        outlet = WholeOutlet(call.context, lambda message: render.whole(message, question))
         with fields_called(NAMES):
             await self._cases.generator.answer(question.request, call.origin, outlet)
         return outlet.response

@@ -10,7 +10,7 @@ from service.core.model import ServedModel
 from service.core.request import ChatPrompt, Output, PromptFacts, Request, TextPrompt
 from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
-from service.protocols.bodies import send_headers
+from service.protocols.bodies import WholeOutlet, send_headers
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1 import render, render_load
 from service.protocols.whippet_v1.parse import (
@@ -23,7 +23,7 @@ from service.protocols.whippet_v1.parse import (
 from service.protocols.whippet_v1.parse_admin import read_drain, read_flush, read_profile, read_switch
 from service.transport.auth import DEFAULT_TENANT
 from service.transport.rpc import Call
-from service.transport.writer import Context, StallWatch, Writer
+from service.transport.writer import StallWatch, Writer
 
 
 class StreamOutlet:
@@ -38,21 +38,6 @@ class StreamOutlet:
 
     def send(self, message: AnswerMessage) -> Awaitable[None]:
         return self._writer.write(render.stream_message(message, self._output).SerializeToString())
-
-
-class UnaryOutlet:
-    """Keeps the one message for the handler to return."""
-
-    def __init__(self, context: Context, output: Output) -> None:
-        self.response = generation_pb2.GenerateResponse()
-        self._context = context
-        self._output = output
-
-    async def begin(self, prompt: PromptFacts) -> None:
-        await send_headers(self._context, prompt)
-
-    async def send(self, message: AnswerMessage) -> None:
-        self.response = render.whole_message(message, self._output)
 
 
 class GenerationServicer:
@@ -77,7 +62,7 @@ class GenerationServicer:
         return read_detokenize(message, self._model.facts())
 
     async def generate(self, request: Request, call: Call) -> generation_pb2.GenerateResponse:
-        outlet = UnaryOutlet(call.context, request.output)
+        outlet = WholeOutlet(call.context, lambda message: render.whole_message(message, request.output))
         await self._generator.answer(request, call.origin, outlet)
         return outlet.response
 
