@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, SamplingParams, Stopping
-from engine.errors import EngineFailed, Unsupported
+from engine.errors import EngineFailed
 from engine.execution.eager import Eager
 from engine.execution.forward_pass import why_not
 from engine.execution.graph_prefill.executor import GraphPrefill
@@ -246,8 +246,6 @@ def test_switches(tmp_path: Path) -> None:
     stage.switch("fused_kernels", True)
     stage.switch("graphs", True)
     assert torch.equal(told(stage, parts, one, [40]), captured)
-    with pytest.raises(Unsupported):
-        stage.switch("warp", True)
 
 
 def test_a_token_outside_the_vocabulary_is_no_step(tmp_path: Path) -> None:
