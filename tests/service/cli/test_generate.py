@@ -9,78 +9,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 
 from service.cli import main
 from service.cli.channel import Server
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.certificates import HERE, Authority, write_pair
+from tests.service.cli.host import Host, refusing
 
 ROOT = Path(__file__).resolve().parents[3]
-Behaviour = Callable[[pb.GenerateStreamRequest, grpc.ServicerContext], Iterator[pb.GenerateStreamResponse]]
-
-
-def two_words(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
-    yield pb.GenerateStreamResponse(
-        text="Grüße, ", prompt_info=pb.PromptInfo(request_id="r1", model="m", prompt_tokens=3)
-    )
-    yield pb.GenerateStreamResponse(
-        text="Welt",
-        finish=pb.Finish(
-            reason=pb.FINISH_REASON_STOP_STRING,
-            stop_string="\n",
-            usage=pb.Usage(prompt_tokens=3, completion_tokens=2),
-            timings=pb.Timings(queue=Duration(nanos=1_500_000), decode=Duration(seconds=2)),
-            cache_source=pb.CACHE_SOURCE_NONE,
-            sampling=pb.SamplingOptions(temperature=0.7, seed=11),
-        ),
-    )
-
-
-class Scripted(generation_pb2_grpc.GenerationServiceServicer):
-    """Does what it is told and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.behaviour: Behaviour = two_words
-        self.requests: list[pb.GenerateStreamRequest] = []
-        self.metadata: dict[str, str] = {}
-        self.ended = threading.Event()
-
-    def GenerateStream(
-        self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.GenerateStreamResponse]:
-        self.requests.append(request)
-        self.metadata = dict(context.invocation_metadata())
-        context.add_callback(self.ended.set)
-        yield from self.behaviour(request, context)
-
-
-class Host:
-    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
-        self.servicer = Scripted()
-        self.server = grpc.server(ThreadPoolExecutor(4))
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.servicer, self.server)
-        if credentials is None:
-            port = self.server.add_insecure_port("127.0.0.1:0")
-        else:
-            port = self.server.add_secure_port("127.0.0.1:0", credentials)
-        self.address = f"127.0.0.1:{port}"
-        self.server.start()
-
-    @property
-    def request(self) -> pb.GenerateStreamRequest:
-        return self.servicer.requests[-1]
 
 
 @pytest.fixture
@@ -124,6 +68,9 @@ def test_only_what_is_given_is_set(run: Run, host: Host) -> None:
     assert host.request.sampling == pb.SamplingOptions(temperature=0, top_k=0, top_p=0.5, seed=0)
     assert host.request.stopping == pb.StoppingOptions(max_tokens=0, min_tokens=1, stop_strings=["a", "b"])
     assert host.request.sampling.HasField("temperature")
+    run("x", "--logit-bias", "7=-100", "--logit-bias", "8=.5", "--stop-token", "3", "--stop-token", "4", "--ignore-eos")
+    assert host.request.sampling == pb.SamplingOptions(logit_bias={7: -100, 8: 0.5})
+    assert host.request.stopping == pb.StoppingOptions(stop_token_ids=[3, 4], ignore_eos=True)
 
 
 def test_chat(run: Run, host: Host) -> None:
@@ -131,6 +78,11 @@ def test_chat(run: Run, host: Host) -> None:
     assert host.request.chat == pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
     run("hi", "--system", "be brief")
     assert [(m.role, m.content) for m in host.request.chat.messages] == [("system", "be brief"), ("user", "hi")]
+    run("hi", "--template-argument", "enable_thinking=false", "--template-argument", 'style={"tone": "dry"}')
+    assert host.request.chat.messages[0].content == "hi"
+    given = host.request.chat.template_arguments
+    assert given["enable_thinking"] is False
+    assert given["style"]["tone"] == "dry"
 
 
 @pytest.mark.parametrize("flags", [(), ("-",)])
@@ -190,25 +142,6 @@ def test_json(run: Run) -> None:
     assert answer["sampling"]["seed"] == 11
 
 
-def pack(*details: object) -> tuple[tuple[str, bytes], ...]:
-    status = status_pb2.Status(code=3, message="bad")
-    for detail in details:
-        packed = AnyMessage()
-        packed.Pack(detail)  # type: ignore[arg-type]
-        status.details.append(packed)
-    return (("grpc-status-details-bin", status.SerializeToString()),)
-
-
-def refusing(code: grpc.StatusCode, message: str, *details: object, after: int = 0) -> Behaviour:
-    def behave(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
-        for _ in range(after):
-            yield pb.GenerateStreamResponse(text="part ")
-        context.set_trailing_metadata(pack(*details))
-        context.abort(code, message)
-
-    return behave
-
-
 def test_a_refusal_names_the_fields(run: Run, host: Host) -> None:
     bad = error_details_pb2.BadRequest()
     bad.field_violations.add(field="sampling.top_p", description="must be at most 1")
@@ -264,6 +197,9 @@ def test_tokens(run: Run, host: Host, tmp_path: Path) -> None:
 USAGE = {
     "number": (["x", "--max-tokens", "many"], "invalid int"),
     "too large": (["x", "--max-tokens", "99999999999"], "out of range"),
+    "bias": (["x", "--logit-bias", "7"], "--logit-bias"),
+    "template argument": (["x", "--template-argument", "style=dry"], "a text needs its quotes"),
+    "template argument without a name": (["x", "--template-argument", "dry"], "--template-argument"),
     "unknown flag": (["x", "--no-such"], "--no-such"),
     "abbreviated": (["x", "--max", "3"], "--max"),
     "two prompts": (["x", "y"], "y"),

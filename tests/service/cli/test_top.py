@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pty
-import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,6 +18,7 @@ from bench.ports import free_port
 from service.cli.top_frame import Look, frame, quantile
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.asked import greedy
+from tests.service.cli.terminal import Terminal
 from tests.service.conftest import PATIENCE, ROOT, STEP, Server, ask, ask_stream, refused
 
 CACHED = ("--optimizations.response-cache=true", f"--fake.step-time={STEP}")
@@ -181,55 +178,10 @@ def test_who_may_not_look_is_told_at_once(serve: Serve, tmp_path: Path) -> None:
         assert denied.stderr.startswith("whippet: PERMISSION_DENIED")
 
 
-class Terminal:
-    """The command on a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        environ = {**os.environ, "COLUMNS": "100", "LINES": "40"}
-        self.process = subprocess.Popen(
-            command(*arguments), cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, env=environ, start_new_session=True
-        )
-        os.close(slave)
-        self.said = ""
-
-    def until(self, pattern: str) -> str:
-        """Reads until that was drawn after the last thing that was waited for; all that was read."""
-        end = time.monotonic() + 2 * PATIENCE
-        seen = ""
-        while not re.search(pattern, seen):
-            assert time.monotonic() < end, seen[-2000:]
-            if select.select([self._master], [], [], 0.1)[0]:
-                seen += os.read(self._master, 65536).decode()
-        self.said += seen
-        return seen
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._master, keys)
-
-    def rest(self) -> str:
-        """What comes until the end of the command."""
-        try:
-            while data := os.read(self._master, 65536):
-                self.said += data.decode()
-        except OSError:  # EIO: it has closed the terminal
-            pass
-        return self.said
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
 @contextmanager
 def terminal(*arguments: str) -> Iterator[Terminal]:
-    one = Terminal(*arguments)
-    try:
+    with Terminal(command(*arguments)) as one:
         yield one
-    finally:
-        one.close()
 
 
 def test_on_a_terminal_a_server_may_go_and_come_back(serve: Serve) -> None:

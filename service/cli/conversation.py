@@ -1,0 +1,151 @@
+"""`whippet generate` without a prompt, on a terminal: question and answer in turns, until ctrl-D.
+
+What was said is kept in memory alone, the lines that were typed included. There is no more than three commands: what
+sampling has to say is said by flags, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import select
+import sys
+
+import grpc
+
+from service.cli.channel import INTERRUPTED, Server, cancelled_at_ctrl_c, complain, explain
+from service.cli.output import Output
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
+
+_PROMPT, _MORE = "> ", ". "
+_COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?", re.DOTALL)
+_WELCOME = "A conversation: ctrl-C stops an answer, ctrl-D ends, /help tells the rest."
+_HELP = """\
+/system TEXT  a system message for what follows; without TEXT none
+/reset        forget what was said; the system message stays
+/exit         end, as ctrl-D
+ctrl-C        stop an answer, of which the model remembers what came; without one, end
+Lines that are pasted together are one message. A message may begin with / after a space."""
+
+
+class Turns:
+    """What the model is told of the conversation."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+        self._said: list[pb.ChatMessage] = []
+
+    def asked(self, question: str) -> pb.Chat:
+        """The chat that ends with a question. It is remembered once it has an answer."""
+        system = [] if self.system is None else [pb.ChatMessage(role="system", content=self.system)]
+        return pb.Chat(messages=[*system, *self._said, _user(question)])
+
+    def answered(self, question: str, text: str, reasoning: str) -> None:
+        answer = pb.ChatMessage(role="assistant", content=text)
+        if reasoning:
+            answer.reasoning = reasoning
+        self._said += [_user(question), answer]
+
+    def forget(self) -> None:
+        self._said.clear()
+
+
+def _user(text: str) -> pb.ChatMessage:
+    return pb.ChatMessage(role="user", content=text)
+
+
+class Conversation:
+    """`request`: all that a question has besides its messages. `timeout`: seconds for each answer."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        server: Server,
+        request: pb.GenerateStreamRequest,
+        turns: Turns,
+        timeout: float | None,
+    ) -> None:
+        self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._server = server
+        self._request = request
+        self._timeout = timeout
+        self._turns = turns
+
+    def run(self) -> int:
+        """Until the user ends it. Returns the exit code."""
+        _edit_lines()
+        sys.stderr.write(f"{_WELCOME}\n")
+        while True:
+            try:
+                said = _read()
+                if said is None or not self._obey_or_ask(said):
+                    return 0
+            except KeyboardInterrupt:
+                sys.stdout.write("\n")
+                return INTERRUPTED
+            except ValueError:  # UnicodeError: of input(), or of a message that is to be sent
+                complain("that is not UTF-8 text", 0)
+
+    def _obey_or_ask(self, said: str) -> bool:
+        """False where the conversation is to end."""
+        command = _COMMAND.fullmatch(said.rstrip())
+        if command is None:
+            if said.strip():
+                self._ask(said)
+            return True
+        name, text = command[1], command[2]
+        if name == "exit":
+            return False
+        if name == "reset":
+            self._turns.forget()
+        elif name == "system":
+            self._turns.system = text
+        elif name == "help":
+            sys.stdout.write(f"{_HELP}\n")
+        else:
+            complain(f"there is no /{name}: /help lists what there is", 0)
+        return True
+
+    def _ask(self, question: str) -> None:
+        """What goes wrong is told in one line, and the question is forgotten."""
+        request = pb.GenerateStreamRequest()
+        request.CopyFrom(self._request)
+        request.chat.MergeFrom(self._turns.asked(question))
+        call = self._stub.GenerateStream(request, timeout=self._timeout, metadata=self._server.metadata)
+        out = Output(live=True)
+        with cancelled_at_ctrl_c(call) as interrupted:
+            try:
+                for message in call:
+                    out.take(message)
+                out.close()
+            except grpc.RpcError as error:
+                out.end_line()
+                if not interrupted.is_set():
+                    complain(explain(error, self._server.address), 0)
+                    return
+            finally:
+                call.cancel()
+        if out.text:  # templates want turns to alternate, so a question without an answer is none
+            self._turns.answered(question, out.text, out.reasoning)
+
+
+def _edit_lines() -> None:
+    """Editing and earlier lines, where this Python has readline. A paste of several lines then is one line to it."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def _read() -> str | None:
+    """A message; None at the end of input. What is waiting already belongs to it, so that half a paste is never sent
+    by a terminal that does not mark them."""
+    lines: list[str] = []
+    try:
+        lines.append(input(_PROMPT))
+        while select.select([sys.stdin], [], [], 0)[0]:
+            lines.append(input(_MORE))
+    except EOFError:
+        sys.stdout.write("\n")
+    return "\n".join(lines) if lines else None

@@ -1,0 +1,118 @@
+"""An answer on stdout: piece by piece as it comes, or as one JSON object."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from service.pb.whippet.v1 import generation_pb2 as pb
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# What a terminal would obey. Text for other readers is left as it is.
+_HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
+
+
+class Output:
+    """`live`: piece by piece. What the model thought is shown on a terminal alone, apart from the answer."""
+
+    def __init__(self, live: bool) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self._live = live
+        self._terminal = live and sys.stdout.isatty()
+        self._dims = self._terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+        self._last = "\n"  # character on the terminal
+        self._thinking = False
+        self._calls: dict[int, pb.ToolCall] = {}
+        self._info = pb.PromptInfo()
+        self._finish: pb.Finish | None = None
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+
+    def take(self, message: pb.GenerateStreamResponse) -> None:
+        if message.HasField("prompt_info"):
+            self._info = message.prompt_info
+        if message.HasField("finish"):
+            self._finish = message.finish
+        self.reasoning += message.reasoning
+        self.text += message.text
+        for delta in message.tool_calls:
+            call = self._calls.setdefault(delta.index, pb.ToolCall(id=delta.id, name=delta.name))
+            call.arguments += delta.arguments
+        if self._terminal and message.reasoning:
+            self._think(True)
+            self._write(message.reasoning)
+        if self._live and message.text:
+            self._think(False)
+            self._write(message.text)
+
+    def close(self) -> None:
+        """The answer is complete."""
+        self._think(False)
+        if not self._live:
+            sys.stdout.write(json.dumps(self._object(), ensure_ascii=False))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """Lets the next output on the terminal begin on a new line."""
+        self._think(False)
+        if self._last != "\n":
+            self._write("\n")
+
+    def _think(self, begins: bool) -> None:
+        """Where the model's thoughts begin or end."""
+        if begins == self._thinking:
+            return
+        self._thinking = begins
+        if self._dims:
+            sys.stdout.write(_DIM if begins else _PLAIN)
+        if not begins:
+            self._write("\n" if self._last == "\n" else "\n\n")
+
+    def _write(self, text: str) -> None:
+        shown = text.translate(_HARMLESS) if self._terminal else text
+        sys.stdout.write(shown)
+        sys.stdout.flush()
+        self._last = shown[-1]
+
+    def _object(self) -> dict[str, Any]:
+        finish = self._finish or pb.Finish()
+        stop = finish.WhichOneof("matched_stop")
+        usage, timings = finish.usage, finish.timings
+        return {
+            "request_id": self._info.request_id,
+            "model": self._info.model,
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "tool_calls": [
+                {"id": call.id, "name": call.name, "arguments": call.arguments}
+                for _, call in sorted(self._calls.items())
+            ],
+            "finish": {
+                "reason": pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
+                "stop": getattr(finish, stop) if stop else None,
+            },
+            "usage": {field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields},
+            "timings": {field.name: _seconds(getattr(timings, field.name)) for field in timings.DESCRIPTOR.fields},
+            "cache_source": pb.CacheSource.Name(finish.cache_source).removeprefix("CACHE_SOURCE_").lower(),
+            "sampling": {
+                field.name: _short(getattr(finish.sampling, field.name))
+                for field in finish.sampling.DESCRIPTOR.fields
+                if field.name != "logit_bias"
+            },
+        }
+
+
+def _short(value: float) -> float:
+    """A 32-bit float as it was written: 0.7, not 0.699999988079071."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
