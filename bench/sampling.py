@@ -24,7 +24,8 @@ from engine.kernels import batch_sampling as many_rows
 from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary, open_library
 from engine.kernels.launch import Launch, Launcher
-from engine.kernels.sampling import SampledRow, Sampling, allocate, sampling
+from engine.kernels.prefill import Parts
+from engine.kernels.sampling import SampledRow, Sampling, allocate, sampling, write_marks
 from engine.kernels.step import ChainPlan
 from engine.kernels.tokens import Choice
 
@@ -109,13 +110,14 @@ def measure_many(
             logits = make_logits(kind, batch, vocabulary)
             device = logits.device
             for name, row in ROWS.items():
-                state = many_rows.allocate(batch, 1, vocabulary, device)
-                state.set_marks(0, list(range(100)), list(range(50, 200)), [])
-                for at in range(batch):
-                    state.place(at, row, 0)
+                bias = torch.zeros(vocabulary, device=device)
+                marks = torch.zeros(vocabulary, dtype=torch.int32, device=device)
+                write_marks(marks, list(range(100)), list(range(50, 200)), [])
+                packed = row.packed(bias.data_ptr(), marks.data_ptr())
+                state = torch.frombuffer(bytearray(packed * batch), dtype=torch.int32).view(batch, -1).to(device)
                 place = torch.full((batch,), 500, dtype=torch.int32, device=device)
                 best = torch.zeros(batch, dtype=torch.int64, device=device)
-                found = round(microseconds(launcher, [many_rows.sample(library, state, logits, place, best)]), 1)
+                found = round(microseconds(launcher, [many_rows.sample(library, state, Parts(logits), place, best)]), 1)
                 print(f"{batch:3} {kind:6} {name:38} {found:8.1f} µs", flush=True)
                 records.append({"batch": batch, "logits": kind, "row": name, "us": found})
     return records

@@ -9,14 +9,19 @@ from engine.sampling.noise import seed_key
 from engine.scheduling.sequence_state import SequenceState
 
 
+def beyond_temperature(sequence: SequenceState) -> bool:
+    """Whether it asks for more than a temperature, and more than stop tokens barred at first."""
+    one = sequence.sampling
+    return bool(_penalised(sequence) or _filtered(sequence) or one.logit_bias)
+
+
 def sampled_row(sequence: SequenceState, unreported: int = 0) -> SampledRow | None:
     """What the head cannot serve of a sequence, so many tokens after its last. None where it can: it is greedy, or has
     a temperature alone."""
     one, stopping = sequence.sampling, sequence.stopping
     barred = stopping.min_tokens > sequence.output_length + unreported and bool(stopping.stop_token_ids)
-    penalised = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) != (1.0, 0.0, 0.0)
-    filtered = one.temperature > 0 and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)
-    if not (barred or penalised or filtered or one.logit_bias):
+    penalised = _penalised(sequence)
+    if not (barred or penalised or _filtered(sequence) or one.logit_bias):
         return None
     return SampledRow(
         temperature=one.temperature,
@@ -51,3 +56,13 @@ def place(state: Sampling, at: int, sequence: SequenceState, unreported: Tokens[
         output = [*sequence.token_ids[sequence.prompt_length :], *unreported]
         state.set_marks(at, prompt, output, sequence.stopping.stop_token_ids)
     state.place(at, row)
+
+
+def _penalised(sequence: SequenceState) -> bool:
+    one = sequence.sampling
+    return (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _filtered(sequence: SequenceState) -> bool:
+    one = sequence.sampling
+    return one.temperature > 0 and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)

@@ -12,6 +12,7 @@ import torch
 from engine.execution import products
 from engine.execution.products import Products
 from engine.execution.step_state import Parts
+from engine.kernels import gemm
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import MINIMUM_CAPABILITY, OVERLAP_CAPABILITY, KernelLibrary, open_library
@@ -148,10 +149,11 @@ class ForwardPass:
         return buffers.x
 
     def logits(self, hidden: torch.Tensor, room: torch.Tensor) -> ops.Parts:
-        """Of hidden states that `enqueue` left, [rows, vocabulary]; room float32 of that size."""
+        """Of hidden states that `enqueue` left, [rows, vocabulary] in one slice; room float32 of that size."""
         head = self._parts.model.weights.head
         if not isinstance(head, DenseLinear):
-            return self.products(head, hidden, room.view(-1).view(torch.uint8))
+            ordered = gemm.ordered(hidden, self.products.order(head, hidden.shape[0]))
+            return self.products(head, ordered, room.view(-1).view(torch.uint8), most_slices=1)
         torch.mm(hidden, head.weight.t(), out_dtype=torch.float32, out=room)
         return ops.Parts(room.unsqueeze(0))
 

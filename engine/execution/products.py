@@ -50,11 +50,14 @@ class Products:
             return tokens * linear.matrix.rows * (2 if slices == 1 else 4 * slices)
         return tokens * _dense(linear).weight.shape[0] * 2
 
-    def __call__(self, linear: Linear, x: torch.Tensor, room: torch.Tensor) -> ops.Parts:
+    def __call__(
+        self, linear: Linear, x: torch.Tensor, room: torch.Tensor, most_slices: int = many.MOST_SLICES
+    ) -> ops.Parts:
         """x bfloat16 [tokens, columns], in the linear's order, · Wᵀ."""
         linear = self._plain.of(linear, x.shape[0])
         if isinstance(linear, CudaLinear):
-            return self._quantized(linear.matrix, linear.bias, x, room)
+            how = many.divide(linear.matrix, x.shape[0], self._gpu, most_slices)
+            return self._quantized(linear, x, room, how)
         dense = _dense(linear)
         out = _view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)
         if dense.bias is None:
@@ -63,16 +66,15 @@ class Products:
             torch.addmm(dense.bias, x, dense.weight.t(), out=out)
         return ops.Parts(out)
 
-    def _quantized(self, matrix: Matrix, bias: torch.Tensor | None, x: torch.Tensor, room: torch.Tensor) -> ops.Parts:
-        tokens = x.shape[0]
-        how = many.divide(matrix, tokens, self._gpu)
+    def _quantized(self, linear: CudaLinear, x: torch.Tensor, room: torch.Tensor, how: many.Division) -> ops.Parts:
+        matrix, tokens = linear.matrix, x.shape[0]
         if how.slices == 1:
             out = _view(room, (tokens, matrix.rows), torch.bfloat16)
-            self._go(matrix, many.Batch(x, out, bias), how)
+            self._go(matrix, many.Batch(x, out, linear.bias), how)
             return ops.Parts(out)
         out = _view(room, (how.slices, tokens, matrix.rows), torch.float32)
         self._go(matrix, many.Batch(x, out), how)
-        return ops.Parts(out, bias)
+        return ops.Parts(out, linear.bias)
 
     def _go(self, matrix: Matrix, batch: many.Batch, how: many.Division) -> None:
         launch = many.gemm(self._library, matrix, batch, how)

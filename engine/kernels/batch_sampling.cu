@@ -204,8 +204,7 @@ __device__ __forceinline__ u64 best_of(const Row& row, const Adjusted& logits, c
 
 // Replaces best[m] of the rows that ask for it. logits [rows, kVocabulary], float32 or bf16.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    sample(const Row* rows, const int* tables, const int* position, const u8* logits, const float* biases, u32* marks,
-           u64* best, int trigger) {
+    sample(const Row* rows, const int* position, const u8* logits, u64* best, int trigger) {
     extern __shared__ Quad ring[];
     __shared__ Room room;
     const int m = blockIdx.x;
@@ -215,10 +214,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (trigger == 1) let_next_start();
     const int place = load_shared_state(position + m);
     if (!(row.uses & kOn) || place < 0) return;
-    const u64 table = u64(row.uses & (kBiased | kMarked) ? tables[m] : 0) * kVocabulary;
-    u32* own_marks = row.uses & kMarked ? marks + table : nullptr;
-    const Adjusted own{row, logits + u64(m) * kVocabulary * (OP_FLOAT32 ? 4 : 2),
-                       row.uses & kBiased ? biases + table : nullptr, own_marks, place + 1 < row.free_from, ring};
+    u32* own_marks = row.uses & kMarked ? row.marks : nullptr;
+    const Adjusted own{row, logits + u64(m) * kVocabulary * (OP_FLOAT32 ? 4 : 2), row.uses & kBiased ? row.bias : nullptr,
+                       own_marks, place + 1 < row.free_from, ring};
     const Scale scale = scale_of(row, own);
     u64 found = 0;
     if (scale.sound) found = block_best(best_of(row, own, scale, place + 1, room));
@@ -227,5 +225,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (found != 0 && own_marks != nullptr) {
         u32* mark = own_marks + int(~u32(found));
         *mark = (*mark | kSeen) + 1;
+    }
+}
+
+// Writes the tables of rows that come, by blocks that have kShare tokens each. told: an offset for each row, and there
+//   address of its biases and of its marks (2 words each, 0 for none), counts of ids given, made, barred and biased, these
+//   ids one kind after the other, and the biases.
+constexpr int kShare = 4096;
+extern "C" __global__ void __launch_bounds__(kThreads) fill(const int* told) {
+    __shared__ u32 marks[kShare];
+    __shared__ float biases[kShare];
+    const int* own = told + told[blockIdx.y];
+    const auto address = [&](int at) { return u64(u32(own[at + 1])) << 32 | u32(own[at]); };
+    float* bias_table = reinterpret_cast<float*>(address(0));
+    u32* mark_table = reinterpret_cast<u32*>(address(2));
+    const int given = own[4], made = own[5], barred = own[6], biased = own[7];
+    const int first = blockIdx.x * kShare, count = min(kShare, kVocabulary - first);
+    const int* ids = own + 8;
+    const int* values = ids + given + made + barred + biased;
+    for (int i = threadIdx.x; i < count; i += kThreads) marks[i] = 0, biases[i] = 0.f;
+    __syncthreads();
+    for (int i = threadIdx.x; i < given + made + barred + biased; i += kThreads) {
+        const int id = ids[i] - first;
+        if (id < 0 || id >= count) continue;
+        if (i < given + made) {
+            atomicOr(&marks[id], kSeen);
+            if (i >= given) atomicAdd(&marks[id], 1u);
+        } else if (i < given + made + barred) {
+            atomicOr(&marks[id], kBarred);
+        } else {
+            atomicAdd(&biases[id], __int_as_float(values[i - (given + made + barred)]));
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        if (mark_table != nullptr) mark_table[first + i] = marks[i];
+        if (bias_table != nullptr) bias_table[first + i] = biases[i];
     }
 }

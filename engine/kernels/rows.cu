@@ -8,17 +8,19 @@
 constexpr int kMaxStops = 8;
 constexpr u32 kStopped = 1, kFull = 2, kNoToken = 4, kIdle = 128;
 constexpr int kLeave = 0, kPages = 1, kEnter = 2, kMove = 3;
+constexpr int kSampled = 16;  // words of a row of `sampling.cuh`
 constexpr int kPickThreads = 256, kEach = 16;  // logits a thread looks at
 
 // mail: an offset for each block, and there what it is to do:
 //   leave  0, row
 //   pages  1, row, first, count, pages
-//   enter  2, row, token, position, last, free_from, temperature, noise (2 words), stops (8), count, pages
+//   enter  2, row, token, position, last, free_from, temperature, noise (2 words), stops (8), count, the row of
+//          `sampling.cuh` (16 words), pages
 //   move   3, row, source
 // No two blocks of a launch have the same row.
 extern "C" __global__ void __launch_bounds__(128)
     change(const int* mail, int* token, int* position, int* length, int* last, int* free_from, float* temperature,
-           u64* noise_key, int* stops, int* page_table, int table_stride) {
+           u64* noise_key, int* stops, int* sampled, int* page_table, int table_stride) {
     const int* op = mail + mail[blockIdx.x];
     const int kind = op[0], row = op[1];
     int* pages = page_table + u64(row) * table_stride;
@@ -33,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(128)
             noise_key[row] = (u64(u32(op[8])) << 32) | u32(op[7]);
         }
         if (threadIdx.x < kMaxStops) stops[row * kMaxStops + threadIdx.x] = op[9 + threadIdx.x];
-        for (int i = threadIdx.x; i < op[17]; i += blockDim.x) pages[i] = op[18 + i];
+        if (threadIdx.x < kSampled) sampled[row * kSampled + threadIdx.x] = op[18 + threadIdx.x];
+        for (int i = threadIdx.x; i < op[17]; i += blockDim.x) pages[i] = op[18 + kSampled + i];
     } else if (kind == kMove) {
         const int from = op[2];
         if (threadIdx.x == 0) {
@@ -42,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(128)
             position[from] = -1, length[from] = 0;
         }
         if (threadIdx.x < kMaxStops) stops[row * kMaxStops + threadIdx.x] = stops[from * kMaxStops + threadIdx.x];
+        if (threadIdx.x < kSampled) sampled[row * kSampled + threadIdx.x] = sampled[from * kSampled + threadIdx.x];
         const int* source = page_table + u64(from) * table_stride;
         for (int i = threadIdx.x; i < table_stride; i += blockDim.x) pages[i] = source[i];
     }

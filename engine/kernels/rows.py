@@ -3,6 +3,8 @@ to step."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -11,10 +13,12 @@ from engine.kernels.build import Kernels
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 from engine.kernels.prefill import Parts
+from engine.kernels.sampling import ROW_WORDS
 from engine.kernels.tokens import MAX_STOPS
 
 LEAVE, PAGES, ENTER, MOVE = range(4)  # what `change` is told
 IDLE = 128  # flag of a ring entry, beside those of `tokens`
+ENTER_WORDS = 10 + MAX_STOPS + ROW_WORDS  # of a row that enters, beside its pages
 _CHANGE_THREADS, _PICK_THREADS, _PICK_EACH, _FINISH_THREADS = 128, 256, 16, 512
 
 
@@ -30,12 +34,56 @@ class RowStates:
     temperature: torch.Tensor  # float32 [rows]; 0 is greedy
     noise_key: torch.Tensor  # int64 [rows]: `engine.sampling.noise.seed_key`
     stops: torch.Tensor  # int32 [rows, 8]: tokens that end the row, -1 for none
+    sampled: torch.Tensor  # int32 [rows, 16]: `sampling.SampledRow.packed`; zeros leave the choice to `pick`
     pages: torch.Tensor  # int32 [rows, most pages of a row]
     best: torch.Tensor  # int64 [rows], zero between steps
 
     def first(self, rows: int) -> RowStates:
         """The same memory for fewer rows."""
         return RowStates(*(getattr(self, field.name)[:rows] for field in fields(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entering:
+    """A row that enters."""
+
+    index: int  # among the row states
+    token: int  # to be fed
+    position: int  # of that token
+    last: int
+    free_from: int
+    temperature: float
+    noise_key: int
+    stops: Sequence[int]
+    sampled: bytes | None = None  # `sampling.SampledRow.packed`
+    pages: Sequence[int] = ()
+
+    def words(self) -> list[int]:
+        """What `change` is told."""
+        return [
+            ENTER,
+            self.index,
+            self.token,
+            self.position,
+            self.last,
+            self.free_from,
+            *struct.unpack("<i", struct.pack("<f", self.temperature)),
+            *struct.unpack("<2i", struct.pack("<q", self.noise_key)),
+            *self.stops,
+            *[-1] * (MAX_STOPS - len(self.stops)),
+            len(self.pages),
+            *struct.unpack(f"<{ROW_WORDS}i", self.sampled or bytes(4 * ROW_WORDS)),
+            *self.pages,
+        ]
+
+
+def mail_of(told: Sequence[Sequence[int]]) -> list[int]:
+    """Changes as `change` reads them: where each begins, then all of them."""
+    offsets, at = [], len(told)
+    for one in told:
+        offsets.append(at)
+        at += len(one)
+    return [*offsets, *(word for one in told for word in one)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +109,7 @@ def allocate(rows: int, pages: int, device: torch.device) -> RowStates:
         temperature=torch.zeros(rows, dtype=torch.float32, device=device),
         noise_key=integers(rows, dtype=torch.int64),
         stops=integers(rows, MAX_STOPS, value=-1),
+        sampled=integers(rows, ROW_WORDS),
         pages=integers(rows, pages),
         best=integers(rows, dtype=torch.int64),
     )
@@ -78,6 +127,7 @@ def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
         "temperature": states.temperature,
         "noise_key": states.noise_key,
         "stops": states.stops,
+        "sampled": states.sampled,
         "page_table": states.pages,
         "table_stride": states.pages.stride(0),
     }

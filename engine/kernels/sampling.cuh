@@ -24,7 +24,8 @@ struct alignas(64) Row {
     int free_from;  // the position from which barred tokens may stand
     double top_p;
     u64 noise_key;
-    u32 unused[4];
+    const float* bias;  // [kVocabulary] each: of the rows of `batch_sampling` that have any
+    u32* marks;
 
     __device__ __forceinline__ bool greedy() const { return temperature == 0.f; }
     __device__ __forceinline__ bool filtered() const { return (uses & kFiltered) != 0; }

@@ -21,7 +21,7 @@ from engine.kernels.tokens import Choice
 COLDEST = 1e-20  # temperatures below it are not numbers in float32
 SEEN, BARRED, COUNT = -(1 << 31), 1 << 30, (1 << 30) - 1  # of a mark
 _ON, _BIASED, _MARKED, _FILTERED = 1, 2, 4, 8
-_ROW = struct.Struct("<2i5fid q16x")
+_ROW = struct.Struct("<2i5fid q2Q")
 ROW_WORDS = _ROW.size // 4
 _BINS, _LISTED = 2048, 4096
 _THREADS, _EACH = 512, 4
@@ -53,8 +53,8 @@ class SampledRow:
         """The least log-weight that min_p keeps, in float32."""
         return float(torch.tensor(self.min_p, dtype=torch.float32).log())
 
-    def packed(self) -> bytes:
-        """As the kernels read it."""
+    def packed(self, bias: int = 0, marks: int = 0) -> bytes:
+        """As the kernels read it; the addresses of its tables, where it has tables of its own."""
         filtered = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
         uses = _ON | _BIASED * self.biased | _MARKED * self.marked | _FILTERED * filtered
         return _ROW.pack(
@@ -68,6 +68,8 @@ class SampledRow:
             self.free_from,
             self.top_p,
             self.noise_key,
+            bias,
+            marks,
         )
 
 

@@ -33,12 +33,8 @@ def why_not(parts: Parts) -> str | None:
 
 
 def can_choose(sequence: SequenceState) -> bool:
-    """Whether the step chooses its tokens: greedy, or by temperature alone."""
-    one = sequence.sampling
-    penalised = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) != (1.0, 0.0, 0.0)
-    filtered = one.temperature > 0 and (one.top_k > 0 or one.top_p < 1 or one.min_p > 0)
-    stops = len(sequence.stopping.stop_token_ids)
-    return not (penalised or filtered or one.logit_bias) and sequence.logprobs is None and stops <= MAX_STOPS
+    """Whether the step chooses its tokens: not where it has logprobs or many stop tokens."""
+    return sequence.logprobs is None and len(sequence.stopping.stop_token_ids) <= MAX_STOPS
 
 
 class Batched:

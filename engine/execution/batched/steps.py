@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from functools import partial
 from typing import Any
@@ -13,27 +12,25 @@ from typing import Any
 import torch
 
 from engine.errors import EngineFailed
-from engine.execution.batched.pipeline import MOST_AHEAD, BatchRow, Changes
+from engine.execution.batched.pipeline import MOST_AHEAD, Changes
+from engine.execution.batched.telling import Telling
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass
 from engine.execution.mailbox import Mailbox
 from engine.execution.step_state import Parts
-from engine.kernels import batch_attention
+from engine.kernels import batch_attention, batch_sampling
 from engine.kernels import prefill as ops
 from engine.kernels import rows as states
 from engine.kernels.attention import LayerAttention
 from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
 from engine.kernels.launch import Launch
-from engine.kernels.tokens import MAX_STOPS
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
-from engine.sampling.noise import seed_key
 from engine.settings import PAGE_SIZE
 
 RING = 2 * MOST_AHEAD  # steps whose entries are kept
 _NAP = 20e-6  # seconds between two looks at the ring
 _LOOKS = 64  # after so many the stream is asked
-_ENTER_WORDS = 18  # of a row that enters, beside its pages
 
 
 class BatchedSteps:
@@ -49,7 +46,7 @@ class BatchedSteps:
         ring = torch.zeros(RING, most, dtype=torch.int64, pin_memory=True)
         self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
         self._ring: Any = ring.numpy()
-        self._mail = Mailbox(most * (1 + _ENTER_WORDS + pages), device)
+        self._mail = Mailbox(most * (1 + states.ENTER_WORDS + pages), device)
         self._change = states.change(self._pass.library, self._states, self._mail.arrived)
         self._counts = {rows: torch.tensor([rows, 0], dtype=torch.int32, device=device) for rows in buckets}
         vocabulary = parts.model.config.vocab_size
@@ -60,7 +57,8 @@ class BatchedSteps:
             for window in dict.fromkeys(parts.model.config.windows)
         }
         self._recorder = Recorder(device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._rows = Telling(vocabulary, device)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether some ask for the stages
         self._looks = 0
         self._idle = False  # all that was launched has ended, so its entries are there
         self.graphs = True  # False: launches one by one
@@ -70,24 +68,30 @@ class BatchedSteps:
         gc.collect()  # a graph that is dropped during a capture would spoil it
         for done, rows in enumerate(reversed(self._buckets)):
             progress("batches", done, len(self._buckets))
-            self._graphs[rows] = self._recorder.record(partial(self._step, rows), rehearse=True)
-            self._graphs[rows].replay()
+            for sampled in (False, True):
+                graph = self._recorder.record(partial(self._step, rows, sampled), rehearse=True)
+                self._graphs[rows, sampled] = graph
+                graph.replay()
         self._send([[states.LEAVE, 0]])
+        self._fill([self._rows.rehearsal()])
         torch.cuda.synchronize()
         self._report.number.zero_()
         self._report.ring.zero_()
         torch.cuda.synchronize()
         progress("batches", len(self._buckets), len(self._buckets))
 
-    def _step(self, rows: int) -> None:
-        """Enqueues one step of the first `rows` row states."""
+    def _step(self, rows: int, sampled: bool) -> None:
+        """Enqueues one step of the first `rows` row states, of which some ask for the sampling stages or none."""
         run, own = self._pass, self._states.first(rows)
         chunk = ops.Chunk(place=self._counts[rows], tokens=own.token)
         attention = RowAttention(run, own, self._spaces)
         for plan in attention.plans():
             run.go(plan)
         hidden = run.enqueue(chunk, attention)
-        run.go(states.pick(run.library, run.logits(hidden, self._logits[:rows]), own))
+        logits = run.logits(hidden, self._logits[:rows])
+        run.go(states.pick(run.library, logits, own))
+        if sampled:
+            run.go(batch_sampling.sample(run.library, own.sampled, logits, own.position, own.best))
         run.go(states.finish(run.library, own, self._report))
 
     def change(self, changes: Changes) -> None:
@@ -96,24 +100,31 @@ class BatchedSteps:
         if any(not 0 <= own.sequence.token_ids[own.first] < vocabulary for own in changes.entered):
             # The lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
-        told = [[states.LEAVE, index] for index in changes.left]
-        told += [[states.PAGES, index, first, len(pages), *pages] for index, first, pages in changes.paged]
-        told += [_entering(own) for own in changes.entered]
-        self._send(told)
-        self._send([[states.MOVE, to, source] for to, source in changes.moved])
+        said = self._rows.tell(changes)
+        if said.tables:
+            self._fill(said.tables)
+        self._send(said.told)
+        self._send(said.moves)
 
     def _send(self, told: Rows[list[int]]) -> None:
         if told:
-            self._mail.send([*_offsets(told), *(word for one in told for word in one)])
+            self._mail.send(states.mail_of(told))
             self._pass.launcher.enqueue((states.times(self._change, len(told)),))
+
+    def _fill(self, tables: Rows[batch_sampling.Tables]) -> None:
+        words = states.mail_of([one.words() for one in tables])
+        told = torch.tensor(words, dtype=torch.int32, pin_memory=True).to(self._logits.device, non_blocking=True)
+        vocabulary = self._parts.model.config.vocab_size
+        self._pass.launcher.enqueue((batch_sampling.fill(self._pass.library, vocabulary, told, len(tables)),))
 
     def launch(self, rows: int) -> None:
         """One step of the first `rows` row states."""
         self._idle = False
+        sampled = self._rows.sampled(rows)
         if self.graphs:
-            self._graphs[rows].replay()
+            self._graphs[rows, sampled].replay()
         else:
-            self._step(rows)
+            self._step(rows, sampled)
 
     def poll(self, number: int, rows: int) -> Rows[int] | None:
         """flags << 24 | token of each row state, once all have come."""
@@ -164,31 +175,3 @@ class RowAttention:
     def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
         """Over each row's context."""
         return self._of_window[layer.window].attend(layer, queries, out, order)
-
-
-def _offsets(told: Iterable[list[int]]) -> Iterator[int]:
-    """Where each begins, behind the offsets themselves."""
-    told = list(told)
-    at = len(told)
-    for one in told:
-        yield at
-        at += len(one)
-
-
-def _entering(own: BatchRow) -> list[int]:
-    """What `rows.cu` is told of a row that enters."""
-    sequence, stops = own.sequence, own.sequence.stopping.stop_token_ids
-    return [
-        states.ENTER,
-        own.index,
-        sequence.token_ids[own.first],
-        own.first,
-        own.last,
-        sequence.prompt_length + sequence.stopping.min_tokens if stops else 0,
-        *struct.unpack("<i", struct.pack("<f", sequence.sampling.temperature)),
-        *struct.unpack("<2i", struct.pack("<q", seed_key(sequence.sampling.seed))),
-        *stops,
-        *[-1] * (MAX_STOPS - len(stops)),
-        own.pages,
-        *sequence.pages[: own.pages],
-    ]

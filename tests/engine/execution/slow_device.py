@@ -94,6 +94,10 @@ class SlowMemory:
         while self.queue:
             self.queue.pop(0)()
 
+    def choose(self, context: Rows[int], own: DeviceRow | SequenceState) -> int:
+        """The token that follows a context, for a row of the device or the sequence of a prompt."""
+        return after(context)
+
     def prefill(self, row: Row, sequence: SequenceState) -> RowResult:
         """Eager: in order, and waited for."""
         pages, ids = list(sequence.pages), list(sequence.token_ids)
@@ -102,14 +106,15 @@ class SlowMemory:
             self.slots[pages[at // PAGE_SIZE]][at % PAGE_SIZE] = ids[at]
         if not row.sample:
             return RowResult(())
-        token = after([self.slots[pages[at // PAGE_SIZE]][at % PAGE_SIZE] for at in range(row.start + row.count)])
+        context = [self.slots[pages[at // PAGE_SIZE]][at % PAGE_SIZE] for at in range(row.start + row.count)]
+        token = self.choose(context, sequence)
         return RowResult(() if token % 100 == self.sick else (token,))
 
     def move_on(self, own: DeviceRow) -> int:
         """One step of a row that is not idle; flags << 24 | token."""
         place = own.position
         self.slots[own.pages[place // PAGE_SIZE]][place % PAGE_SIZE] = own.token
-        token = after([self.slots[own.pages[one // PAGE_SIZE]][one % PAGE_SIZE] for one in range(place + 1)])
+        token = self.choose([self.slots[own.pages[one // PAGE_SIZE]][one % PAGE_SIZE] for one in range(place + 1)], own)
         flags = NO_TOKEN if token % 100 == self.sick else 0
         flags |= STOPPED if not flags and token in own.stops and place + 1 >= own.free_from else 0
         flags |= FULL if place + 1 >= own.last else 0

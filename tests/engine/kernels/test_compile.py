@@ -153,8 +153,10 @@ def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str) -> Non
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sampling_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str) -> None:
-    state = batch_sampling.allocate(4, 1, 1003, torch.device("cpu"))
-    batch_sampling.sample(recorder, state, torch.zeros(4, 1003), torch.zeros(4), torch.zeros(4))
+    rows, four = torch.zeros(4, sampling.ROW_WORDS, dtype=torch.int32), torch.zeros(4)
+    for logits in (torch.zeros(1, 4, 1003), torch.zeros(4, 1003, dtype=torch.bfloat16)):
+        batch_sampling.sample(recorder, rows, prefill.Parts(logits), four, four)
+    batch_sampling.fill(recorder, 1003, four, 1)
     for name, _, defines, _ in recorder.asked:
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 

@@ -31,7 +31,8 @@ def told(library: KernelLibrary, launcher: Launcher, states: rows.RowStates, *ch
 
 def enter(row: int, token: int, position: int, pages: list[int], last: int = 999, free_from: int = 0) -> list[int]:
     heat = int(torch.tensor(0.5).view(torch.int32))
-    return [rows.ENTER, row, token, position, last, free_from, heat, -7, 5, *range(8), len(pages), *pages]
+    sampled = range(100 * row, 100 * row + 16)
+    return [rows.ENTER, row, token, position, last, free_from, heat, -7, 5, *range(8), len(pages), *sampled, *pages]
 
 
 def test_rows_enter_grow_move_and_leave(library: KernelLibrary, launcher: Launcher) -> None:
@@ -49,6 +50,7 @@ def test_rows_enter_grow_move_and_leave(library: KernelLibrary, launcher: Launch
     assert states.pages[1, :180].tolist() == many
     assert states.noise_key[0] == (5 << 32 | 0xFFFFFFF9)
     assert states.stops[4].tolist() == list(range(8))
+    assert states.sampled[4].tolist() == list(range(400, 416))
     assert (float(states.temperature[0]), int(states.free_from[1]), int(states.last[1])) == (0.5, 2, 3)
 
 

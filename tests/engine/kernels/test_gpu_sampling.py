@@ -10,11 +10,22 @@ import torch
 
 from engine.kernels import reference, tokens
 from engine.kernels.attention import RowPages
-from engine.kernels.batch_sampling import BatchSampling, sample
-from engine.kernels.batch_sampling import allocate as allocate_many
+from engine.kernels.batch_sampling import Tables, fill, sample
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher
-from engine.kernels.sampling import BARRED, COUNT, SampledRow, Sampling, allocate, sampling
+from engine.kernels.prefill import Parts
+from engine.kernels.rows import mail_of
+from engine.kernels.sampling import (
+    BARRED,
+    COUNT,
+    ROW_WORDS,
+    SampledRow,
+    Sampling,
+    allocate,
+    sampling,
+    write_bias,
+    write_marks,
+)
 from engine.kernels.tokens import Choice
 from engine.sampling.noise import seed_key
 
@@ -72,13 +83,14 @@ def run(library: KernelLibrary, launcher: Launcher, bed: Bed, logits: torch.Tens
     """By the four stages; and by the kernel of many rows, whose scores and marks must be the same to the last bit."""
     state, position = bed.state, bed.places.position
     state.logits.copy_(logits)
-    tables = torch.arange(len(position), dtype=torch.int32, device="cuda")
-    many, best = BatchSampling(state.rows, tables, state.bias, state.marks.clone()), bed.choice.best.clone()
+    marks, best, rows = state.marks.clone(), bed.choice.best.clone(), state.rows.clone()
+    for at, addresses in enumerate(rows.view(torch.int64)[:, 6:]):
+        addresses.copy_(torch.tensor([state.bias[at].data_ptr(), marks[at].data_ptr()]))
     launcher.enqueue([*sampling(library, state, bed.choice, bed.places)])
-    launcher.enqueue([sample(library, many, logits, position, best).alone()])
+    launcher.enqueue([sample(library, rows, Parts(logits), position, best).alone()])
     torch.cuda.synchronize()
     assert best.tolist() == bed.choice.best.tolist()
-    assert torch.equal(many.marks, state.marks)
+    assert torch.equal(marks, state.marks)
     return bed.chosen()
 
 
@@ -300,16 +312,23 @@ def test_many_rows_with_few_tables(library: KernelLibrary, launcher: Launcher, d
     rows[150] = replace(PLAIN, biased=True, temperature=0.0)
     logits = make_logits("model", batch, vocabulary).to(dtype)
     device = logits.device
-    state = allocate_many(batch, 2, vocabulary, device)
+    marks = torch.full((vocabulary,), 77, dtype=torch.int32, device=device)
+    bias = torch.full((vocabulary,), 7.0, device=device)
+    tables = {
+        7: Tables(bias=None, marks=marks, given=[5, 6], made=[6, 8, 8]),
+        150: Tables(bias=bias, marks=None, biases=[(777, 100.0)]),
+    }
+    state = torch.zeros(batch, ROW_WORDS, dtype=torch.int32, device=device)
     for at, row in enumerate(rows):
-        state.place(at, row, {7: 1, 150: 0}.get(at))
-    state.leave(9)
-    state.set_marks(1, [5, 6], [6, 8], [])
-    state.set_bias(0, [(777, 100.0)])
-    before = state.marks.clone()
+        if at != 9:
+            packed = row.packed(*(tables[at].addresses if at in tables else (0, 0)))
+            state[at] = torch.frombuffer(bytearray(packed), dtype=torch.int32)
+    told = torch.tensor(mail_of([one.words() for one in tables.values()]), dtype=torch.int32, device=device)
+    launcher.enqueue([fill(library, vocabulary, told, 2)])
+    before = marks.clone()
     position = torch.arange(20, 20 + batch, dtype=torch.int32, device=device)
     best = torch.full((batch,), 42, dtype=torch.int64, device=device)
-    launcher.enqueue([sample(library, state, logits, position, best)])
+    launcher.enqueue([sample(library, state, Parts(logits), position, best)])
     torch.cuda.synchronize()
     assert int(best[9]) == 42
     assert ~int(best[150]) & 0xFFFFFFFF == 777
@@ -317,8 +336,30 @@ def test_many_rows_with_few_tables(library: KernelLibrary, launcher: Launcher, d
     for at, row in enumerate(rows):
         if at == 9:
             continue
-        bias = state.bias[0] if row.biased else none
-        marks = before[1] if row.marked else none.int()
-        scores = reference.scores(logits[at].float(), row, int(position[at]) + 1, bias, marks)
+        biases, counted = bias if row.biased else none, before if row.marked else none.int()
+        scores = reference.scores(logits[at].float(), row, int(position[at]) + 1, biases, counted)
         assert scores is not None
         assert float(scores.max() - scores[~int(best[at]) & 0xFFFFFFFF]) <= NEAR, (at, row)
+
+
+def test_tables_are_written_whole(library: KernelLibrary, launcher: Launcher) -> None:
+    vocabulary, device = 9001, torch.device("cuda")
+    given, made, barred = list(range(0, 9001, 7)) * 2, [8, 8, 8, 9000, 4095, 4096], [8, 3, 8999]
+    biases = [(0, 1.5), (4096, -2.0), (9000, 0.25)]
+    marks = [torch.full((vocabulary,), -1, dtype=torch.int32, device=device) for _ in range(2)]
+    bias = [torch.full((vocabulary,), 9.0, device=device) for _ in range(2)]
+    tables = [
+        Tables(bias=bias[0], marks=marks[0], given=given, made=made, barred=barred, biases=biases),
+        Tables(bias=bias[1], marks=None, biases=biases[:1]),
+        Tables(bias=None, marks=marks[1], made=made),
+    ]
+    told = torch.tensor(mail_of([one.words() for one in tables]), dtype=torch.int32, device=device)
+    launcher.enqueue([fill(library, vocabulary, told, len(tables))])
+    torch.cuda.synchronize()
+    wanted_marks = [torch.empty_like(marks[0]) for _ in range(2)]
+    write_marks(wanted_marks[0], given, made, barred)
+    write_marks(wanted_marks[1], [], made, [])
+    wanted_bias = [torch.empty_like(bias[0]) for _ in range(2)]
+    write_bias(wanted_bias[0], biases)
+    write_bias(wanted_bias[1], biases[:1])
+    assert all(map(torch.equal, [*marks, *bias], [*wanted_marks, *wanted_bias]))

@@ -17,6 +17,7 @@ from engine.api import SamplingParams, Stopping
 from engine.execution import device_sampling as sampled
 from engine.kernels import batch_sampling, reference
 from engine.kernels.attention import RowPages
+from engine.kernels.prefill import Parts
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow, Sampling, allocate, blocks, sampling
 from engine.kernels.step import ChainPlan, StepWeights, prepare_step
 from engine.kernels.step import allocate as allocate_step
@@ -236,27 +237,18 @@ def test_stages_are_needed_until_stop_tokens_are_free() -> None:
     assert not sampled.needed(make(PLAIN, Stopping(max_tokens=9, min_tokens=3), [1], []))
 
 
-def test_many_rows_take_memory_for_those_that_ask() -> None:
-    state = batch_sampling.allocate(512, 3, 1003, CPU)
-    size = sum(part.nbytes for part in (state.rows, state.tables, state.bias, state.marks))
-    assert size == 512 * 68 + 3 * 1003 * 8
-    with pytest.raises(ValueError, match="table"):
-        state.place(0, SampledRow(temperature=1.0, marked=True))
-    with pytest.raises(ValueError, match="without gaps"):
-        batch_sampling.sample(None, state, torch.zeros(1003, 512).t(), torch.zeros(512), torch.zeros(512))
+def test_a_choice_among_many_wants_one_slice() -> None:
+    nothing = torch.zeros(3)
+    for logits in (torch.zeros(50, 3).t().unsqueeze(0), torch.zeros(2, 3, 50)):
+        with pytest.raises(ValueError, match="one slice"):
+            batch_sampling.sample(None, nothing, Parts(logits), nothing, nothing)
 
 
-def test_what_many_rows_are_told_is_what_few_are() -> None:
-    few, many = allocate(2, 50, CPU), batch_sampling.allocate(9, 2, 50, CPU)
+def test_a_row_among_many_is_packed_with_its_tables() -> None:
     row = SampledRow(temperature=0.7, top_k=5, top_p=0.9, marked=True, biased=True, repetition=1.2, noise_key=77)
+    few = allocate(2, 50, CPU)
     few.place(1, row)
-    many.place(8, row, 1)
-    for state in (few, many):
-        state.set_bias(1, [(3, 1.5), (4, -2.0)])
-        state.set_marks(1, [1, 2], [2, 2, 9], [30])
-    assert torch.equal(few.rows[1], many.rows[8])
-    assert int(many.tables[8]) == 1
-    assert torch.equal(few.bias[1], many.bias[1])
-    assert torch.equal(few.marks[1], many.marks[1])
-    many.leave(8)
-    assert not many.rows.any()
+    addresses = (0x7F12_3456_789A_BCDE, 0xFFFF_0000_1111_2222)
+    many = row.packed(*addresses)
+    assert many[:48] == few.rows[1].numpy().tobytes()[:48]
+    assert struct.unpack("<2Q", many[48:]) == addresses
