@@ -2,28 +2,31 @@
 
     python -m bench.offline --model bench/models/qwen3-0.6b --load-format dummy --workloads n1 n16 n256 mixed256
 
-`nN`: N requests of --prompt tokens in and --tokens out. `mixed256`: 256 of 100 to 1,024 in and out. `short1024`: 1,024
-of 128 in and out. Greedy, random ids. Prints a table; with --append adds a record a workload to a JSON list. A rate
-counts all tokens from the first request to the last token, prompts' time included.
+`nN`: N requests of --prompt tokens in and --tokens out. `mixed256`: 256 of 100 to 1,024 in and out. `short1024`:
+1,024 of 128 in and out. Random ids, greedy or by --samplings, whose names then stand behind the workload's. Prints a
+table; with --append adds a record a workload to a JSON list. A rate counts all tokens from the first request to the
+last token, prompts' time included.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import torch
 
 from bench.about import device, revision
-from bench.driven import asked, planner
+from bench.driven import GREEDY, asked, planner
 from bench.pace import quantile
+from engine.api import SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, LoadFormat
@@ -31,6 +34,12 @@ from engine.worker.build import build
 
 Work = list[tuple[int, int]]  # of each request, tokens in and out
 _PROFILED = 40  # steps
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "top-k": replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95),
+    "top-p": replace(GREEDY, temperature=1.0, top_p=0.95),  # of random weights' logits nearly all tokens are kept
+    "penalties": replace(GREEDY, repetition_penalty=1.1, frequency_penalty=0.2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +66,16 @@ def workload(name: str, prompt: int, tokens: int) -> Work:
     return [(prompt, tokens)] * int(name[1:])
 
 
-def run(runner: ModelRunner, work: Work, budget: int, most_steps: int | None = None) -> Outcome:
-    """All requests at once, to their ends or for so many steps."""
+def run(runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY) -> Outcome:
+    """All requests at once, to their ends."""
     info, generator = runner.info, random.Random(len(work))
     scheduler = planner(runner, PagePool(info.total_pages), budget)
     for key, (prompt, tokens) in enumerate(work):
         ids = tuple(generator.randrange(3, info.vocab_size) for _ in range(prompt))
-        scheduler.admit(asked(key, ids, tokens))
+        scheduler.admit(asked(key, ids, tokens, replace(sampling, seed=key)))
     began, steps, count, errors = time.monotonic(), 0, 0, 0
     first: dict[int, float] = {}
-    while (most_steps is None or steps < most_steps) and (plan := scheduler.plan(0.0)) is not None:
+    while (plan := scheduler.plan(0.0)) is not None:
         events = scheduler.commit(plan, runner.run(plan), 0.0)
         now, steps = time.monotonic(), steps + 1
         for event in events:
@@ -74,8 +83,6 @@ def run(runner: ModelRunner, work: Work, budget: int, most_steps: int | None = N
             count += len(event.token_ids)
             errors += event.failure is not None
     seconds = time.monotonic() - began
-    for key in range(len(work)):
-        scheduler.cancel(key)
     return Outcome(
         output_tokens_per_second=round(count / seconds, 1),
         requests_per_second=round(len(work) / seconds, 2),
@@ -127,6 +134,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=get_args(Device), default="auto")
     parser.add_argument("--decoder", choices=get_args(DecoderChoice), default="auto")
     parser.add_argument("--workloads", nargs="+", default=["n1", "n8", "n16", "n32", "n64", "n128", "n256"])
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=["greedy"])
     parser.add_argument("--prompt", type=int, default=128, help="tokens in, of workloads nN")
     parser.add_argument("--tokens", type=int, default=128, help="tokens out, likewise")
     parser.add_argument("--rounds", type=int, default=2, help="of each workload; the best counts")
@@ -173,13 +181,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner = build(settings, lambda stage, done, total: None)
     print(f"{Path(given.model).name}: {runner.info.decoder}, started in {time.monotonic() - began:.1f} s", flush=True)
     records = []
-    for name in given.workloads:
-        work = workload(name, given.prompt, given.tokens)
-        rounds = [run(runner, work, given.max_batch_tokens) for _ in range(given.rounds)]
+    for wanted, sampling in itertools.product(given.workloads, given.samplings):
+        work, name = workload(wanted, given.prompt, given.tokens), wanted
+        if sampling != "greedy":
+            name += f"-{sampling}"
+        rounds = [run(runner, work, given.max_batch_tokens, SAMPLINGS[sampling]) for _ in range(given.rounds)]
         best = max(rounds, key=lambda one: one.output_tokens_per_second)
         records.append(record(given, name, best))
         print(
-            f"{name:>10} {best.output_tokens_per_second:10.1f} tok/s {best.requests_per_second:8.2f} req/s"
+            f"{name:>20} {best.output_tokens_per_second:10.1f} tok/s {best.requests_per_second:8.2f} req/s"
             f"  first token p95 {best.ttft_ms_p95:8.1f} ms  {best.steps} steps  {best.errors} errors",
             flush=True,
         )
