@@ -205,9 +205,11 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
         for _ in range(rounds):
             for streams, tokens in SHAPES:
                 keep(f"{streams} streams, 8 a message, 8 a step", throughput(address, pid, streams, tokens, 8))
-    with server() as (address, _):
+    with server() as (address, pid):
         unary(address, 50)
-        result["unary of one token, ms"] = quantiles(unary(address, 500))
+        cpu = cpu_seconds(pid)
+        waits = quantiles(unary(address, 500))
+        result["unary of one token, ms"] = {**waits, "front_us_per_call": (cpu_seconds(pid) - cpu) / 500 * 1e6}
         result["request to first message, ms"] = quantiles(first_message(address, 300))
     with server("--fake.step-time=0.005", "--fake.stamps=true") as (address, _):
         result["engine event to client bytes, ms"] = quantiles(latency(address, 1000))

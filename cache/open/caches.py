@@ -110,14 +110,16 @@ class Caches:
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
         """The tenant's partition, for keys and values of prompts. None where the store does not
         answer: do not share."""
-        try:
-            with allowance.spending() as within:
-                epoch = await self._context.epochs.recent(tenant, within)
-            with allowance.spending() as within:
-                epoch += await self._prefixes.recent(tenant, within)
-        except StoreFault:
-            return None
-        return self._context.partitions.of(tenant, epoch)
+        whole, prefixes = self._context.epochs.fresh(tenant), self._prefixes.fresh(tenant)
+        if whole is None or prefixes is None:
+            try:
+                with allowance.spending() as within:
+                    whole = await self._context.epochs.recent(tenant, within)
+                with allowance.spending() as within:
+                    prefixes = await self._prefixes.recent(tenant, within)
+            except StoreFault:
+                return None
+        return self._context.partitions.of(tenant, whole + prefixes)
 
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None

@@ -112,6 +112,11 @@ class Epochs:
         known = self._known.get(tenant)
         return None if known is None else known[0]
 
+    def fresh(self, tenant: str) -> bytes | None:
+        """Without reading the store, at most a second old."""
+        known = self._known.get(tenant)
+        return known[0] if known is not None and self._clock() - known[1] < RECENT else None
+
     def learn(self, tenant: str, epoch: bytes) -> None:
         """Takes in what was read from the store."""
         self._known[tenant] = epoch, self._clock()
@@ -136,16 +141,17 @@ class Epochs:
     async def recent(self, tenant: str, within: float | None = None) -> bytes:
         """At most a second old; where the store does not answer, as last read. Raises StoreFault where it was never
         read."""
-        known = self._known.get(tenant)
-        if known is not None and self._clock() - known[1] < RECENT:
-            return known[0]
+        fresh = self.fresh(tenant)
+        if fresh is not None:
+            return fresh
         try:
             return await self.current(tenant, within)
         except StoreFault:
+            known = self.known(tenant)
             if known is None:
                 raise
-            self.learn(tenant, known[0])  # so that the store is left alone for a while
-            return known[0]
+            self.learn(tenant, known)  # so that the store is left alone for a while
+            return known
 
     async def bump(self, tenant: str) -> None:
         """Purges a tenant on every replica at once. Raises StoreFault, in which case nothing was purged."""

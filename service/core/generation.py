@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from cache.api import AnswerEnding, AnswerPart
 from engine.api import FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
@@ -68,7 +69,8 @@ class Generator:
                 admission.slots.check(request.priority, origin.deadline, origin.tenant)
             ids = await self._model.encode(request.prompt, facts, origin)
             record.prompt_tokens = len(ids)
-            found = await self._sources.look(request, _engine_request(request, ids, origin, facts), origin)
+            _check_room(request, ids, facts)
+            found = await self._sources.look(request, partial(_engine_request, request, ids, origin, facts), origin)
             ticket.lookup_ended()
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
@@ -202,7 +204,7 @@ def _operation(prompt: Prompt) -> str:
     return "chat" if isinstance(prompt, ChatPrompt) else "text_completion"
 
 
-def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, facts: ModelFacts) -> GenerationRequest:
+def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> None:
     """Raises InvalidRequest where prompt and answer do not fit into the context."""
     room = facts.max_context - len(ids)
     stops = request.stops
@@ -214,6 +216,17 @@ def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, fact
         raise InvalidRequest((Violation("stopping.max_tokens", f"must be at most {room} after this prompt"),))
     if stops.min_tokens > room:
         raise InvalidRequest((Violation("stopping.min_tokens", f"must be at most {room} after this prompt"),))
+
+
+def _engine_request(
+    request: Request,
+    ids: tuple[int, ...],
+    origin: Origin,
+    facts: ModelFacts,
+    prefix_root: bytes,
+    bypass_prefix: bool,
+) -> GenerationRequest:
+    room, stops = facts.max_context - len(ids), request.stops
     return GenerationRequest(
         request_id=f"{origin.tenant}/{request.request_id}",
         token_ids=ids,
@@ -228,4 +241,6 @@ def _engine_request(request: Request, ids: tuple[int, ...], origin: Origin, fact
         priority=request.priority,
         deadline=origin.deadline,
         expires_at=None if request.time_budget is None else origin.arrived_at + request.time_budget,
+        prefix_root=prefix_root,
+        bypass_prefix=bypass_prefix,
     )

@@ -17,6 +17,8 @@ from service.core.text.processes import TextProcesses
 from service.core.text.tokenizer import MOST_TEXT
 from service.core.validation import too_long
 
+GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
@@ -159,7 +161,7 @@ def resolve_defaults(given: SamplingDefaults) -> SamplingParams:
     else:
         temperature = 1.0 if given.do_sample else 0.0
     return SamplingParams(
-        temperature=temperature,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=0 if given.top_k is None else given.top_k,
         top_p=1.0 if given.top_p is None else given.top_p,
         min_p=0.0 if given.min_p is None else given.min_p,

@@ -7,10 +7,12 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.api import SamplingParams
 from service.core.errors import InvalidRequest, Violation
+from service.core.model import GREEDY_BELOW
 from service.core.request import ModelFacts, Stops, TokenPrompt
 from service.core.validation import Violations, too_long
 
@@ -19,7 +21,6 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
-_GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are greedy in all but name
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
 _MOST_TOP_K = (1 << 31) - 1
@@ -54,45 +55,29 @@ class StopWish:
     include: bool = False
 
 
-def read_sampling(wish: SamplingWish, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
+def read_sampling(wish: SamplingWish | None, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
     """With the model's defaults where nothing is wished. `prefix` is put before the names of fields."""
-    default = facts.defaults
+    seed = secrets.randbits(63) if wish is None or wish.seed is None else wish.seed % _SEEDS
+    if wish is None:
+        return replace(facts.defaults, seed=seed)
 
-    def pick(name: str, low: float, high: float | None, *, above: bool = False) -> float:
-        value: float | None = getattr(wish, name)
-        if value is None:
-            fallback: float = getattr(default, name)
-            return fallback
-        found.number(prefix + name, value, low, high, above=above)
-        return value
+    def check(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:
+        if value is not None:
+            wished[name] = value
+            found.number(prefix + name, value, low, high, above=above)
 
-    temperature = pick("temperature", 0, 100)
-    return SamplingParams(
-        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_k=int(pick("top_k", 0, _MOST_TOP_K)),
-        top_p=pick("top_p", 0, 1, above=True),
-        min_p=pick("min_p", 0, 1),
-        repetition_penalty=pick("repetition_penalty", _LEAST_PENALTY, 100),
-        presence_penalty=pick("presence_penalty", -2, 2),
-        frequency_penalty=pick("frequency_penalty", -2, 2),
-        seed=secrets.randbits(63) if wish.seed is None else wish.seed % _SEEDS,
-        logit_bias=_logit_bias(wish.logit_bias, facts, found, f"{prefix}logit_bias"),
-    )
-
-
-def unwished(facts: ModelFacts) -> SamplingParams:
-    """Where nothing is wished at all."""
-    default = facts.defaults
-    return SamplingParams(
-        temperature=0.0 if default.temperature < _GREEDY_BELOW else default.temperature,
-        top_k=default.top_k,
-        top_p=default.top_p,
-        min_p=default.min_p,
-        repetition_penalty=default.repetition_penalty,
-        presence_penalty=default.presence_penalty,
-        frequency_penalty=default.frequency_penalty,
-        seed=secrets.randbits(63),
-    )
+    wished: dict[str, Any] = {}
+    check("temperature", wish.temperature, 0, 100)
+    check("top_k", wish.top_k, 0, _MOST_TOP_K)
+    check("top_p", wish.top_p, 0, 1, above=True)
+    check("min_p", wish.min_p, 0, 1)
+    check("repetition_penalty", wish.repetition_penalty, _LEAST_PENALTY, 100)
+    check("presence_penalty", wish.presence_penalty, -2, 2)
+    check("frequency_penalty", wish.frequency_penalty, -2, 2)
+    if wish.temperature is not None and wish.temperature < GREEDY_BELOW:
+        wished["temperature"] = 0.0
+    bias = _logit_bias(wish.logit_bias, facts, found, f"{prefix}logit_bias")
+    return replace(facts.defaults, seed=seed, logit_bias=bias, **wished)
 
 
 def _logit_bias(

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 
 from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused
 from engine.api import (
@@ -93,6 +94,20 @@ class EngineAnswer:
         self._slot, self._stream = slot, stream
         self._detokenizer = self._make_detokenizer()
         return stream
+
+    async def __aenter__(self) -> EngineAnswer:
+        """For the one reader of an answer that nobody else reads. Raises as `begin`."""
+        try:
+            self.begin()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     async def next(self) -> AnswerPart:
         """Raises what the engine raises, and what it was refused with."""

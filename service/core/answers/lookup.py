@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ _BOTH = Access(True, True)
 _SHARED = Delivery(16, 0.02)  # the coarsest that parts may be of an answer that several may read
 
 TakeSlot = Callable[[GenerationRequest, Origin], AdmissionSlot]
+MakeRequest = Callable[[bytes, bool], GenerationRequest]  # of a prefix root, and whether to bypass the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +108,17 @@ class AnswerSources:
         )
         return cacheable(request) and any(access.read for access in accesses)
 
-    async def look(self, request: Request, engine_request: GenerationRequest, origin: Origin) -> Findings:
+    async def look(self, request: Request, make: MakeRequest, origin: Origin) -> Findings:
         """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:
-            uncached = replace(engine_request, bypass_prefix=True)
-            return Findings(request=request, engine_request=uncached, outcome=CacheOutcome(header="off"))
+            return Findings(request=request, engine_request=make(b"", True), outcome=CacheOutcome(header="off"))
         allowance = caches.allowance()
         partition = await caches.partition(origin.tenant, allowance)
         # Without a partition nobody can say whose keys and values these are.
-        engine_request = replace(
-            engine_request,
-            prefix_root=(partition or "").encode(),
-            bypass_prefix=request.cache.bypass_prefix or partition is None,
-        )
+        bypass_prefix = request.cache.bypass_prefix or partition is None
+        engine_request = make((partition or "").encode(), bypass_prefix)
         response = self._access(request.cache.response, RESPONSE_CACHE)
         semantic = self._access(request.cache.semantic, SEMANTIC_CACHE)
         if response == semantic == _NO or not cacheable(request):
@@ -133,44 +130,47 @@ class AnswerSources:
         plan = Plan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
         return await self._ask_caches(request, engine_request, plan, begun)
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self, found: Findings, origin: Origin, batch: Delivery, limit: int, charge: Charge = nobody
-    ) -> AsyncIterator[AnswerSource]:
+    ) -> AbstractAsyncContextManager[AnswerSource]:
         """The answer, for a reader whose messages take `limit` tokens. What is generated for it is charged. Leaving
-        the block lets go of it. Raises DeadlineExceeded or Overloaded where it would have to
+        the block lets go of it. Entering raises DeadlineExceeded or Overloaded where it would have to
         be generated and there is no slot."""
-        plan = found.plan
-        if plan is None or (found.hit is None and not found.shared):
-            answer = self._generated(
-                found, found.engine_request, batch, self._take_slot, origin, charge, self._patience(origin)
-            )
-            try:
-                answer.begin()
-                yield answer
-            finally:
-                answer.close()
-        elif found.hit is not None:
-            marked = bool(self._model.marks(found.request))
-            cuts = _needs_cuts(found, found.hit, limit, marked)
-            detokenizer = self._model.text_maker(found.request) if cuts else None
-            async with (
-                aclosing(stored_parts(found.hit, detokenizer)) as kept,
-                _reading(kept, None, origin.deadline) as source,
-            ):
-                yield source
-        else:
-            if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
-                self._slots.check(found.engine_request.priority, origin.deadline, origin.tenant, after_lookup=True)
-            shared, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
-            own = self._generated(found, shared, fine, self._take_slot_or_refuse, origin, charge)
-            lead = partial(self._lead, plan.question, Led(own, origin.record))
-            joined = plan.caches.join(plan.question, lead, plan.allowance)
-            async with joined as parts, _reading(parts, own, origin.deadline, self._patience(origin)) as source:
-                leader = self._leading.get(plan.question)
-                if leader is not None and leader.answer is not own:
-                    origin.record.follows(leader.record)
-                yield source
+        if found.hit is not None:
+            return self._stored(found, found.hit, origin, limit)
+        if found.plan is not None and found.shared:
+            return self._shared(found, found.plan, origin, batch, charge)
+        return self._generated(
+            found, found.engine_request, batch, self._take_slot, origin, charge, self._patience(origin)
+        )
+
+    @asynccontextmanager
+    async def _stored(
+        self, found: Findings, hit: CachedCompletion, origin: Origin, limit: int
+    ) -> AsyncIterator[AnswerSource]:
+        marked = bool(self._model.marks(found.request))
+        detokenizer = self._model.text_maker(found.request) if _needs_cuts(found, hit, limit, marked) else None
+        async with (
+            aclosing(stored_parts(hit, detokenizer)) as kept,
+            _reading(kept, None, origin.deadline) as source,
+        ):
+            yield source
+
+    @asynccontextmanager
+    async def _shared(
+        self, found: Findings, plan: Plan, origin: Origin, batch: Delivery, charge: Charge
+    ) -> AsyncIterator[AnswerSource]:
+        if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
+            self._slots.check(found.engine_request.priority, origin.deadline, origin.tenant, after_lookup=True)
+        request, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
+        own = self._generated(found, request, fine, self._take_slot_or_refuse, origin, charge)
+        lead = partial(self._lead, plan.question, Led(own, origin.record))
+        joined = plan.caches.join(plan.question, lead, plan.allowance)
+        async with joined as parts, _reading(parts, own, origin.deadline, self._patience(origin)) as source:
+            leader = self._leading.get(plan.question)
+            if leader is not None and leader.answer is not own:
+                origin.record.follows(leader.record)
+            yield source
 
     def _lead(self, question: Question, led: Led) -> EngineAnswer:
         """From here on others may read this call's generation, also when it has just ended."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from engine.api import Priority, SamplingParams
+from engine.api import Priority
 from service.core.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
 from service.core.request import (
     Access,
@@ -32,7 +32,6 @@ from service.protocols.wishes import (
     read_sampling,
     read_stops,
     read_token_ids,
-    unwished,
 )
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
@@ -76,7 +75,7 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
         request_id=read_request_id(message.request_id, found),
         prompt=_prompt(message, facts, found),
         # Most messages leave most of these out, and looking into each of them costs microseconds.
-        sampling=_sampling(message.sampling, facts, found) if message.HasField("sampling") else unwished(facts),
+        sampling=read_sampling(_sampling(message), facts, found, "sampling."),
         stops=_stops(message.stopping, facts, found),
         output=_output(message.output, found) if message.HasField("output") else _OUTPUT,
         priority=_priority(message.priority, found),
@@ -131,11 +130,15 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
     return TextPrompt("")
 
 
-def _sampling(given: pb.SamplingOptions, facts: ModelFacts, found: Violations) -> SamplingParams:
+def _sampling(message: GenerationMessage) -> SamplingWish | None:
+    if not message.HasField("sampling"):
+        return None
+    given = message.sampling
+
     def wished(name: str) -> Any:
         return getattr(given, name) if given.HasField(name) else None
 
-    wish = SamplingWish(
+    return SamplingWish(
         temperature=wished("temperature"),
         top_k=wished("top_k"),
         top_p=wished("top_p"),
@@ -146,7 +149,6 @@ def _sampling(given: pb.SamplingOptions, facts: ModelFacts, found: Violations) -
         seed=wished("seed"),
         logit_bias=given.logit_bias,
     )
-    return read_sampling(wish, facts, found, "sampling.")
 
 
 def _stops(given: pb.StoppingOptions, facts: ModelFacts, found: Violations) -> Stops:

@@ -11,7 +11,7 @@ from engine.settings import PAGE_SIZE
 from service.observability.histogram import Histogram
 from service.pb.whippet.v1 import admin_pb2
 from service.protocols.seam import UseCases
-from service.protocols.whippet_v1.render import duration
+from service.protocols.whippet_v1.render import put_duration
 from service.protocols.whippet_v1.rights import GENERATION
 from service.version import version
 
@@ -40,10 +40,10 @@ def load(cases: UseCases) -> admin_pb2.GetLoadResponse:
         response.seconds[name].CopyFrom(_distribution(histogram))
     response.seconds["event_loop"].CopyFrom(_distribution(cases.instruments.lag.seconds))
     response.version = version()
-    response.uptime.CopyFrom(duration(time.monotonic() - cases.instruments.started_at))
+    put_duration(response.uptime, time.monotonic() - cases.instruments.started_at)
     response.front_bytes = _resident()
     used = resource.getrusage(resource.RUSAGE_SELF)
-    response.front_cpu.CopyFrom(duration(used.ru_utime + used.ru_stime))
+    put_duration(response.front_cpu, used.ru_utime + used.ru_stime)
     return response
 
 

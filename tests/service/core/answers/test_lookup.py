@@ -123,5 +123,5 @@ async def test_the_semantic_cache_is_told_which_token_asks() -> None:
     asked = GenerationRequest(
         request_id="r", token_ids=(1,), sampling=sampling, stopping=Stopping(max_tokens=9), arrived_at=0.0
     )
-    await sources.look(request, asked, Origin("acme", 0.0, None, "token 7"))
+    await sources.look(request, lambda root, bypass: asked, Origin("acme", 0.0, None, "token 7"))
     assert (caches.turn.question.tenant, caches.turn.caller) == ("acme", "token 7")

@@ -19,7 +19,7 @@ from service.core.text import ChatMessage, SamplingDefaults
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.bodies import decode
 from service.protocols.whippet_v1.parse import read_generation
-from service.protocols.whippet_v1.render import sampling as sampling_message
+from service.protocols.whippet_v1.render import put_sampling
 
 DEFAULTS = SamplingParams(
     temperature=0.6,
@@ -136,7 +136,9 @@ def test_fresh_seeds_differ() -> None:
 def test_a_seed_is_64_bits_inside_and_comes_back_as_it_was(seed: int) -> None:
     params = read(pb.GenerateRequest(sampling=pb.SamplingOptions(seed=seed))).sampling
     assert 0 <= params.seed < 2**64
-    assert sampling_message(params).seed == seed
+    message = pb.SamplingOptions()
+    put_sampling(message, params)
+    assert message.seed == seed
 
 
 def test_stop_tokens_include_the_models_own_unless_ignored() -> None:
