@@ -6,8 +6,6 @@ import platform
 import subprocess
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -24,11 +22,19 @@ def revision() -> str:
 
 def device() -> str:
     """The GPU, or the processor with its cores."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    if gpu := _gpu():
+        return gpu
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
+def _gpu() -> str:
+    try:
+        import torch  # seconds, and not everybody who measures has it
+    except ImportError:
+        return "".join(name for (name,) in _smi("--query-gpu=name")[:1])
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def gpu_bytes(pid: int | None = None) -> int | None:

@@ -162,7 +162,7 @@ def _driver_bytes(before: int | None) -> int | None:
 
 def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary: int) -> dict[str, Any]:
     """The same through a stream."""
-    from bench import served  # what a server needs beside torch may not be there
+    from bench import own_server, served  # what a server needs beside torch may not be there
 
     flags = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in ("device", "dtype", "decoder")]
     flags += [f"--load-format={given.load_format}", f"--quantization={given.quantization}"]
@@ -170,8 +170,8 @@ def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary
     flags += [] if given.kv_bytes is None else [f"--scheduler.kv-bytes={given.kv_bytes}"]
     flags += [] if given.threads is None else [f"--scheduler.threads={given.threads}"]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = served.with_tokenizer(Path(given.model).resolve(), Path(scratch) / "model")
-        with served.server([f"--model={folder}", *flags]) as running:
+        folder = own_server.with_tokenizer(Path(given.model).resolve(), Path(scratch) / "model")
+        with own_server.server([f"--model={folder}", *flags]) as running:
             found = measure(lambda prompt, tokens: served.ask(running, prompt, tokens, sampling), given, vocabulary)
             return {**found, "ready_s": round(running.seconds, 2)}
 

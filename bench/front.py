@@ -11,49 +11,29 @@ import itertools
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+from bench import own_server
 from bench.grpc_frames import FrameClient, Stream
+from bench.own_server import cpu_seconds
 from engine.fake.stamps import MODULUS, stamp
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 STREAM = "/whippet.v1.GenerationService/GenerateStream"
 UNARY = "/whippet.v1.GenerationService/Generate"
-_READY = re.compile(r"^ready: data (\S+)")
 
 
 @contextmanager
 def server(*flags: str, caches: bool = False) -> Iterator[tuple[str, int]]:
-    """A server on free ports, with the caches that are the default or without any. Gives its data address and its
-    process id."""
-    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
-    code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
+    """A server with the fake engine, with the caches that are the default or without any. Gives its data address and
+    its process id."""
     uncached = () if caches else ("--optimizations.response-cache=false", "--cache.semantic.mode=off")
-    command = [sys.executable, "-c", code, "--engine=fake", "--log-level=warning", *ports, *uncached, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if match := _READY.match(line):
-                    yield match[1], process.pid
-                    return
-            raise RuntimeError("the server did not start")
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of a process so far, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    with own_server.server(["--engine=fake", *uncached, *flags]) as running:
+        yield running.address, running.pid
 
 
 def request(tokens: int, per_message: int = 1, logprobs: int | None = None, number: int = 0) -> bytes:

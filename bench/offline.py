@@ -2,17 +2,15 @@
 
     python -m bench.offline --model bench/models/qwen3-0.6b --load-format dummy --workloads n1 n16 n256 mixed256
 
-`nN`: N requests of --prompt tokens in and --tokens out. `mixed256`: 256 of 100 to 1,024 in and out. `short1024`:
-1,024 of 128 in and out. Random ids, greedy or by --samplings, whose names then stand behind the workload's. Prints a
-table; with --append adds a record a workload to a JSON list. A rate counts all tokens from the first request to the
-last token, prompts' time included.
+Workloads are those of `bench.workloads`. Random ids, greedy or by --samplings, whose names then stand behind the
+workload's. Prints a table; with --append adds a record a workload to a JSON list. A rate counts all tokens from the
+first request to the last token, prompts' time included.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import time
@@ -26,13 +24,13 @@ import torch
 from bench.about import device, revision
 from bench.driven import GREEDY, asked, planner
 from bench.pace import quantile
+from bench.workloads import Work, append, workload
 from engine.api import SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, LoadFormat
 from engine.worker.build import build
 
-Work = list[tuple[int, int]]  # of each request, tokens in and out
 _PROFILED = 40  # steps
 SAMPLINGS = {
     "greedy": GREEDY,
@@ -52,18 +50,6 @@ class Outcome:
     seconds: float
     steps: int
     errors: int
-
-
-def workload(name: str, prompt: int, tokens: int) -> Work:
-    """By its name."""
-    if name == "mixed256":
-        generator = random.Random(5)
-        return [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(256)]
-    if name == "short1024":
-        return [(128, 128)] * 1024
-    if name[:1] != "n" or not name[1:].isdigit():
-        raise ValueError(f"{name!r} is no workload")
-    return [(prompt, tokens)] * int(name[1:])
 
 
 def run(runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY) -> Outcome:
@@ -153,15 +139,6 @@ def record(given: argparse.Namespace, name: str, found: Outcome) -> dict[str, ob
     """As kept in bench/results."""
     about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
     return {**about, "path": "offline", "workload": name, **asdict(found)}
-
-
-def append(path: Path, records: list[dict[str, object]]) -> None:
-    """Adds to the list in a file, in place of what it has of the same device, model, path, workload and revision."""
-    names = ("device", "model", "path", "workload", "revision")
-    held = json.loads(path.read_text()) if path.exists() else []
-    fresh = {tuple(one[name] for name in names) for one in records}
-    kept = [one for one in held if tuple(one[name] for name in names) not in fresh]
-    path.write_text("[\n" + ",\n".join(json.dumps(one) for one in [*kept, *records]) + "\n]\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,83 +1,17 @@
-"""A server of its own on loopback, and one reader of its streams: what `bench.decode` measures through gRPC."""
+"""One reader of a server's streams: what `bench.decode` measures through gRPC."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 from bench.grpc_frames import FrameClient, Stream
+from bench.own_server import Server
 from bench.pace import Answer
 from engine.api import SamplingParams
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 STREAM = "/whippet.v1.GenerationService/GenerateStream"
-TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "demo" / "tokenizer.json"
-_READY = re.compile(r"^ready: data (\S+)")
-
-
-def with_tokenizer(model: Path, target: Path) -> Path:
-    """The folder itself; where it has no tokenizer, one like it with the demo's, filled up with made-up tokens."""
-    if (model / "tokenizer.json").exists():
-        return model
-    config = json.loads((model / "config.json").read_text())
-    tokenizer = json.loads(TOKENIZER.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    known = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
-    vocabulary.update({f"token{at}": at for at in range(config["vocab_size"]) if at not in known})
-    target.mkdir(parents=True)
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for file in model.iterdir():
-        shutil.copy(file, target / file.name) if file.suffix == ".json" else (target / file.name).symlink_to(file)
-    return target
-
-
-class Server:
-    """A server that runs, and its processes."""
-
-    def __init__(self, address: str, pid: int, seconds: float) -> None:
-        self.address = address
-        self.seconds = seconds  # from its start to its readiness
-        self._pid = pid
-
-    def cpu(self) -> float:
-        """Seconds of processor time so far, front and engine."""
-        children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
-        return sum(_cpu_seconds(pid) for pid in (str(self._pid), *children))
-
-
-@contextmanager
-def server(flags: Sequence[str]) -> Iterator[Server]:
-    """A server on free ports, until the context ends."""
-    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
-    code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
-    began = time.monotonic()
-    command = [sys.executable, "-c", code, "--log-level=warning", *ports, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield Server(_address(process), process.pid, time.monotonic() - began)
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    for line in process.stdout or ():
-        if match := _READY.match(line):
-            return match[1]
-    raise RuntimeError("the server did not start")
-
-
-def _cpu_seconds(pid: str) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def request(prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> bytes:

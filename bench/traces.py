@@ -17,8 +17,9 @@ from contextlib import ExitStack
 
 import grpc
 
-from bench.front import UNARY, WIDE, cpu_seconds, server
+from bench.front import UNARY, WIDE, server
 from bench.grpc_frames import FrameClient
+from bench.own_server import cpu_seconds
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 _EXPORT = "opentelemetry.proto.collector.trace.v1.TraceService"

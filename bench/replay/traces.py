@@ -16,6 +16,8 @@ class TraceRequest:
 
     blocks: tuple[int, ...]
     tokens: int
+    answer: int = 0  # tokens
+    at: float = 0.0  # seconds after the trace began
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,15 @@ def read_blocks(path: Path) -> list[TraceRequest]:
     """Mooncake's format, one JSON object a line. Raises ValueError."""
     rows = (json.loads(line) for line in _text(path).splitlines() if line.strip())
     try:
-        return [TraceRequest(tuple(map(int, row["hash_ids"])), int(row["input_length"])) for row in rows]
+        return [
+            TraceRequest(
+                blocks=tuple(map(int, row["hash_ids"])),
+                tokens=int(row["input_length"]),
+                answer=int(row.get("output_length", 0)),
+                at=float(row.get("timestamp", 0)) / 1000,
+            )
+            for row in rows
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a block trace: {error}") from None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import decode, served
+from bench import decode, own_server, served
 from bench.driven import GREEDY
 from bench.pace import Answer, figures, first_tokens, quantile
 from engine.api import SamplingParams
@@ -88,7 +88,7 @@ def test_a_request_over_grpc_asks_for_what_the_engine_is_asked() -> None:
 def test_a_long_prompt_goes_out_in_frames_that_a_server_takes() -> None:
     ports = ["--engine=fake", "--fake.max-context=20000", "--fake.vocab-size=151936"]
     sampling = replace(GREEDY, seed=7)
-    with served.server(ports) as running:
+    with own_server.server(ports) as running:
         answer = served.ask(running, [150_000] * 8192, 5, sampling)
         assert answer.tokens == 5
         with pytest.raises(RuntimeError, match="status 3"):
@@ -102,10 +102,10 @@ def test_a_folder_without_a_tokenizer_gets_one_of_its_size(tmp_path: Path) -> No
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"vocab_size": 9001}))
     (model / "model.safetensors").write_bytes(b"")
-    made = served.with_tokenizer(model, tmp_path / "made")
+    made = own_server.with_tokenizer(model, tmp_path / "made")
     assert Tokenizer.load(made).vocab_size == 9001
     assert (made / "model.safetensors").resolve() == (model / "model.safetensors").resolve()
-    assert served.with_tokenizer(DEMO, tmp_path / "unused") == DEMO
+    assert own_server.with_tokenizer(DEMO, tmp_path / "unused") == DEMO
 
 
 def test_figures_by_hand() -> None:

@@ -12,17 +12,6 @@ from bench import offline
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
-def test_workloads_have_the_tokens_that_their_names_say() -> None:
-    assert offline.workload("n3", 7, 5) == [(7, 5)] * 3
-    assert offline.workload("short1024", 7, 5) == [(128, 128)] * 1024
-    mixed = offline.workload("mixed256", 7, 5)
-    assert len(mixed) == 256
-    assert all(100 <= tokens <= 1024 for one in mixed for tokens in one)
-    assert mixed == offline.workload("mixed256", 1, 1)
-    with pytest.raises(ValueError, match="no workload"):
-        offline.workload("many", 1, 1)
-
-
 def test_records_of_one_revision_take_the_place_of_older_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,75 @@
+"""A server of its own on loopback, and what its processes use of the processor. Needs nothing but what servers need."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "demo" / "tokenizer.json"
+_READY = re.compile(r"^ready: data (\S+)")
+
+
+def with_tokenizer(model: Path, target: Path) -> Path:
+    """The folder itself; where it has no tokenizer, one like it with the demo's, filled up with made-up tokens."""
+    if (model / "tokenizer.json").exists():
+        return model
+    config = json.loads((model / "config.json").read_text())
+    tokenizer = json.loads(TOKENIZER.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    known = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocabulary.update({f"token{at}": at for at in range(config["vocab_size"]) if at not in known})
+    target.mkdir(parents=True)
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for file in model.iterdir():
+        shutil.copy(file, target / file.name) if file.suffix == ".json" else (target / file.name).symlink_to(file)
+    return target
+
+
+class Server:
+    """A server that runs, and its processes."""
+
+    def __init__(self, address: str, pid: int, seconds: float) -> None:
+        self.address = address
+        self.seconds = seconds  # from its start to its readiness
+        self.pid = pid
+
+    def cpu(self) -> float:
+        """Seconds of processor time so far, front and engine."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return sum(cpu_seconds(pid) for pid in (self.pid, *map(int, children)))
+
+
+@contextmanager
+def server(flags: Sequence[str]) -> Iterator[Server]:
+    """A server on free ports, until the context ends."""
+    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
+    code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
+    began = time.monotonic()
+    command = [sys.executable, "-c", code, "--log-level=warning", *ports, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Server(_address(process), process.pid, time.monotonic() - began)
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    for line in process.stdout or ():
+        if match := _READY.match(line):
+            return match[1]
+    raise RuntimeError("the server did not start")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,158 @@
+"""Streams from a process of their own: a job a line in, what came of it a line out.
+
+python -m bench.serving.caller ADDRESS TOKEN
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import msgspec
+import uvloop
+from google.rpc import error_details_pb2, status_pb2
+
+from bench.serving.jobs import Ended, Found, Job, Wish, bucket, ids_of
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
+
+_CONNECTIONS = 4
+_BEHIND = 0.001  # seconds that are too few to sleep for
+_END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+Turns = Iterator[tuple[Wish, pb.GenerateStreamRequest]]
+
+
+def message(wish: Wish, job: Job) -> pb.GenerateStreamRequest:
+    """An answer of exactly so many tokens, greedy, straight from the model."""
+    asked = pb.GenerateStreamRequest(text=wish.text)
+    if not wish.text:
+        asked.token_ids.ids.extend(ids_of(wish, job.vocabulary))
+    asked.stopping.max_tokens = wish.tokens
+    asked.stopping.ignore_eos = True
+    asked.output.text = asked.output.token_ids = True
+    asked.cache.response = asked.cache.semantic = pb.CACHE_MODE_OFF
+    asked.cache.bypass_prefix = not wish.blocks  # a trace is there for the prefixes that its prompts share
+    asked.sampling.temperature = 0.0
+    asked.priority = job.priority  # type: ignore[assignment]
+    return asked
+
+
+class Caller:
+    """Asks one server over a few connections."""
+
+    def __init__(self, address: str, token: str) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+        channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(_CONNECTIONS)]
+        make: Any = GenerationServiceStub
+        self._stubs: Iterator[Any] = itertools.cycle([make(channel) for channel in channels])
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._gaps: Counter[int] = Counter()
+        self._tenths: Counter[int] = Counter()
+
+    async def run(self, job: Job) -> Found:
+        """All of it, to the end of the last stream."""
+        self._gaps, self._tenths = Counter(), Counter()
+        cpu, ended = time.process_time(), list[Ended]()
+        if job.streams:
+            turns = _once(job) if job.until is None else _again_and_again(job)
+            await asyncio.gather(*[self._one_after_the_other(job, turns, ended) for _ in range(job.streams)])
+        else:
+            asked = [await self._in_time(job, wish, ended) for wish in sorted(job.wishes, key=_due)]
+            await asyncio.gather(*asked)
+        return Found(ended, dict(self._gaps), dict(self._tenths), time.process_time() - cpu)
+
+    async def _one_after_the_other(self, job: Job, turns: Turns, ended: list[Ended]) -> None:
+        await _sleep_until(job.begin)
+        for wish, asked in turns:
+            if job.until is not None and time.monotonic() >= job.until:
+                return
+            came = await self._ask(asked, job, Ended(time.monotonic(), time.monotonic(), wanted=wish.tokens), ended)
+            if came.code != "OK" and job.until is not None:
+                await asyncio.sleep(0.1)  # refused: not at once again
+
+    async def _in_time(self, job: Job, wish: Wish, ended: list[Ended]) -> asyncio.Task[Ended]:
+        due = job.begin + _due(wish)
+        await _sleep_until(due)
+        came = Ended(due, time.monotonic(), wanted=wish.tokens)
+        return asyncio.create_task(self._ask(message(wish, job), job, came, ended))
+
+    async def _ask(self, asked: pb.GenerateStreamRequest, job: Job, came: Ended, ended: list[Ended]) -> Ended:
+        call = next(self._stubs).GenerateStream(asked, metadata=self._metadata, timeout=job.patience)
+        try:
+            while (answer := await call.read()) is not _END:
+                self._take(came, answer, job.begin)
+            came.code = (await call.code()).name
+        except grpc.aio.AioRpcError as error:
+            came.code, came.retry = error.code().name, _says_when(error)
+        came.ended = time.monotonic()
+        ended.append(came)
+        return came
+
+    def _take(self, came: Ended, answer: pb.GenerateStreamResponse, begin: float) -> None:
+        came.late = came.late or came.finishes > 0
+        count = len(answer.token_ids)
+        if count:
+            now = time.monotonic()
+            if came.messages:
+                self._gaps[bucket(now - came.last)] += 1
+            else:
+                came.first = now
+            came.last = now
+            came.tokens += count
+            came.messages += 1
+            self._tenths[int((now - begin) * 10)] += count
+        if answer.HasField("finish"):
+            came.finishes += 1
+
+
+def _due(wish: Wish) -> float:
+    return wish.at or 0.0
+
+
+def _once(job: Job) -> Turns:
+    """Messages are made beforehand, so that all streams can begin together."""
+    return iter([(wish, message(wish, job)) for wish in job.wishes])
+
+
+def _again_and_again(job: Job) -> Turns:
+    """Each turn with prompts of its own."""
+    step = max(wish.number for wish in job.wishes) + 1
+    for turn in itertools.count():
+        for wish in job.wishes:
+            fresh = msgspec.structs.replace(wish, number=wish.number + turn * step)
+            yield fresh, message(fresh, job)
+
+
+async def _sleep_until(at: float) -> None:
+    left = at - time.monotonic()
+    if left > _BEHIND:
+        await asyncio.sleep(left)
+
+
+def _says_when(error: grpc.aio.AioRpcError) -> bool:
+    """Whether its details tell when to come again."""
+    trailers: Any = error.trailing_metadata() or ()
+    data = dict(trailers).get("grpc-status-details-bin")
+    if data is None:
+        return False
+    return any(one.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for one in status_pb2.Status.FromString(data).details)
+
+
+async def _serve(address: str, token: str) -> None:
+    caller, loop = Caller(address, token), asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.buffer.readline):
+        found = await caller.run(msgspec.json.decode(line, type=Job))
+        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        sys.stdout.buffer.flush()
+    os._exit(0)  # channels of a server that is gone have nothing to say
+
+
+if __name__ == "__main__":
+    uvloop.run(_serve(*sys.argv[1:]))

@@ -1,0 +1,34 @@
+"""Workloads by name, and the list of records that a file keeps of them: for benches with and without gRPC.
+
+`nN`: N requests at once, of so many tokens in and out. `mixed256`: 256 of 100 to 1,024 in and out. `short1024`: 1,024
+of 128 in and out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+Work = list[tuple[int, int]]  # of each request, tokens in and out
+NAMES = ("device", "model", "path", "workload", "revision")  # of a record; two of the same are of one measurement
+
+
+def workload(name: str, prompt: int, tokens: int) -> Work:
+    """By its name."""
+    if name == "mixed256":
+        generator = random.Random(5)
+        return [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(256)]
+    if name == "short1024":
+        return [(128, 128)] * 1024
+    if name[:1] != "n" or not name[1:].isdigit():
+        raise ValueError(f"{name!r} is no workload")
+    return [(prompt, tokens)] * int(name[1:])
+
+
+def append(path: Path, records: list[dict[str, object]]) -> None:
+    """Adds to the list in a file, in place of what it has of the same device, model, path, workload and revision."""
+    held = json.loads(path.read_text()) if path.exists() else []
+    fresh = {tuple(one[name] for name in NAMES) for one in records}
+    kept = [one for one in held if tuple(one[name] for name in NAMES) not in fresh]
+    path.write_text("[\n" + ",\n".join(json.dumps(one) for one in [*kept, *records]) + "\n]\n")
