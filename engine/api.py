@@ -83,6 +83,7 @@ class GenerationRequest:
     stopping: Stopping
     arrived_at: float
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    draft_limit: int | None = None  # draft tokens a step; 0: it is not speculated; None: as many as pay
     priority: Priority = Priority.NORMAL
     forward: float = 0.0  # seconds that it is put forward in the queue, since it is its tenant's turn
     deadline: float | None = None  # past it the request fails

@@ -14,8 +14,10 @@ from engine.loading.progress import Progress
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.transformer import StepInput
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.sequence_state import refuse_drafts
 from engine.settings import PAGE_SIZE
+
+Draft = tuple[int, ...]
+NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
 
 
 def why_not(parts: Parts) -> str | None:
@@ -49,7 +51,6 @@ class Eager:
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One token for each row that samples."""
-        refuse_drafts(rows)
         # Rows of one token first, as attention wants them.
         ordered = sorted(rows, key=lambda row: row.count > 1)
         logits = self.logits(ordered)
@@ -59,27 +60,43 @@ class Eager:
         found = self._parts.sampler.sample([self._parts.sequences.of(row) for row in sampled], logits)
         return {row.key: result for row, result in zip(sampled, found, strict=True)}
 
-    def logits(self, rows: Rows[Row]) -> torch.Tensor | None:
-        """Feeds rows, those of one token first; float32 [rows that sample, vocab], None where none does."""
+    def logits(self, rows: Rows[Row], drafts: Mapping[int, Draft] = NO_DRAFTS) -> torch.Tensor | None:
+        """Feeds rows, those of one token first, and after some of those a draft of what follows, by the row's key.
+        float32 [rows that sample, vocab], one more for each token of a draft; None where no row samples."""
         model = self._parts.model
-        hidden = model.forward(self._pack(rows), self._parts.pool)
+        hidden = model.forward(self._pack(rows, drafts), self._parts.pool)
         return model.logits(hidden) if hidden.shape[0] else None
 
-    def _pack(self, rows: Rows[Row]) -> StepInput:
+    def rehearse(self, tokens: int) -> None:
+        """Feeds so many tokens of nobody, each followed by a choice, and waits for the device. Overwrites the first
+        pages."""
+        model, device = self._parts.model, self._parts.model.placement.device
+        pages = list(range(-(-tokens // PAGE_SIZE)))
+        places = torch.arange(tokens, device=device)
+        spans = [RowSpan(at, 1, at, pages) for at in range(tokens)]
+        attention = StepAttention(spans, self._windows, self._parts.pool, device)
+        hidden = model.forward(StepInput(places * 0, places, places, attention, None), self._parts.pool)
+        model.logits(hidden).argmax(dim=-1).tolist()
+
+    def _pack(self, rows: Rows[Row], drafts: Mapping[int, Draft]) -> StepInput:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         sampled: list[int] = []
         spans: list[RowSpan] = []
         for row in rows:
-            sequence, end = self._parts.sequences.of(row), row.start + row.count
-            pages = sequence.pages
-            spans.append(RowSpan(len(token_ids), row.count, row.start, pages))
-            token_ids += sequence.token_ids[row.start : end]
+            sequence, draft = self._parts.sequences.of(row), drafts.get(row.key, ())
+            pages, end = sequence.pages, row.start + row.count + len(draft)
+            if draft:  # each as a row of its own: all keys are written before any is read
+                spans += [RowSpan(len(token_ids) + at, 1, row.start + at, pages) for at in range(1 + len(draft))]
+            else:
+                spans.append(RowSpan(len(token_ids), row.count, row.start, pages))
+            token_ids += sequence.token_ids[row.start : row.start + row.count]
+            token_ids += draft
             positions += range(row.start, end)
             slots += [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(row.start, end)]
             if row.sample:
-                sampled.append(len(token_ids) - 1)
+                sampled += range(len(token_ids) - 1 - len(draft), len(token_ids))
         if not 0 <= min(token_ids) <= max(token_ids) < self._parts.model.config.vocab_size:
             # On a GPU the lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")

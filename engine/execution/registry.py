@@ -3,9 +3,10 @@
 Each executor says in `claims` which of a step's rows it takes, of those that the ones before it left; all work on the
 same pages and the same stream. One that brings several ids a row does so as far as the row's pages reach.
 
+`speculation` takes whole steps, in which it expects some rows to bring several ids.
+
 Rows of one token are `graph_decode`'s while they are few, then `batched`'s. `batched` comes last of the three, so that
-what it launches ahead is under way while the host takes in the step. To come: `speculation` in front, for the rows that
-carry a draft.
+what it launches ahead is under way while the host takes in the step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from engine.execution import eager, forward_pass, trials
 from engine.execution.batched import executor as batched
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_prefill import executor as graph_prefill
+from engine.execution.speculation import executor as speculation
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
@@ -40,7 +42,7 @@ class Executor(Protocol):
         """The most ids that it brings a row."""
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Those of the rows that it does, in their order. Rows with a draft only if it verifies drafts."""
+        """Those of the rows that it does, in their order."""
 
     def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
         """One step of rows that it claimed; by key, what those that sample brought. Called in torch's inference
@@ -66,25 +68,28 @@ class ExecutorEntry:
     why_not: Callable[[Parts], str | None]  # None: it can serve this model on this machine
     make: Callable[[Parts], Executor]  # Unfit: it cannot after all
     trial: Mapping[str, object]  # config.json of the model on which it is compared with eager
+    optional: bool = False  # whether its word can be had without it
 
 
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry("graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS),
     ExecutorEntry("graph_prefill", "graph", forward_pass.why_not, graph_prefill.make, trials.KERNELS),
     ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS),
+    ExecutorEntry("speculation", "eager", speculation.why_not, speculation.Speculation, trials.PLAIN, optional=True),
     ExecutorEntry("eager", "eager", eager.why_not, eager.Eager, trials.PLAIN),
 )
 
 
 # The switches that executors obey; `batching` is the scheduler's.
-SWITCHES = ("fused_kernels", "graphs", "two_pass_head")
+SWITCHES = ("fused_kernels", "graphs", "speculation", "two_pass_head")
 
 
 def leaders(registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> tuple[ExecutorEntry, ...]:
-    """The first entry of each word of `--decoder`: whether that word can be had depends on it alone."""
+    """The first entry of each word of `--decoder` that is not optional: whether the word can be had depends on it."""
     first: dict[str, ExecutorEntry] = {}
     for entry in registry:
-        first.setdefault(entry.decoder, entry)
+        if not entry.optional:
+            first.setdefault(entry.decoder, entry)
     return tuple(first.values())
 
 
@@ -107,15 +112,15 @@ def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXEC
             continue
         made = _make(leader, parts)
         if not isinstance(made, str):
-            executors, missing = [(leader.name, made)], []
-            for entry in registry[registry.index(leader) + 1 :]:
+            executors, missing = [], []
+            for entry in registry:
                 if entry.decoder != leader.decoder and entry is not registry[-1]:
                     continue
-                beside = _make(entry, parts)
-                if isinstance(beside, str):
-                    missing.append(Objection(decoder=entry.name, reason=beside))
+                one = made if entry is leader else _make(entry, parts)
+                if isinstance(one, str):
+                    missing.append(Objection(decoder=entry.name, reason=one))
                 else:
-                    executors.append((entry.name, beside))
+                    executors.append((entry.name, one))
             return Choice(leader.decoder, tuple(executors), tuple(objections), tuple(missing))
         objections.append(Objection(decoder=leader.decoder, reason=made))
     if not objections:

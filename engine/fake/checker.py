@@ -187,8 +187,6 @@ class PlanChecker:
             raise BrokenPlan(f"no pages or no tokens for {row.start}…{end}")
         if row.sample != (end == len(held.state.token_ids)):
             raise BrokenPlan("a row samples behind the last token, and only there")
-        if row.draft and not row.sample:
-            raise BrokenPlan("a draft can only be verified where the row samples")
 
     def _adopt(self, row: Row, held: Computed) -> None:
         """Begins, or goes on, with full pages that others computed, as far as they are what they must be."""

@@ -18,6 +18,7 @@ from engine.sampling.token_history import TokenHistory
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState
 
+Tokens = tuple[int, ...]
 NARROW = 128  # candidates that most filtered rows need; the others sort their whole vocabulary
 NEVER = float("-inf")
 COLDEST = 1e-20  # temperatures below it are not numbers in float32
@@ -52,18 +53,13 @@ class Sampler:
         self._history = TokenHistory(vocab_size, slots, device)
         self._batch: BatchParams | None = None
 
-    def sample(self, sequences: Rows[SequenceState], logits: torch.Tensor) -> list[RowResult]:
-        """logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers."""
+    def sample(
+        self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()
+    ) -> list[RowResult]:
+        """logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers. A sequence may have
+        several rows: each is chosen as if the tokens `assumed` for it followed the sequence's last one."""
         batch = self._params(tuple(sequences))
-        adjusted = self._adjust(batch, logits)
-        if batch.drawn is None and adjusted is logits:
-            # A NaN counts as the greatest of its row.
-            best, ids = logits.max(dim=-1)
-            sound = torch.isfinite(best)
-        else:
-            sound = torch.isfinite(logits.sum(dim=-1)) & torch.isfinite(adjusted.amax(dim=-1))
-            ids = self._choose(batch, adjusted)
-        chosen = torch.where(sound, ids, -1).tolist()
+        chosen = self._chosen(batch, logits, assumed)
         found = [RowResult((token,) if token >= 0 else ()) for token in chosen]
         asked = [row for row in batch.logprobs if chosen[row] >= 0]
         if asked:
@@ -74,12 +70,31 @@ class Sampler:
                 found[row] = RowResult((token,), (one,))
         return found
 
-    def _choose(self, batch: BatchParams, logits: torch.Tensor) -> torch.Tensor:
+    def choose(self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()) -> list[int]:
+        """As `sample`, without log-probabilities; -1 where there is no id."""
+        return self._chosen(self._params(tuple(sequences)), logits, assumed)
+
+    def _chosen(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> list[int]:
+        assumed = assumed or [()] * len(batch.sequences)
+        adjusted = self._adjust(batch, logits, assumed)
+        if batch.drawn is None and adjusted is logits:
+            # A NaN counts as the greatest of its row.
+            best, ids = logits.max(dim=-1)
+            sound = torch.isfinite(best)
+        else:
+            sound = torch.isfinite(logits.sum(dim=-1)) & torch.isfinite(adjusted.amax(dim=-1))
+            ids = self._choose(batch, adjusted, assumed)
+        chosen: list[int] = torch.where(sound, ids, -1).tolist()
+        return chosen
+
+    def _choose(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
         if batch.drawn is None:
             return logits.argmax(dim=-1)
+        lengths = [len(one.token_ids) + len(more) for one, more in zip(batch.sequences, assumed, strict=True)]
+        positions = self._integers(lengths)
         if batch.drawn.numel() == len(batch.sequences):
-            return self._draw(batch, logits)
-        drawn = self._draw(batch, logits.index_select(0, batch.drawn))
+            return self._draw(batch, logits, positions)
+        drawn = self._draw(batch, logits.index_select(0, batch.drawn), positions.index_select(0, batch.drawn))
         return logits.argmax(dim=-1).index_copy_(0, batch.drawn, drawn)
 
     def _params(self, sequences: tuple[SequenceState, ...]) -> BatchParams:
@@ -124,12 +139,12 @@ class Sampler:
     def _integers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _adjust(self, batch: BatchParams, logits: torch.Tensor) -> torch.Tensor:
+    def _adjust(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
         """Bias, penalties and barred tokens; the same tensor where no row has any."""
         barred = [
             (row, token)
             for row in batch.barred
-            if batch.sequences[row].output_length < batch.sequences[row].stopping.min_tokens
+            if batch.sequences[row].output_length + len(assumed[row]) < batch.sequences[row].stopping.min_tokens
             for token in batch.sequences[row].stopping.stop_token_ids
         ]
         if batch.bias is None and batch.penalised is None and not barred:
@@ -140,24 +155,28 @@ class Sampler:
             logits.index_put_((rows, ids), values, accumulate=True)
         if batch.penalised is not None:
             rows = batch.penalised
-            penalised = self._penalise(batch, logits.index_select(0, rows))
+            penalised = self._penalise(batch, logits.index_select(0, rows), assumed)
             logits.index_copy_(0, rows, penalised)
         if barred:
             rows, ids = (self._integers([pair[index] for pair in barred]) for index in range(2))
             logits.index_put_((rows, ids), torch.tensor(NEVER, device=self._device))
         return logits
 
-    def _penalise(self, batch: BatchParams, logits: torch.Tensor) -> torch.Tensor:
-        owners = [sequence for sequence in batch.sequences if _penalised(sequence.sampling)]
-        seen, counts = self._history.of(owners)
+    def _penalise(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
+        rows = [row for row, sequence in enumerate(batch.sequences) if _penalised(sequence.sampling)]
+        seen, counts = self._history.of([batch.sequences[row] for row in rows])
+        later = [(at, token) for at, row in enumerate(rows) for token in assumed[row]]
+        if later:
+            where = self._integers([at for at, _ in later]), self._integers([token for _, token in later])
+            seen.index_put_(where, torch.tensor(True, device=self._device))
+            counts.index_put_(where, torch.tensor(1.0, device=self._device), accumulate=True)
         repetition, presence, frequency = batch.penalties.unsqueeze(2).unbind(0)
         weaker = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen, weaker, logits)
         return logits - presence * (counts > 0) - frequency * counts
 
-    def _draw(self, batch: BatchParams, logits: torch.Tensor) -> torch.Tensor:
+    def _draw(self, batch: BatchParams, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[drawn, vocab] → ids [drawn]."""
-        positions = self._integers([len(one.token_ids) for one in batch.sequences if one.sampling.temperature > 0])
         # Less the best, before a tiny temperature could overflow.
         heat = (logits - logits.amax(dim=-1, keepdim=True)) / batch.temperature
         if not batch.filtered:

@@ -33,6 +33,7 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     stopping: Stopping
     logprobs: int | None = None
+    draft_limit: int | None = None  # draft tokens a step that the request allows; None: as many as pay
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +51,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     sample: bool  # whether the last of them is followed by a new token
     first_page: int = 0  # from this page on, the sequence's page table is `pages`, unless that is empty
     pages: tuple[int, ...] = ()
-    draft: tuple[int, ...] = ()  # proposed successors of the last token, to be verified
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +71,8 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    draft_proposed: int = 0  # draft tokens that were verified for these ids
+    draft_accepted: int = 0  # those of them that are among these ids
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

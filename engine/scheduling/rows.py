@@ -17,6 +17,7 @@ def admission_of(sequence: Sequence) -> Admitted:
         sampling=request.sampling,
         stopping=request.stopping,
         logprobs=request.logprobs,
+        draft_limit=request.draft_limit,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from engine.api import SamplingParams, Stopping
-from engine.errors import EngineFailed, Unsupported
+from engine.errors import EngineFailed
 from engine.scheduling.plan import Admitted, Row, RowResult, StepPlan
 
 
@@ -24,6 +24,7 @@ class SequenceState:
     sampling: SamplingParams
     stopping: Stopping
     logprobs: int | None
+    draft_limit: int | None = None
     pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
     exchanges: int = 0  # how often pages that it had before were replaced; more pages at the end are no exchange
 
@@ -89,6 +90,7 @@ def begin(admitted: Admitted) -> SequenceState:
         sampling=admitted.sampling,
         stopping=admitted.stopping,
         logprobs=admitted.logprobs,
+        draft_limit=admitted.draft_limit,
     )
 
 
@@ -102,10 +104,5 @@ def readmission(state: SequenceState) -> Admitted:
         sampling=state.sampling,
         stopping=state.stopping,
         logprobs=state.logprobs,
+        draft_limit=state.draft_limit,
     )
-
-
-def refuse_drafts(rows: Iterable[Row]) -> None:
-    """For executors that verify none. Raises Unsupported, since a draft that is passed over would go unnoticed."""
-    if any(row.draft for row in rows):
-        raise Unsupported("no executor of this engine verifies drafts")

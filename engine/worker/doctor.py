@@ -210,8 +210,9 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
     graph = next((one for one in report.decoders if one.name == "graph"), None)
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
-        return [Option(name, False, f"the graph decoder {why}") for name in SWITCHES]
-    reasons = {"two_pass_head": why_one_pass(parts)}
+        reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
+    else:
+        reasons = {"two_pass_head": why_one_pass(parts), "speculation": "the graph decoder verifies no drafts"}
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 

@@ -17,6 +17,8 @@ from engine.api import GenerationRequest, Objection, Stopping, TokenLogprob
 from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose, leaders
+from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.executor import Speculation
 from engine.execution.step_state import Parts, Unfit
 from engine.fake.checked import CheckedRunner
 from engine.kv.page_pool import PagePool
@@ -27,10 +29,10 @@ from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
 from tests.engine.judged import judge
-from tests.engine.stepped import holding, put
 
 EAGER = EXECUTORS[-1]
 GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # in logits, which reach 8: what rounding may change
+FREE = Costs({1: 1.0, 512: 1.0})  # a wider step costs nothing, so that whatever is guessed is verified
 KINDS = (
     GREEDY,
     replace(GREEDY, temperature=0.8, seed=1),
@@ -80,7 +82,9 @@ class Trial:
         """Of this entry and eager."""
 
         def make(parts: Parts) -> Counted:
-            self.made.append(Counted(self.entry.make(parts)))
+            forced = self.entry.name == "speculation"
+            made = Speculation(parts, known=FREE) if forced else self.entry.make(parts)
+            self.made.append(Counted(made))
             return self.made[-1]
 
         own = replace(self.entry, make=make)
@@ -223,21 +227,6 @@ def test_log_probabilities_are_eagers(trial: Trial) -> None:
         assert [len(one.top) for one in answer.logprobs] == [3] * len(answer.ids)
         judge(parts, request, answer.ids, gap, answer.logprobs)
     runner.close()
-
-
-def test_drafts_are_refused_or_verified_and_never_passed_over(trial: Trial) -> None:
-    """No executor verifies any yet. One that does is held to its answers in this test's place."""
-    if trial.reason is not None:
-        pytest.skip(trial.reason)
-    executor = trial.entry.make(trial.prepared.parts)
-    for size in (1, 20):
-        put(trial.prepared.parts.sequences, holding(replace(requests()[0], token_ids=tuple(range(size))), [0, 1]))
-        row = Row(0, 0, 0, size, True, draft=(4, 5))
-        if trial.entry is not EAGER:
-            assert executor.claims((row,)) == ()
-        with torch.inference_mode(), pytest.raises(Unsupported, match="draft"):
-            executor.run((row,))
-    executor.close()
 
 
 def test_every_entry_is_compared_or_says_why_not(trial: Trial) -> None:

@@ -66,11 +66,7 @@ class Batched:
         if not self._fused:
             return ()
         of, holds = self._sequences.of, self._pipeline.holds
-        mine = tuple(
-            row
-            for row in rows
-            if row.count == 1 and row.sample and not row.draft and (holds(row.key) or can_choose(of(row)))
-        )
+        mine = tuple(row for row in rows if row.count == 1 and row.sample and (holds(row.key) or can_choose(of(row))))
         return mine[: self._pipeline.most_rows]
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:

@@ -70,7 +70,7 @@ class GraphDecode:
         if not self._fused:
             return ()
         of = self._sequences.of
-        mine = tuple(row for row in rows if row.count == 1 and row.sample and not row.draft and can_sample(of(row)))
+        mine = tuple(row for row in rows if row.count == 1 and row.sample and can_sample(of(row)))
         return self._pipelines.claims(mine)
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:

@@ -20,7 +20,7 @@ from typing import Protocol
 from engine.errors import EngineFailed
 from engine.sampling.noise import seed_key
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.sequence_state import SequenceState, SequenceTable, refuse_drafts
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 
 BUCKETS = (1, 2, 4, 8)  # rows that a captured step moves
@@ -133,7 +133,6 @@ class DecodePipeline:
 
     def step(self, rows: Rows[Row], most_ahead: int = AHEAD) -> dict[int, RowResult]:
         """At least one id for each row, and whatever else has come. Launches `most_ahead` steps ahead, no more."""
-        refuse_drafts(rows)
         try:
             held = self._current(rows)
             if held is None:

@@ -32,7 +32,6 @@ from engine.kernels.tokens import Fed
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.sequence_state import refuse_drafts
 from engine.settings import PAGE_SIZE
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a graph
@@ -94,11 +93,10 @@ class GraphPrefill:
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Rows of several tokens: a row of one belongs to a step of decoding."""
-        return tuple(row for row in rows if row.count > 1 and not row.draft) if self._fused else ()
+        return tuple(row for row in rows if row.count > 1) if self._fused else ()
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """All rows, side by side."""
-        refuse_drafts(rows)
         drawn: list[tuple[Row, int]] = []
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed

@@ -205,21 +205,11 @@ class TestBrokenPlans:
             one = sequence(plain_request((1, 2, 3)))
             self.broken(runner(), row_of(one, 0, count, sample), admitted=(one,), match="last token")
 
-    def test_a_draft_where_nothing_is_sampled(self) -> None:
-        one = sequence(plain_request((1, 2, 3)))
-        self.broken(runner(), Row(0, 0, 0, 2, False, 0, (0,), (5,)), admitted=(one,), match="draft")
-
     def test_a_prompt_that_is_no_part_of_its_tokens(self) -> None:
         admitted = step(admitted=[sequence(plain_request((1, 2)))]).admitted[0]
         for length in (0, 3):
             with pytest.raises(BrokenPlan, match="cannot be the prompt"):
                 runner().run(StepPlan((), (msgspec.structs.replace(admitted, prompt_length=length),)))
-
-
-def test_drafts_are_refused_not_passed_over() -> None:
-    one = sequence(plain_request((1, 2, 3)))
-    with pytest.raises(Unsupported, match="draft"):
-        feed(runner(), Row(0, 0, 0, 3, True, 0, (0,), (5, 6)), admitted=(one,))
 
 
 def test_faults_come_where_they_are_asked_for_and_nowhere_else() -> None:

@@ -229,6 +229,7 @@ PROOFS = {
     "optimizations.batching": Proof("off", steps_together, lambda before, after: before < 30 <= after),
     "optimizations.graphs": Proof("off", switches, becomes({}, {"graphs": False}), MODEL),
     "optimizations.fused-kernels": Proof("off", switches, becomes({}, {"fused_kernels": False}), MODEL),
+    "optimizations.speculation": Proof("off", switches, becomes({}, {"speculation": False}), MODEL),
     "optimizations.two-pass-head": Proof("off", switches, becomes({}, {"two_pass_head": False}), MODEL),
     "optimizations.prefix-cache": Proof("off", cached, becomes(48, 0)),
     "optimizations.prefix-redis": Proof("off", looks_in_redis, becomes(True, False), REDIS),

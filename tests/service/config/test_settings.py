@@ -166,6 +166,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "batching": "--optimizations.batching=off",
         "graphs": "--optimizations.graphs=off",
         "fused_kernels": "--optimizations.fused-kernels=off",
+        "speculation": "--optimizations.speculation=off",
         "two_pass_head": "--optimizations.two-pass-head=off",
         "prefix_cache": "--optimizations.prefix-cache=off",
         "prefix_redis": "--optimizations.prefix-redis=off",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
 
-from engine.errors import EngineFailed, Unsupported
+from engine.errors import EngineFailed
 from engine.execution.batched.executor import Batched
 from engine.execution.batched.pipeline import AHEAD, MOST_AHEAD, BatchPipeline, Changes
 from engine.execution.graph_decode.alternating import AlternatingPipelines
@@ -322,10 +322,8 @@ def test_nothing_is_computed_twice_when_the_batch_takes_over() -> None:
     life.check()
 
 
-def test_drafts_are_refused_and_too_many_rows() -> None:
+def test_too_many_rows_are_refused() -> None:
     hand = Hand(13)
-    with pytest.raises(Unsupported, match="draft"):
-        hand.pipeline.step([Row(0, 0, 0, 1, True, draft=(5,))])
     with pytest.raises(EngineFailed, match="12 rows"):
         hand.step(hand.states)
     hand.step(hand.states[:12])

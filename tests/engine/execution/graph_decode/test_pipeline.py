@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 from bench.driven import GREEDY
 from engine.api import GenerationRequest
-from engine.errors import EngineFailed, Unsupported
+from engine.errors import EngineFailed
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD, DecodePipeline, bucket, can_sample
 from engine.scheduling.plan import Row, RowResult, StepPlan
@@ -234,12 +234,6 @@ def test_more_pages_are_no_reason_to_write_a_row_anew() -> None:
     lone.step(40)
     assert is_right(lone.state, lone.asked)
     assert lone.device.written == 1
-
-
-def test_drafts_are_refused_not_passed_over() -> None:
-    lone = Lone(6, [4], 24, 2)
-    with pytest.raises(Unsupported, match="draft"):
-        lone.pipeline.step([Row(0, 0, 0, 1, True, draft=(5,))])
 
 
 def many(table: SequenceTable, count: int) -> tuple[list[SequenceState], list[GenerationRequest]]:

@@ -1,0 +1,1 @@
+"""Speculative decoding: what may follow is guessed, and several guesses are verified in one step."""

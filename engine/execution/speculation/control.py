@@ -1,0 +1,123 @@
+"""How many tokens are drafted for whom: as many as make the step's tokens a second most, by what was accepted so far
+and what a wider step costs. Nothing here can change an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.proposer import Proposer
+from engine.scheduling.sequence_state import SequenceState
+
+_PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
+_MEMORY = 0.9  # of what a round told, after the next
+_MARGIN = 1.04  # how much faster it must be by the table, which is not exact
+_OTHERS = 1.08  # how much longer a step may be for those in it that have no draft
+_FIRST_REST, _LAST_REST = 8, 512  # tokens until it is tried again
+
+
+class Candidate(NamedTuple):
+    """A sequence for which a proposer has something to say."""
+
+    sequence: SequenceState
+    proposer: Proposer
+    most: int  # tokens of a draft, at least 1
+
+
+@dataclass(slots=True)
+class Record:
+    """How a proposer has done on one sequence."""
+
+    sequence: SequenceState
+    accepted: float = _PRIOR[0]
+    tried: float = _PRIOR[1]
+    rest: int = 0  # tokens that it rests for, once it does not pay
+    resumes_at: int = 0  # length of the sequence at which it is tried again
+    probing: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Probability that a drafted token is accepted if all before it were."""
+        return self.accepted / self.tried
+
+
+class Control:
+    """Decides before each step, and is told after it."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._records: dict[tuple[str, int], Record] = {}  # by proposer and slot
+
+    def depths(self, candidates: Items[Candidate], rows: int, tokens: int) -> list[int]:
+        """Tokens to draft for each candidate, in a step that feeds `tokens` in `rows` rows without any."""
+        records = [self._record(one) for one in candidates]
+        depths = self._best(candidates, records, rows, tokens)
+        for at, (one, record) in enumerate(zip(candidates, records, strict=True)):
+            record.probing = False
+            if depths[at]:
+                record.rest = 0
+            elif self._may_probe(one, record, rows, tokens):
+                depths[at], record.probing = 1, True
+        return depths
+
+    def told(self, one: Candidate, proposed: int, accepted: int) -> None:
+        """What came of a draft."""
+        record = self._record(one)
+        record.tried = record.tried * _MEMORY + accepted + (accepted < proposed)
+        record.accepted = record.accepted * _MEMORY + accepted
+        if record.probing:
+            record.rest = _FIRST_REST if accepted else min(2 * record.rest, _LAST_REST)
+            record.resumes_at = len(one.sequence.token_ids) + (1 if accepted else record.rest)
+
+    def rate(self, one: Candidate) -> float:
+        """How likely the proposer's next token is thought to be accepted."""
+        return self._record(one).rate
+
+    def _record(self, one: Candidate) -> Record:
+        at = one.proposer.name, one.sequence.slot
+        record = self._records.get(at)
+        if record is None or record.sequence is not one.sequence:
+            record = self._records[at] = Record(one.sequence)
+        return record
+
+    def _best(self, candidates: Items[Candidate], records: Items[Record], rows: int, tokens: int) -> list[int]:
+        """Drafts grow by whichever token is likeliest to count, as long as anything is; the best of all these steps."""
+        depths = [0] * len(candidates)
+        gains = [record.rate for record in records]  # of the next token of each
+        plain = self._costs.seconds(tokens)
+        best, found, expected = rows / plain * _MARGIN, list(depths), float(rows)
+        while True:
+            at = max(
+                (at for at, one in enumerate(candidates) if depths[at] < one.most), key=gains.__getitem__, default=None
+            )
+            if at is None:
+                return found
+            depths[at] += 1
+            expected += gains[at]
+            gains[at] *= records[at].rate
+            seconds = self._seconds(candidates, depths, tokens)
+            drafted = sum(depth > 0 for depth in depths)
+            if expected / seconds > best and (drafted == rows or seconds <= plain * _OTHERS):
+                best, found = expected / seconds, list(depths)
+
+    def _seconds(self, candidates: Items[Candidate], depths: Items[int], tokens: int) -> float:
+        """Of a step with these drafts."""
+        seconds = self._costs.seconds(tokens + sum(depths))
+        for proposer in {id(one.proposer): one.proposer for one in candidates}.values():
+            asked = [depth for one, depth in zip(candidates, depths, strict=True) if one.proposer is proposer and depth]
+            if asked:
+                seconds += proposer.seconds(len(asked), max(asked))
+        return seconds
+
+    def _may_probe(self, one: Candidate, record: Record, rows: int, tokens: int) -> bool:
+        """Whether a sequence that is thought not to pay is tried with one token. Not at all where even a sure one
+        would not pay."""
+        if not record.rest:
+            record.rest, record.resumes_at = _FIRST_REST, len(one.sequence.token_ids) + _FIRST_REST
+        if len(one.sequence.token_ids) < record.resumes_at:
+            return False
+        sure = self._costs.seconds(tokens + 1) + one.proposer.seconds(1, 1)
+        plain = self._costs.seconds(tokens)
+        return (rows + 1) / sure > rows / plain * _MARGIN and (rows == 1 or sure <= plain * _OTHERS)

@@ -1,0 +1,57 @@
+"""What a step costs, by the tokens that are fed: measured once, on this machine and model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
+_REPEATS = 4  # the best of them counts, since others use the machine too
+_PATIENCE = 2.0  # seconds, after which no more is tried
+
+
+class Costs:
+    """Seconds of a step, known at some sizes; between them straight lines, beyond them the last one goes on."""
+
+    def __init__(self, known: dict[int, float]) -> None:
+        """`known` has at least the size 1. Whatever else runs makes a step longer and never shorter, so that no step is
+        taken to cost more than a larger one did."""
+        self._sizes = sorted(known)
+        self._seconds = [min(known[larger] for larger in self._sizes[at:]) for at in range(len(self._sizes))]
+
+    def seconds(self, tokens: int) -> float:
+        """Of a step that feeds so many tokens, at least one."""
+        sizes, seconds = self._sizes, self._seconds
+        above = next((at for at, size in enumerate(sizes) if size >= tokens), len(sizes) - 1)
+        if sizes[above] == tokens or len(sizes) == 1:
+            return seconds[above] * (1.0 if sizes[above] >= tokens else tokens / sizes[above])
+        below = above - 1
+        slope = (seconds[above] - seconds[below]) / (sizes[above] - sizes[below])
+        if tokens > sizes[above]:
+            # No line is flatter than a token of the widest step, so that nothing is free where nothing was measured.
+            return seconds[above] + (tokens - sizes[above]) * max(slope, seconds[above] / sizes[above])
+        return seconds[below] + (tokens - sizes[below]) * slope
+
+
+def measure(step: Callable[[int], None], most: int) -> Costs:
+    """Costs of `step`, which feeds so many tokens, up to `most` of them."""
+    known: dict[int, float] = {}
+    began = time.perf_counter()
+    for size in SIZES:
+        if size > most or time.perf_counter() - began > _PATIENCE:
+            break
+        step(size)  # what is set up at a first call
+        known[size] = _timed(step, size)
+    for _ in range(_REPEATS):  # size after size each time, so that what is slow for a while is slow for all
+        for size in known:
+            if time.perf_counter() - began > _PATIENCE:
+                break
+            known[size] = min(known[size], _timed(step, size))
+    return Costs(known)
+
+
+def _timed(step: Callable[[int], None], size: int) -> float:
+    began = time.perf_counter()
+    step(size)
+    return time.perf_counter() - began

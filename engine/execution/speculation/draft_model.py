@@ -1,0 +1,143 @@
+"""A small model with the target's vocabulary guesses, one token after another, for all rows at once.
+
+It draws with the target's own sampling fields and noise, so that where the two distributions agree they mostly draw the
+same token. Its keys and values lie in a pool of its own under the numbers of the target's pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from engine.execution.speculation.costs import Costs, measure
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
+from engine.kv.kv_cache import KvCache
+from engine.model.attention import RowSpan, StepAttention
+from engine.model.transformer import StepInput, Transformer
+from engine.sampling.sampler import Sampler
+from engine.scheduling.sequence_state import SequenceState
+from engine.settings import PAGE_SIZE
+
+_CHUNK = 512  # tokens of a prompt that it takes in at once
+
+
+@dataclass(slots=True)
+class Followed:
+    """How far it has computed a sequence."""
+
+    sequence: SequenceState
+    exchanges: int
+    computed: int = 0  # tokens of the sequence
+    guessed: tuple[int, ...] = ()  # that it computed behind those
+
+    def pending(self) -> list[int]:
+        """What of the sequence is not computed; never nothing. Guesses that came true are."""
+        ids = self.sequence.token_ids
+        for token_id in self.guessed:
+            if self.computed == len(ids) - 1 or ids[self.computed] != token_id:
+                break
+            self.computed += 1
+        self.guessed = ()
+        return ids[self.computed :]
+
+
+class DraftModel:
+    """A `Proposer`."""
+
+    name = "draft_model"
+
+    def __init__(self, model: Transformer, pool: KvCache, sampler: Sampler) -> None:
+        self._model = model
+        self._pool = pool
+        self._sampler = sampler
+        self._windows = tuple(dict.fromkeys(model.config.windows))
+        self._followed: dict[int, Followed] = {}  # by slot
+        self._costs = Costs({1: 0.0})
+
+    def measure(self) -> None:
+        """A step for so many rows."""
+        self._costs = measure(self._rehearse, min(self._pool.pages * PAGE_SIZE, 64))
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """A step a token. What it has not seen of a prompt is not counted: that comes once."""
+        return depth * self._costs.seconds(rows)
+
+    def reach(self, sequence: SequenceState) -> int:
+        """As far as anyone wishes."""
+        return MOST_DRAFTED
+
+    def propose(self, wishes: Items[Wish]) -> list[Draft]:
+        """Token by token, those that want more of them together."""
+        drafts: list[list[int]] = [[] for _ in wishes]
+        followed = [self._follow(wish.sequence) for wish in wishes]
+        fed = [self._catch_up(one) for one in followed]
+        for depth in range(max(wish.most for wish in wishes)):
+            going = [at for at, wish in enumerate(wishes) if len(drafts[at]) == depth < wish.most]
+            if not going:
+                break
+            going.sort(key=lambda at: len(fed[at]) > 1)  # as attention wants them
+            logits = self._feed([(followed[at], fed[at]) for at in going])
+            for at in going:
+                followed[at].computed += len(fed[at])
+            sequences = [followed[at].sequence for at in going]
+            chosen = self._sampler.choose(sequences, logits, [tuple(drafts[at]) for at in going])
+            for at, token_id in zip(going, chosen, strict=True):
+                if token_id >= 0:
+                    drafts[at].append(token_id)
+                    fed[at] = [token_id]
+        for one, draft in zip(followed, drafts, strict=True):
+            one.computed = len(one.sequence.token_ids)
+            one.guessed = tuple(draft[:-1])
+        return [tuple(draft) for draft in drafts]
+
+    def _follow(self, sequence: SequenceState) -> Followed:
+        """Anew where the slot has changed hands or the sequence other pages."""
+        one = self._followed.get(sequence.slot)
+        if one is None or one.sequence is not sequence or one.exchanges != sequence.exchanges:
+            one = self._followed[sequence.slot] = Followed(sequence, sequence.exchanges)
+        return one
+
+    def _catch_up(self, one: Followed) -> list[int]:
+        """Computes all but the last chunk of what it lacks; that chunk."""
+        pending = one.pending()
+        while len(pending) > _CHUNK:
+            self._feed([(one, pending[:_CHUNK])])
+            one.computed += _CHUNK
+            pending = pending[_CHUNK:]
+        one.computed = len(one.sequence.token_ids) - len(pending)
+        return pending
+
+    def _feed(self, rows: Items[tuple[Followed, list[int]]]) -> torch.Tensor:
+        """Feeds each its next tokens, rows of one first; logits behind the last of each."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        last: list[int] = []
+        spans: list[RowSpan] = []
+        for one, ids in rows:
+            pages, start = one.sequence.pages, one.computed
+            spans.append(RowSpan(len(token_ids), len(ids), start, pages))
+            token_ids += ids
+            positions += range(start, start + len(ids))
+            slots += [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(start, start + len(ids))]
+            last.append(len(token_ids) - 1)
+        return self._forward(token_ids, positions, slots, spans, last)
+
+    def _forward(
+        self, token_ids: list[int], positions: list[int], slots: list[int], spans: list[RowSpan], last: list[int]
+    ) -> torch.Tensor:
+        device = self._model.placement.device
+        packed = torch.tensor((token_ids, positions, slots), device=device)
+        attention = StepAttention(spans, self._windows, self._pool, device)
+        sampled = None if len(last) == len(token_ids) else torch.tensor(last, dtype=torch.int64, device=device)
+        step = StepInput(packed[0], packed[1], packed[2], attention, sampled)
+        return self._model.logits(self._model.forward(step, self._pool))
+
+    def _rehearse(self, rows: int) -> None:
+        """A step of so many rows of nobody."""
+        places = list(range(rows))
+        pages = list(range(-(-rows // PAGE_SIZE)))
+        spans = [RowSpan(at, 1, at, pages) for at in places]
+        self._forward([0] * rows, places, places, spans, places).argmax(dim=-1).tolist()

@@ -1,0 +1,129 @@
+"""The executor of steps in which something is drafted: eager's pass over all rows, with drafts behind some of them.
+
+The noise of a choice depends on seed and position alone, so each position of a draft is chosen just as it would be
+without: the answer is the same, token by token, whatever was proposed (docs/speculation.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.execution.eager import Eager
+from engine.execution.speculation import costs
+from engine.execution.speculation.control import Candidate, Control
+from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Proposer, Wish
+from engine.execution.speculation.verify import accept, most_draftable
+from engine.execution.step_state import Parts
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Row, RowResult
+from engine.settings import PAGE_SIZE
+
+
+def why_not(parts: Parts) -> str | None:
+    """Nothing stands against it: whether it pays is found out step by step."""
+    return None
+
+
+class Speculation:
+    """Takes a whole step where a draft in it is expected to pay, else nothing."""
+
+    lookahead_tokens = MOST_DRAFTED
+    max_tokens_per_row = MOST_DRAFTED + 1
+
+    def __init__(self, parts: Parts, proposers: tuple[Proposer, ...] | None = None, known: Costs | None = None) -> None:
+        """`proposers`, best first; `known` instead of what would be measured."""
+        self._parts = parts
+        self._eager = Eager(parts)
+        self._proposers = (PromptLookup(),) if proposers is None else proposers
+        self._known = known
+        self._control: Control | None = None
+        self._drafted: tuple[tuple[Candidate, int], ...] = ()  # of the step that was claimed last
+        self._enabled = True
+
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        return {"speculation": None}
+
+    def warmup(self, progress: Progress) -> None:
+        """Measures what steps cost here. The pages that it writes are nobody's yet."""
+        with torch.inference_mode():
+            for proposer in self._proposers:
+                proposer.measure()
+            known = self._known or costs.measure(self._eager.rehearse, self._parts.pool.pages * PAGE_SIZE)
+        self._control = Control(known)
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """All or none: what else is in the step shares the pass over the weights."""
+        self._drafted = self._decide(rows) if self._enabled else ()
+        return rows if self._drafted else ()
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        """One id for each row that samples, or several."""
+        drafts = self._propose()
+        ordered = sorted(rows, key=lambda row: row.count > 1)  # rows of one token first, as attention wants them
+        logits = self._eager.logits(ordered, drafts)
+        if logits is None:
+            return {}
+        sampled = [row for row in ordered if row.sample]
+        of = self._parts.sequences.of
+        places = [(of(row), drafts.get(row.key, ())[:at]) for row in sampled for at in self._places(row, drafts)]
+        chosen = iter(self._parts.sampler.sample([one for one, _ in places], logits, [ids for _, ids in places]))
+        results = {}
+        for row in sampled:
+            of_row = [next(chosen) for _ in self._places(row, drafts)]
+            results[row.key] = accept(of(row), drafts.get(row.key, ()), of_row)
+        self._tell(results)
+        return results
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """Off, it claims nothing."""
+        self._enabled = enabled
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def _decide(self, rows: tuple[Row, ...]) -> tuple[tuple[Candidate, int], ...]:
+        if self._control is None:
+            return ()
+        candidates = [one for row in rows if row.count == 1 and row.sample for one in self._candidate(row)]
+        if not candidates:
+            return ()
+        depths = self._control.depths(candidates, sum(row.sample for row in rows), sum(row.count for row in rows))
+        return tuple((one, depth) for one, depth in zip(candidates, depths, strict=True) if depth)
+
+    def _candidate(self, row: Row) -> tuple[Candidate, ...]:
+        """The proposer that is thought to guess best, if any has something to say."""
+        assert self._control is not None
+        sequence = self._parts.sequences.of(row)
+        most = most_draftable(sequence, self._parts.max_context)
+        if most < 1:
+            return ()
+        reaches = [(one, min(most, one.reach(sequence))) for one in self._proposers]
+        found = [Candidate(sequence, proposer, reach) for proposer, reach in reaches if reach > 0]
+        return (max(found, key=self._control.rate),) if found else ()
+
+    @staticmethod
+    def _places(row: Row, drafts: Mapping[int, Draft]) -> range:
+        """Numbers of its tokens that are followed by a chosen one."""
+        return range(1 + len(drafts.get(row.key, ())))
+
+    def _propose(self) -> dict[int, Draft]:
+        """Drafts by key, each proposer asked once for all that it proposes."""
+        drafts: dict[int, Draft] = {}
+        for proposer in self._proposers:
+            asked = [(one, depth) for one, depth in self._drafted if one.proposer is proposer]
+            if asked:
+                found = proposer.propose([Wish(one.sequence, depth) for one, depth in asked])
+                drafts |= {one.sequence.key: draft for (one, _), draft in zip(asked, found, strict=True)}
+        return drafts
+
+    def _tell(self, results: Mapping[int, RowResult]) -> None:
+        assert self._control is not None
+        for one, _ in self._drafted:
+            result = results[one.sequence.key]
+            self._control.told(one, result.draft_proposed, result.draft_accepted)
+        self._drafted = ()

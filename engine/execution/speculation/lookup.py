@@ -1,0 +1,93 @@
+"""Prompt lookup: what followed the last few tokens when they stood in the prompt or the answer before."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
+from engine.scheduling.sequence_state import SequenceState
+
+SHORTEST, LONGEST = 2, 4  # tokens that must agree, and that are compared
+MOST_PLACES = 16  # earlier ones that a search looks at
+_NONE = -1
+
+
+class PairIndex:
+    """Where each pair of adjacent tokens of one sequence stood last, and before that. A token takes a few bytes more
+    than an entry of a dict."""
+
+    def __init__(self, sequence: SequenceState) -> None:
+        self.sequence = sequence
+        self._last: dict[tuple[int, int], int] = {}  # pair → place of its second token
+        self._before = array("i", (_NONE,))  # place → the same pair's place before that
+
+    def place(self) -> int:
+        """Behind the best earlier match of the last tokens: the longest, of those the most recent; 0 where there is
+        none. Takes in what has come since the last call."""
+        ids = self.sequence.token_ids
+        last = len(ids) - 1
+        if last < SHORTEST:
+            return 0
+        for at in range(len(self._before), last):  # the last pair has no successor yet
+            pair = ids[at - 1], ids[at]
+            self._before.append(self._last.get(pair, _NONE))
+            self._last[pair] = at
+        best, found = 0, 0
+        at = self._last.get((ids[last - 1], ids[last]), _NONE)
+        for _ in range(MOST_PLACES):
+            if at == _NONE:
+                break
+            length = SHORTEST
+            while length < LONGEST and length <= at and ids[at - length] == ids[last - length]:
+                length += 1
+            if length > best:
+                best, found = length, at + 1
+            if length == LONGEST:
+                break
+            at = self._before[at]
+        return found
+
+
+class PromptLookup:
+    """A `Proposer` without weights."""
+
+    name = "prompt_lookup"
+
+    def __init__(self) -> None:
+        self._indices: dict[int, PairIndex] = {}  # by slot
+        self._places: dict[int, tuple[int, int]] = {}  # slot → length of the sequence, and its place
+
+    def measure(self) -> None:
+        """A few microseconds."""
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """Nothing beside a step."""
+        return 0.0
+
+    def reach(self, sequence: SequenceState) -> int:
+        """All or nothing: where a match runs into the end, it goes round."""
+        return MOST_DRAFTED if self._place(sequence) else 0
+
+    def propose(self, wishes: Items[Wish]) -> list[Draft]:
+        """What stands behind the match of each."""
+        return [self._draft(wish) for wish in wishes]
+
+    def _draft(self, wish: Wish) -> Draft:
+        ids, place = wish.sequence.token_ids, self._place(wish.sequence)
+        if not place:
+            return ()
+        found = ids[place : place + wish.most]
+        for at in range(wish.most - len(found)):
+            found.append(found[at])
+        return tuple(found)
+
+    def _place(self, sequence: SequenceState) -> int:
+        index = self._indices.get(sequence.slot)
+        if index is None or index.sequence is not sequence:
+            index = self._indices[sequence.slot] = PairIndex(sequence)
+            self._places.pop(sequence.slot, None)
+        known = self._places.get(sequence.slot)
+        if known is None or known[0] != len(sequence.token_ids):
+            known = self._places[sequence.slot] = len(sequence.token_ids), index.place()
+        return known[1]

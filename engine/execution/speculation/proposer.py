@@ -1,0 +1,42 @@
+"""Who guesses what follows a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Final, NamedTuple, Protocol
+
+from engine.scheduling.sequence_state import SequenceState
+
+MOST_DRAFTED: Final = 7  # tokens of a draft: with the last token, a step of eight
+Draft = tuple[int, ...]
+
+
+class Wish(NamedTuple):
+    """A draft is wanted of a sequence, of so many tokens at most."""
+
+    sequence: SequenceState
+    most: int
+
+
+class Proposer(Protocol):
+    """Guesses. Wrong ones cost time and never change an answer.
+
+    It is asked step after step for whatever sequences decode then, and keeps what it needs of them by slot, which holds
+    another `SequenceState` once it has changed hands.
+    """
+
+    @property
+    def name(self) -> str:
+        """One word, for settings, metrics and logs."""
+
+    def reach(self, sequence: SequenceState) -> int:
+        """How many tokens it could propose after the sequence's last one, were it asked in this step. Cheap."""
+
+    def propose(self, wishes: Items[Wish]) -> list[Draft]:
+        """A draft for each, which may be shorter than wished, or empty."""
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """What drafts of so many tokens for so many sequences cost, as measured at the start."""
+
+    def measure(self) -> None:
+        """Finds out what `seconds` tells. Called once, before the first request, in torch's inference mode."""
