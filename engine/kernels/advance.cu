@@ -4,63 +4,27 @@
 //
 // An entry of the ring is (count << 32) | (flags << 24) | token, one 64-bit store; `count` starts at 1, so that an entry
 // the host waits for is told from the one that was there before.
-#include "common.cuh"
+#include "embedding.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kMaxStops = 8;
 constexpr u32 kStopped = 1, kFull = 2, kNoToken = 4;  // stop token, last position, no finite score
-
-constexpr int kEach = ceil_div(OP_COLUMNS, kThreads);
-static_assert(OP_COLUMNS % 8 == 0, "columns");
-
-struct Gains {
-    float of[kEach];
-    __device__ __forceinline__ explicit Gains(const float* gain) {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int n = threadIdx.x + i * kThreads;
-            of[i] = n < OP_COLUMNS ? gain[n] : 0.f;
-        }
-    }
-};
-
-// One value of the residual stream and what the next norm needs of it; by all threads, those past the last column too.
-__device__ __forceinline__ void lay_out(float v, int n, float gain, float* residual, u16* normed, float* squares, int m) {
-    float square = v * v;
-#pragma unroll
-    for (int d = 4; d > 0; d >>= 1) square += __shfl_xor_sync(0xFFFFFFFFu, square, d);
-    if (n < OP_COLUMNS) {
-        residual[u64(m) * OP_COLUMNS + n] = v;
-        normed[u64(m) * OP_COLUMNS + n] = to_bf16(v * gain);
-        if (n % 8 == 0) squares[m * (OP_COLUMNS / 8) + n / 8] = square;
-    }
-}
-
-__device__ __forceinline__ void embed(const u16* table, int token, const Gains& gain, float* residual, u16* normed,
-                                      float* squares, int m) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        const int n = threadIdx.x + i * kThreads;
-        const float v = n < OP_COLUMNS ? bf16_to_float(table[u64(token) * OP_COLUMNS + n]) : 0.f;
-        lay_out(v, n, gain.of[i], residual, normed, squares, m);
-    }
-}
 
 // Tokens the host put into the state: once before the first step.
 extern "C" __global__ void __launch_bounds__(kThreads)
     start(const int* token, const int* position, const u16* table, const float* gain, float* residual, u16* normed,
           float* squares) {
     const int m = blockIdx.x;
-    if (position[m] >= 0) embed(table, token[m], Gains(gain), residual, normed, squares, m);
+    if (position[m] >= 0) embed(table, token[m], Gains<kThreads>(gain), residual, normed, squares, m);
 }
 
 // The last token of a chunk, float32 [tokens, columns], of which place[0] count.
 extern "C" __global__ void __launch_bounds__(kThreads)
     take(const float* chunk, const int* place, const float* gain, float* residual, u16* normed, float* squares) {
-    const Gains gains(gain);
+    const Gains<kThreads> gains(gain);
     const int last = place[0] - 1;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < Gains<kThreads>::kEach; ++i) {
         const int n = threadIdx.x + i * kThreads;
         const float v = n < OP_COLUMNS && last >= 0 ? chunk[u64(last) * OP_COLUMNS + n] : 0.f;
         lay_out(v, n, gains.of[i], residual, normed, squares, 0);
@@ -74,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ int next;
     const int m = blockIdx.x;
     if (trigger == 0) let_next_start();
-    const Gains gains(gain);
+    const Gains<kThreads> gains(gain);
     int stop[kMaxStops];  // host's, between launches only
 #pragma unroll
     for (int i = 0; i < kMaxStops; ++i) stop[i] = stops[m * kMaxStops + i];

@@ -1,4 +1,5 @@
-// Decode attention over paged keys and values, for every batch row one new token.
+// Decode attention over paged keys and values, for every batch row one new token. OP_GROUP rows side by side are
+// successive tokens of one sequence, and share its line of the page table.
 // Norms of queries and keys (optional), rotary embedding, append of the new key and value to their page, attention with
 // the context split over blocks, and the merge of the splits by the block of the newest tokens.
 //
@@ -7,9 +8,9 @@
 // before the kernel waits for its predecessor; the new token never passes through memory on its way into the sums.
 // The split depends on the row's own length alone. A warp's pages come into registers, one ahead, or, where OP_SLOTS is
 // set, by bulk copies into that many places of its own in shared memory: more is under way where a warp has many pages.
-#include "attention.cuh"
+#include "beside.cuh"
 
-struct Shared {
+struct Shared : Beside<OP_GROUP - 1> {
     u16 query[kHeads][kQueryStride];
     u16 key[OP_HEAD_DIM], value[OP_HEAD_DIM];
     float out[OP_WARPS][kHeads][OP_HEAD_DIM];
@@ -30,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     const int split = blockIdx.x, kv = blockIdx.y / OP_SUBGROUPS, sub = blockIdx.y % OP_SUBGROUPS, m = blockIdx.z;
     const int head0 = kv * kShared + sub * kHeads;
     const int heads = kShared - sub * kHeads < kHeads ? kShared - sub * kHeads : kHeads;
-    const int pos = load_shared_state(position + m);  // tokens 0 … pos - 1 are cached; -1: an idle row
+    const int pos = load_shared_state(position + m);  // of the new token; -1: an idle row
+    const int cached = pos - m % OP_GROUP;            // tokens before it are in the pages; from it on, in rows beside
     const int oldest = window > 0 && pos + 1 > window ? pos + 1 - window : 0;
     const int page0 = oldest / kPage, pages = (pos + kPage - 1) / kPage - page0;
     const int even = ceil_div(pages, OP_SPLITS);
@@ -46,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     const bool newest = split == splits - 1;
     const int first = page0 + split * per_split;
     const int end = page0 + (pages < (split + 1) * per_split ? pages : (split + 1) * per_split);
-    const int* table = page_table + (long long)m * table_stride;
+    const int* table = page_table + (long long)(m / OP_GROUP) * table_stride;
 
     Quad k[kSpans][2];
     VTile v[kBlocks];
@@ -84,12 +86,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         prefetch_run(value_pool + at, kPage * OP_HEAD_DIM * 2);
     }
     const int own_page = newest ? load_shared_state(table + pos / kPage) : 0;
-    Float2 turn[kRotated];  // (cos, sin)
-#pragma unroll
-    for (int i = 0; i < kRotated; ++i) {
-        const float* row = angles + u64(pos) * 2 * OP_HEAD_DIM + (lane + 32 * i) % kHalf;
-        turn[i] = Float2{row[0], row[OP_HEAD_DIM + kHalf]};
-    }
+    Float2 turn[kRotated];
+    load_turn(turn, angles, pos, lane);
     HeadVector gain = {};
     auto load_gain = [&](int task) {
         if (OP_QK_NORM && task <= heads) gain.load(task < heads ? query_gain : key_gain, lane);
@@ -119,12 +117,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
                     lane);
         }
     }
+    if (end * kPage > cached)
+        sh.make(row - u64(pos - cached) * kRows, pos - cached, cached, kv, angles, key_gain, eps, warp, lane);
     __syncthreads();
 
     Partial part;
     for (; page < end; page += OP_WARPS) {
         float s[4] = {}, s1[4] = {};
         if constexpr (OP_SLOTS > 0) ring.keys(k, g, t);
+        sh.replace_keys(k, page, cached, pos, g, t);
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
             const Quad q = read_query(&sh.query[g < kHeads ? g : 0][32 * j + 8 * t]);
@@ -145,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
             const int at = token + (c >= 2 ? 8 : 0);
             s[c] = at >= oldest && at < pos ? (s[c] + s1[c]) * scale : minus_infinity();
         }
+        sh.replace_values(v, page, cached, pos, g, t);
         if (page * kPage + kPage > pos) {  // slots past the context may hold anything, even NaN
 #pragma unroll
             for (int i = 0; i < 4; ++i)

@@ -110,6 +110,15 @@ struct PageRing {
     }
 };
 
+// (cos, sin) at a position, of the dimensions that a lane has.
+__device__ __forceinline__ void load_turn(Float2 (&turn)[kRotated], const float* angles, int position, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRotated; ++i) {
+        const float* row = angles + u64(position) * 2 * OP_HEAD_DIM + (lane + 32 * i) % kHalf;
+        turn[i] = Float2{row[0], row[OP_HEAD_DIM + kHalf]};
+    }
+}
+
 // Read anew for every page: kept in registers it would push others out.
 __device__ __forceinline__ Quad read_query(const u16* p) {
     Quad q;

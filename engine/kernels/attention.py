@@ -55,13 +55,20 @@ class SplitScratch:
     arrivals: torch.Tensor  # int32, zero between launches
     launches: torch.Tensor  # int32: how many launches merged splits
 
+    def first(self, rows: int) -> SplitScratch:
+        """The same memory for fewer rows."""
+        each = self.arrivals.shape[0] // self.out.shape[0]
+        return SplitScratch(
+            self.out[:rows], self.sums[:rows], self.arrivals[: rows * each], self.launches[: rows * each]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RowPages:
     """Where each row stands and which pages it holds; changed by the host and by `advance` alone."""
 
     position: torch.Tensor  # int32 [batch]: of the token being fed; -1 is an idle row
-    pages: torch.Tensor  # int32 [batch, most pages of a row]
+    pages: torch.Tensor  # int32 [batch, most pages of a row]; of rows that share a sequence, one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +139,12 @@ class AttentionOp:
     longest: int | None = None  # no row will hold more tokens
     bulk: bool = False  # whether the GPU has a copy engine, compute capability 9.0 and newer
     slots: int = SLOTS
+    group: int = 1  # rows that are successive tokens of one sequence; it has one line of the page table
 
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
         """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; the new key and value go to their page."""
         heads, batch = self.heads, qkv.shape[0]
-        defines = attention_defines(heads)
+        defines = attention_defines(heads) | {"OP_GROUP": self.group}
         values = {
             "qkv": qkv,
             "query_gain": layer.query_gain,

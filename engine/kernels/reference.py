@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from engine.kernels.attention import PAGE, Heads
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow
+from engine.kernels.tokens import FULL, NO_TOKEN, STOPPED
 from engine.kernels.two_pass import CoarseCopy, coarse_rows
 from engine.sampling.noise import gumbel
 
@@ -180,3 +181,29 @@ def sample(logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Ten
     """The token of one row."""
     found = scores(logits, row, position, bias, marks)
     return None if found is None else int(found.argmax())
+
+
+def verified(
+    fed: list[int], chosen: list[int | None], position: int, last: int, stops: tuple[int, ...]
+) -> list[tuple[int | None, int]]:
+    """The tokens of a verifying step that count, with their flags. `fed`: the newest token, at `position`, and its
+    draft; `chosen`: what each of them is followed by, None without a finite score; `last`: where the last may stand."""
+    found: list[tuple[int | None, int]] = []
+    for at, token in enumerate(chosen):
+        flags = NO_TOKEN if token is None else STOPPED if token in stops else 0
+        flags |= FULL if position + at + 1 >= last else 0
+        found.append((token, flags))
+        if flags or fed[at + 1 : at + 2] != [token]:
+            return found
+    return found
+
+
+def looked_up(ids: list[int], count: int) -> list[int]:
+    """Prompt lookup: what followed the longest run of the newest four to two tokens that came before, of those the most
+    recent, over and over where that reaches the end; `count` tokens, or none."""
+    newest = len(ids) - 1
+    for length in (4, 3, 2):
+        for end in range(newest - 1, length - 2, -1):
+            if ids[end - length + 1 : end + 1] == ids[newest - length + 1 :] and newest + 1 >= length:
+                return [ids[end + 1 + at % (newest - end)] for at in range(count)]
+    return []

@@ -82,8 +82,31 @@ class StepBuffers:
         """Rows."""
         return self.places.position.shape[0]
 
+    def first(self, rows: int) -> StepBuffers:
+        """The same memory for fewer rows, which share their line of the page table where there is one for all."""
+        places, choice, stream = self.places, self.choice, self.stream
+        return replace(
+            self,
+            places=RowPages(places.position[:rows], places.pages[:rows]),
+            choice=replace(
+                choice,
+                temperature=choice.temperature[:rows],
+                noise_key=choice.noise_key[:rows],
+                best=choice.best[:rows],
+                assured=None if choice.assured is None else choice.assured[:rows],
+                logits=None if choice.logits is None else choice.logits[:rows],
+            ),
+            stream=Normed(stream.residual[:rows], stream.scaled[:rows], stream.squares[:rows], stream.eps),
+            qkv=self.qkv[:rows],
+            attended=self.attended[:rows],
+            inner=self.inner[:rows],
+            scratch=self.scratch.first(rows),
+        )
 
-def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits: bool = False) -> StepBuffers:
+
+def allocate(
+    weights: StepWeights, batch: int, pages: int, ring: int, *, logits: bool = False, pinned: bool = True
+) -> StepBuffers:
     """Buffers for `batch` rows of at most `pages` pages each; all rows idle."""
     device, hidden = weights.table.device, weights.table.shape[1]
     inner = weights.layers[0].gate_up.matrix.rows // 2
@@ -108,7 +131,7 @@ def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits:
             last_position=integers(batch, value=2**31 - 1),
             stops=integers(batch, tokens.MAX_STOPS, value=-1),
             count=integers(batch),
-            ring=torch.zeros(batch, ring, dtype=torch.int64, pin_memory=True),
+            ring=torch.zeros(batch, ring, dtype=torch.int64, pin_memory=pinned),
         ),
         stream=Normed(
             floats(batch, hidden), floats(batch, hidden, dtype=torch.bfloat16), floats(batch, hidden // 8), weights.eps
@@ -133,6 +156,7 @@ class ChainPlan:
     dependent: bool = True
     longest: int | None = None  # tokens; a row that grows beyond traps. None: no limit but the pages
     slots: int = SLOTS  # of a warp of attention, over long contexts
+    group: int = 1  # rows that are successive tokens of one sequence
     two_pass: bool = False  # the head, where no row needs its logits; the weights must have a coarse copy of it
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
@@ -154,12 +178,18 @@ class ChainPlan:
 
 
 def prepare_step(
-    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None = None
+    library: Kernels,
+    weights: StepWeights,
+    buffers: StepBuffers,
+    plan: ChainPlan,
+    sampled: Sampling | None = None,
+    ending: Sequence[Launch] | None = None,
 ) -> tuple[Launch, ...]:
     """One step, to be enqueued again and again. Rows that `sampled` has parameters for choose by those; without it the
-    head chooses for all, and the step is shorter. Raises BuildError."""
+    head chooses for all, and the step is shorter. `ending`: what takes the chosen tokens over and lays out the next
+    ones, where that is not `advance`. Raises BuildError."""
     launches = []
-    for index, launch in enumerate(_stages(library, weights, buffers, plan, sampled)):
+    for index, launch in enumerate(_stages(library, weights, buffers, plan, sampled, ending)):
         # The first lets its successor start only once the step before has ended.
         one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
         launches.append(one if plan.dependent else one.alone())
@@ -168,7 +198,7 @@ def prepare_step(
 
 def prepare_start(library: Kernels, weights: StepWeights, buffers: StepBuffers) -> Launch:
     """Embeds the tokens that the host has placed; to be enqueued before the first step that feeds them."""
-    return tokens.start(library, buffers.progress, buffers.places, _first(weights, buffers))
+    return tokens.start(library, buffers.progress, buffers.places, first_norm(weights, buffers))
 
 
 def prepare_first(
@@ -185,12 +215,18 @@ def prepare_first(
     return take, *(rest if plan.dependent else [one.alone() for one in rest])
 
 
-def _first(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
+def first_norm(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
+    """Where a step's tokens are laid out."""
     return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
 
 
 def _stages(
-    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None
+    library: Kernels,
+    weights: StepWeights,
+    buffers: StepBuffers,
+    plan: ChainPlan,
+    sampled: Sampling | None,
+    ending: Sequence[Launch] | None,
 ) -> Iterator[Launch]:
     """Launches in order."""
     stream = buffers.stream
@@ -205,6 +241,7 @@ def _stages(
         plan.longest,
         bulk=plan.dependent,
         slots=plan.slots,
+        group=plan.group,
     )
     gains = [layer.input_gain for layer in weights.layers[1:]] + [weights.final_gain]
     for layer, next_gain in zip(weights.layers, gains, strict=True):
@@ -220,11 +257,16 @@ def _stages(
         update = ResidualUpdate(buffers.inner, stream, next_gain, down.bias)
         how = plan.tiling("down", down.matrix)
         yield ops.linear_residual(library, update, down.matrix, how)
-    yield from _choosing(library, weights, buffers, plan, sampled)
+    yield from _choosing(library, weights, buffers, plan, sampled, ending)
 
 
 def _choosing(
-    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None
+    library: Kernels,
+    weights: StepWeights,
+    buffers: StepBuffers,
+    plan: ChainPlan,
+    sampled: Sampling | None,
+    ending: Sequence[Launch] | None = None,
 ) -> Iterator[Launch]:
     """From the last residual to the state after the token."""
     how = plan.tiling("head", weights.head)
@@ -238,4 +280,7 @@ def _choosing(
         yield tokens.head(library, buffers.stream, weights.head, choice, buffers.places, how)
     if sampled is not None:
         yield from sampling.sampling(library, sampled, choice, buffers.places)
-    yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, _first(weights, buffers))
+    if ending is None:
+        yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, first_norm(weights, buffers))
+    else:
+        yield from ending

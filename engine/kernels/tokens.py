@@ -136,7 +136,7 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPag
         "count": progress.count,
         "ring": progress.ring,
         "ring_size": progress.ring.shape[1],
-        **_embedding(first),
+        **embedding(first),
         "trigger": int(Trigger.AT_ENTRY),
     }
     kernel = library.kernel("advance", "advance", {"OP_COLUMNS": first.table.shape[1]})
@@ -145,7 +145,7 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPag
 
 def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
     """Embeds the tokens that the host has put into the state."""
-    values = {"token": progress.token, "position": places.position, **_embedding(first)}
+    values = {"token": progress.token, "position": places.position, **embedding(first)}
     kernel = library.kernel("advance", "start", {"OP_COLUMNS": first.table.shape[1]})
     return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values).alone()
 
@@ -165,7 +165,8 @@ def take(library: Kernels, fed: Fed, gain: torch.Tensor, target: Normed) -> Laun
     return prepare(kernel, Shape((1, 1, 1), _THREADS), values).alone()
 
 
-def _embedding(first: FirstNorm) -> dict[str, torch.Tensor]:
+def embedding(first: FirstNorm) -> dict[str, torch.Tensor]:
+    """The arguments that say where from and where to tokens are laid out."""
     return {"table": first.table, "gain": first.gain, **_stream(first.target)}
 
 

@@ -92,7 +92,7 @@ def placed(buffers: StepBuffers, state: State) -> StepBuffers:
     return replace(buffers, places=places, choice=choice, progress=progress)
 
 
-def _words(ring: torch.Tensor) -> memoryview:
+def words(ring: torch.Tensor) -> memoryview:
     """The ring's memory itself."""
     held: Any = ring.view(-1).numpy()
     return memoryview(held).cast("B").cast("q")
@@ -186,7 +186,7 @@ class CapturedSteps:
             two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
             sampling=draws,
             sampled=reaches(draws),
-            ring=_words(buffers.progress.ring),
+            ring=words(buffers.progress.ring),
         )
 
     def warmup(self, progress: Progress) -> None:

@@ -26,6 +26,8 @@ ENTRIES = {
     "attention.cu": ["attention"],
     "head.cu": ["head"],
     "advance.cu": ["start", "take", "advance"],
+    "accept.cu": ["accept"],
+    "propose.cu": ["lookup", "replay"],
     "gemm.cu": ["gemm"],
     "gemm_wide.cu": ["gemm"],
     "prefill_attention.cu": ["prefill_attention"],

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampling
+from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampling, speculation
 from engine.kernels import rows as row_states
 from engine.kernels.attention import Embedding, Heads, LayerAttention, RowPages
 from engine.kernels.build import compile_with_nvrtc, source_text
 from engine.kernels.launch import Launch
 from engine.kernels.linear import Normed
-from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
+from engine.kernels.speculation import Future
+from engine.kernels.step import ChainPlan, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.kernels.tokens import Choice, two_pass_head
 from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Format, Matrix, to_matrix
@@ -99,6 +100,30 @@ def test_a_step_compiles(
     for name, defines in sorted(asked):
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), arch)
         assert code.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(("group", "arch"), [(2, "sm_80"), (8, "sm_90a")])
+def test_a_verifying_step_compiles(
+    recorder: Any, model: Callable[[str], StepWeights], compiler: Compiler, group: int, arch: str
+) -> None:
+    weights = model("bf16")
+    room = allocate(weights, 8, 4, 1, pinned=False)
+    shared = RowPages(room.places.position, room.places.pages[:1])
+    state = speculation.allocate(1, 8, 64, 64, torch.device("cpu"), pinned=False)
+    first = first_norm(weights, room)
+    speculation.replay(recorder, state, shared, first, Future(state.history, 0.5))
+    ending = (
+        speculation.accept(recorder, room.choice, state, shared, group),
+        speculation.lookup(recorder, state, shared, first),
+    )
+    chain = prepare_step(
+        recorder, weights, replace(room, places=shared).first(group), ChainPlan(132, group=group), None, ending
+    )
+    assert [launch.kernel.name for launch in chain[-3:]] == ["head", "accept", "lookup"]
+    assert chain[1].shape.grid[2] == group
+    for name, entry, defines, _ in recorder.asked:
+        if name in ("accept", "propose", "attention"):
+            assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "sm_100"])

@@ -1,0 +1,243 @@
+"""Rounds as captured graphs: the decode step's kernels over the newest token and a draft, the acceptance, and the next
+draft, all on the device. A `rounds.RoundDevice`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.errors import EngineFailed
+from engine.execution.capture import Recorder
+from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, words
+from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.execution.speculation.captured.rounds import AHEAD, GROUPS
+from engine.kernels import speculation
+from engine.kernels.attention import RowPages
+from engine.kernels.build import KernelLibrary, Kernels, WantedKernels
+from engine.kernels.launch import Launch, Launcher
+from engine.kernels.speculation import Future, Verified
+from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_step
+from engine.loading.progress import Progress
+from engine.settings import PAGE_SIZE
+
+LAID = GROUPS[-1]  # rows that every round lays out for the next one, of whatever group that is
+RING = 64  # entries
+_NAP = 20e-6  # seconds between two looks at the ring
+_LOOKS = 64  # after so many the stream is asked
+_WORDS = 3 * LAID + 5 + MOST_STOPS
+assert (AHEAD + 1) * LAID <= RING
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the host writes of a row, as one block: int32 [words]."""
+
+    block: torch.Tensor
+    noise_key: torch.Tensor  # int64 [laid], all alike
+    temperature: torch.Tensor  # float32 [laid], all alike
+    newest: torch.Tensor
+    held: torch.Tensor
+    last_position: torch.Tensor
+    most_drafts: torch.Tensor
+    count: torch.Tensor
+    stops: torch.Tensor  # [1, 8]
+
+
+def state_of(block: torch.Tensor) -> State:
+    """The parts of a block; views."""
+    newest, held, last_position, most_drafts, count = (block[3 * LAID + at : 3 * LAID + at + 1] for at in range(5))
+    return State(
+        block=block,
+        noise_key=block[: 2 * LAID].view(torch.int64),
+        temperature=block[2 * LAID : 3 * LAID].view(torch.float32),
+        newest=newest,
+        held=held,
+        last_position=last_position,
+        most_drafts=most_drafts,
+        count=count,
+        stops=block[3 * LAID + 5 :].view(1, MOST_STOPS),
+    )
+
+
+def fill(row: RowState, most_drafts: int, number: int) -> State:
+    """The block of a row in the host's memory."""
+    state = state_of(torch.zeros(_WORDS, dtype=torch.int32))
+    state.noise_key.fill_(row.noise_key)
+    state.temperature.fill_(row.temperature)
+    state.newest.fill_(row.position)
+    state.held.fill_(len(row.pages) * PAGE_SIZE)
+    state.last_position.fill_(row.last_position)
+    state.most_drafts.fill_(most_drafts)
+    state.count.fill_(number)
+    state.stops.fill_(-1)
+    for index, stop in enumerate(row.stops):
+        state.stops[0, index] = stop
+    return state
+
+
+class CapturedRounds:
+    """Rounds of every group. Calls go to torch's current stream."""
+
+    def __init__(
+        self, library: KernelLibrary, weights: StepWeights, max_context: int, future: Future | None = None
+    ) -> None:
+        self._library = library
+        self._weights = weights
+        self._max_context = max_context
+        self._future = future  # what a draft for measurements knows; None: prompt lookup
+        self._launcher = Launcher()
+        device = weights.table.device
+        self._recorder = Recorder(device)
+        self._state = state_of(torch.zeros(_WORDS, dtype=torch.int32, device=device))
+        self._state.newest.fill_(-1)
+        room = allocate(weights, LAID, -(-max_context // PAGE_SIZE), 1)
+        choice = replace(room.choice, temperature=self._state.temperature, noise_key=self._state.noise_key)
+        places = RowPages(room.places.position, room.places.pages[:1])
+        self._room: StepBuffers = replace(room, choice=choice, places=places)
+        self._verified: Verified = replace(
+            speculation.allocate(1, LAID, max_context, RING, device),
+            newest=self._state.newest,
+            held=self._state.held,
+            last_position=self._state.last_position,
+            most_drafts=self._state.most_drafts,
+            stops=self._state.stops,
+            count=self._state.count,
+        )
+        self._ring = words(self._verified.ring)
+        self._start: Launch | None = None
+        self._rounds: dict[int, tuple[Steps, ...]] = {}  # by group; shortest reach first
+        self._two_pass: dict[int, tuple[Steps, ...]] = {}
+        self._looks = 0
+        self._idle = False  # all that was launched has ended, so its entries are there
+        self.graphs = True  # False: launches one by one
+        self.two_pass = weights.coarse is not None
+
+    def build(self) -> None:
+        """Compiles every round. Raises BuildError."""
+        wanted = WantedKernels()
+        for group in GROUPS:
+            self._chains(wanted, group)
+        self._propose(wanted)
+        self._library.compile_ahead(wanted)
+        for group in GROUPS:
+            self._rounds[group], self._two_pass[group] = self._chains(self._library, group)
+        self._start = self._propose(self._library).alone()
+
+    def _propose(self, library: Kernels) -> Launch:
+        first = first_norm(self._weights, self._room)
+        if self._future is None:
+            return speculation.lookup(library, self._verified, self._room.places, first)
+        return speculation.replay(library, self._verified, self._room.places, first, self._future)
+
+    def _chains(self, library: Kernels, group: int) -> tuple[tuple[Steps, ...], tuple[Steps, ...]]:
+        """With the plain head, and with two passes where there is a coarse copy."""
+        properties = torch.cuda.get_device_properties(self._weights.table.device)
+        dependent = (properties.major, properties.minor) >= (9, 0)
+        buffers = self._room.first(group)
+        ending = (
+            speculation.accept(library, buffers.choice, self._verified, self._room.places, group),
+            self._propose(library),
+        )
+        lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
+
+        def reaches(*, two_pass: bool) -> tuple[Steps, ...]:
+            plan = ChainPlan(properties.multi_processor_count, dependent=dependent, group=group, two_pass=two_pass)
+            found = []
+            for longest in lengths:
+                chain = prepare_step(library, self._weights, buffers, replace(plan, longest=longest), ending=ending)
+                found.append(Steps(longest, chain, {}))
+            return distinct(found)
+
+        return reaches(two_pass=False), () if self._weights.coarse is None else reaches(two_pass=True)
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures everything, and does each thing once: first times take milliseconds."""
+        progress("kernels", 0, 1)
+        self.build()
+        progress("kernels", 1, 1)
+        wanted = [steps for group in GROUPS for steps in (self._two_pass[group] or self._rounds[group])]
+        for done, steps in enumerate(wanted):
+            progress("graphs", done, len(wanted))
+            self._graph(steps).replay()
+        self._state.block.copy_(self._state.block.cpu(), non_blocking=True)
+        self._send_history([0])
+        for pages in ([0], [0, 0]):
+            self.add_pages(0, pages)
+        self._enqueue_start()
+        torch.cuda.synchronize()
+        progress("graphs", len(wanted), len(wanted))
+
+    def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
+        found = steps.graphs.get(1)
+        if found is None:
+            found = steps.graphs[1] = self._recorder.record(lambda: self._launcher.enqueue(steps.chain))
+        return found
+
+    def _enqueue_start(self) -> None:
+        if self._start is None:
+            raise EngineFailed("no round was built")
+        self._launcher.enqueue([self._start])
+
+    def _send_history(self, ids: Sequence[int]) -> None:
+        self._verified.history[0, : len(ids)].copy_(torch.tensor(ids, dtype=torch.int32), non_blocking=True)
+
+    def write(self, row: RowState, most_drafts: int, number: int) -> None:
+        """This row and no other."""
+        known = [*row.sequence.token_ids, *row.unreported]
+        vocabulary = self._weights.table.shape[0]
+        if not 0 <= row.token < vocabulary or max(known) >= vocabulary or min(known) < 0:
+            # The lookup itself would take the whole process down.
+            raise EngineFailed("a token id lies outside the vocabulary")
+        if number == 0:
+            torch.cuda.synchronize()
+            self._verified.ring.zero_()
+        self._state.block.copy_(fill(row, most_drafts, number).block, non_blocking=True)
+        self._send_history(known)
+        self._send_pages(0, row.pages)
+        self._enqueue_start()
+
+    def add_pages(self, first: int, pages: Sequence[int]) -> None:
+        """Pages [first, …) of the row."""
+        self._send_pages(first, pages)
+        self._state.held.fill_((first + len(pages)) * PAGE_SIZE)
+
+    def _send_pages(self, first: int, pages: Sequence[int]) -> None:
+        table = self._room.places.pages[0]
+        if len(pages) == 1:
+            table[first].fill_(pages[0])
+        else:
+            table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+
+    def launch(self, group: int, longest: int) -> None:
+        """A round of so many rows."""
+        self._idle = False
+        made = self._two_pass[group] if self.two_pass and self._two_pass[group] else self._rounds[group]
+        steps = next(steps for steps in made if steps.longest >= longest)
+        if self.graphs:
+            self._graph(steps).replay()
+        else:
+            self._launcher.enqueue(steps.chain)
+
+    def poll(self, number: int) -> int | None:
+        """proposed << 28 | flags << 24 | token of the entry, None where it has not come."""
+        entry = self._ring[(number - 1) % RING]
+        return entry & 0xFFFFFFFF if entry >> 32 == number else None
+
+    def wait(self) -> None:
+        """A moment. Raises where nothing is under way."""
+        if self._idle:
+            raise EngineFailed("the device ended its rounds without a token")
+        self._looks += 1
+        if self._looks % _LOOKS:
+            time.sleep(_NAP)
+        else:
+            self._idle = torch.cuda.current_stream().query()  # raises what went wrong on the device
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        torch.cuda.synchronize()
+        self._rounds.clear()
+        self._two_pass.clear()

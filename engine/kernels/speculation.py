@@ -1,0 +1,122 @@
+"""Wrappers of `accept`, `lookup`, `replay`: a verifying step's end, and the draft of the next one.
+
+A verifying step feeds a sequence's newest token and a draft of those after it as rows side by side. Rows are laid out
+for the longest draft; a step verifies the first of them, as many as it was made for, and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.attention import RowPages
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
+from engine.kernels.tokens import MAX_STOPS, Choice, FirstNorm, embedding
+
+MORE, PARKED = 8, 12  # flags of a ring entry: the same step tells another; it was not fed, having no page
+_THREADS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Sequences as verifying steps move them on."""
+
+    newest: torch.Tensor  # int32 [sequences]: position of the newest token, which is fed next; -1: none, or at its end
+    held: torch.Tensor  # int32 [sequences]: tokens that its pages have room for
+    last_position: torch.Tensor  # int32 [sequences]: a token placed there is the last
+    most_drafts: torch.Tensor  # int32 [sequences]: a step
+    stops: torch.Tensor  # int32 [sequences, 8], -1 for none
+    count: torch.Tensor  # int32 [sequences]: entries told
+    history: torch.Tensor  # int32 [sequences, most tokens]: ids by position
+    ring: torch.Tensor  # int64 [sequences, entries], pinned: count << 32 | proposed << 28 | flags << 24 | token
+    token: torch.Tensor  # int32 [sequences · laid]: of the rows
+
+    @property
+    def laid(self) -> int:
+        """Rows that are laid out for each sequence."""
+        return self.token.shape[0] // self.newest.shape[0]
+
+
+def allocate(
+    sequences: int, laid: int, most_tokens: int, ring: int, device: torch.device, *, pinned: bool = True
+) -> Verified:
+    """State of so many sequences, all of them nobody's."""
+
+    def integers(*size: int, value: int = 0) -> torch.Tensor:
+        return torch.full(size, value, dtype=torch.int32, device=device)
+
+    return Verified(
+        newest=integers(sequences, value=-1),
+        held=integers(sequences),
+        last_position=integers(sequences),
+        most_drafts=integers(sequences),
+        stops=integers(sequences, MAX_STOPS, value=-1),
+        count=integers(sequences),
+        history=integers(sequences, most_tokens),
+        ring=torch.zeros(sequences, ring, dtype=torch.int64, pin_memory=pinned),
+        token=integers(sequences * laid),
+    )
+
+
+def accept(library: Kernels, choice: Choice, state: Verified, places: RowPages, group: int) -> Launch:
+    """Takes what rows have chosen, `group` a sequence, over into the state as far as the next row was fed it."""
+    sequences = state.newest.shape[0]
+    values: dict[str, Argument] = {
+        "best": choice.best,
+        "assured": choice.assured,
+        "token": state.token,
+        "position": places.position,
+        "last_position": state.last_position,
+        "stops": state.stops,
+        "newest": state.newest,
+        "count": state.count,
+        "history": state.history,
+        "most_tokens": state.history.shape[1],
+        "ring": state.ring,
+        "ring_size": state.ring.shape[1],
+        "trigger": int(Trigger.AT_ENTRY),
+    }
+    kernel = library.kernel("accept", "accept", {"OP_GROUP": group, "OP_LAID": state.laid})
+    return prepare(kernel, Shape((sequences, 1, 1), 32), values)
+
+
+def lookup(library: Kernels, state: Verified, places: RowPages, first: FirstNorm) -> Launch:
+    """Lays out the newest token of each sequence and what followed its last few tokens when they came before."""
+    return _propose(library, "lookup", state, places, first, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """What a draft for measurements knows."""
+
+    ids: torch.Tensor  # int32, as the history
+    chance: float  # that it is right, at each place
+
+
+def replay(library: Kernels, state: Verified, places: RowPages, first: FirstNorm, future: Future) -> Launch:
+    """As `lookup`, from the future."""
+    return _propose(
+        library, "replay", state, places, first, {"future": future.ids, "chance": round(future.chance * (1 << 24))}
+    )
+
+
+def _propose(
+    library: Kernels, entry: str, state: Verified, places: RowPages, first: FirstNorm, more: dict[str, Argument]
+) -> Launch:
+    values: dict[str, Argument] = {
+        "newest": state.newest,
+        "held": state.held,
+        "last_position": state.last_position,
+        "most_drafts": state.most_drafts,
+        "history": state.history,
+        "most_tokens": state.history.shape[1],
+        "token": state.token,
+        "position": places.position,
+        **embedding(first),
+        "trigger": int(Trigger.AT_ENTRY),
+        **more,
+    }
+    kernel = library.kernel("propose", entry, {"OP_COLUMNS": first.table.shape[1], "OP_LAID": state.laid})
+    return prepare(kernel, Shape((state.token.shape[0], 1, 1), _THREADS), values)
