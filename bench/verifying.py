@@ -134,7 +134,7 @@ def run(device: CapturedRounds, text: Text, group: int) -> Run:
     torch.cuda.synchronize()
     made = state.token_ids[len(text.prompt) :]
     same = next((at for at, (a, b) in enumerate(zip(made, text.plain, strict=True)) if a != b), TOKENS)
-    told = pipeline.told
+    told = pipeline.take_told()
     return Run(seconds, len(told), sum(one.proposed for one in told), sum(one.accepted for one in told), same)
 
 

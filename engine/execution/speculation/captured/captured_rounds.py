@@ -200,9 +200,10 @@ class CapturedRounds:
         self._enqueue_start()
 
     def add_pages(self, first: int, pages: Sequence[int]) -> None:
-        """Pages [first, …) of the row."""
+        """Pages [first, …) of the row. Its draft is made again: the one laid out was cut where pages ended."""
         self._send_pages(first, pages)
         self._state.held.fill_((first + len(pages)) * PAGE_SIZE)
+        self._enqueue_start()
 
     def _send_pages(self, first: int, pages: Sequence[int]) -> None:
         table = self._room.places.pages[0]

@@ -6,8 +6,8 @@ at once, proposes the next draft by itself and goes on. So rounds are launched b
 steps of `graph_decode` are, and by the same rules:
 
 - only within `step`, after the device was made to agree with the plan;
-- only where the newest token has a page even if all under way prove right. A draft is cut by the device at the last
-  page, so rounds write into pages that the row held when they were launched, at positions not computed before;
+- only where the newest token has a page even if all under way prove right. The device cuts a draft at the last page, so
+  rounds write into pages that the row held when they were launched, at positions not computed before;
 - the row is written whole, and no number of an entry comes twice.
 """
 
@@ -39,7 +39,7 @@ class RoundDevice(Protocol):
         """This row and no other. Entries are numbered from `number` + 1 on; 0: all numbers may come again."""
 
     def add_pages(self, first: int, pages: list[int]) -> None:
-        """Pages [first, …) of the row."""
+        """Pages [first, …) of the row, so that its next draft may be longer."""
 
     def launch(self, group: int, longest: int) -> None:
         """A round of so many rows, after which the row holds `longest` tokens at most."""
@@ -84,11 +84,11 @@ class RoundPipeline:
         self._under_way: deque[int] = deque()  # rows of each round, oldest first
         self._number = 0  # of the last entry that was read
         self._open = 0  # tokens read of the oldest round under way
-        self.told: list[RoundTold] = []  # since somebody took them
+        self._told: list[RoundTold] = []
 
     def step(self, row: Row, group: int, most_drafts: int = GROUPS[-1] - 1) -> RowResult:
-        """At least one id, and whatever else has come. Launches rounds of `group` rows, with no draft longer than
-        `most_drafts`."""
+        """At least one id unless the row has failed, and whatever else has come. Launches rounds of `group` rows, with
+        no draft longer than `most_drafts`."""
         try:
             own = self._current(row, most_drafts) or self._write(row, most_drafts)
             self._send(own, group)
@@ -98,6 +98,11 @@ class RoundPipeline:
             self.leave()
             raise
         return _report(own)
+
+    def take_told(self) -> list[RoundTold]:
+        """What came of each round that was read since the last call."""
+        told, self._told = self._told, []
+        return told
 
     def leave(self) -> None:
         """The row does not go on here; nobody wants what is under way."""
@@ -192,6 +197,8 @@ class RoundPipeline:
                 return False
             self._number += 1
             flags = entry >> 24 & _FLAGS
+            if flags == PARKED:
+                raise EngineFailed("a round was launched without a page for its token")
             if not flags & NO_TOKEN:
                 own.unreported.append(entry & _TOKEN)
                 own.stands += 1
@@ -199,10 +206,9 @@ class RoundPipeline:
             if flags == MORE:
                 continue
             self._under_way.popleft()
-            if flags != PARKED:
-                own.ended = flags != 0
-                accepted = self._open - (0 if flags & NO_TOKEN else 1)
-                self.told.append(RoundTold(entry >> 28 & _FLAGS, accepted))
+            own.ended = flags != 0
+            accepted = self._open - (0 if flags & NO_TOKEN else 1)
+            self._told.append(RoundTold(entry >> 28 & _FLAGS, accepted))
             self._open = 0
             return True
         return False
