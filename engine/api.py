@@ -195,6 +195,7 @@ class EngineLoad:
     running: int = 0
     waiting: int = 0
     paused: int = 0
+    most_running: int = 0  # that may run at once now; 0: not known
     used_pages: int = 0  # that live sequences need
     kept_pages: int = 0  # that nobody needs now, kept for prompts that begin alike
     total_pages: int = 0

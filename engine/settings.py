@@ -80,6 +80,13 @@ class SchedulerOptions:
     max_batch_tokens: int | None = setting(
         None, "prompt tokens that a step may take; unset: 512 on a CPU, 2048 on a GPU", ge=16, le=1_048_576
     )
+    target_tpot: float | None = setting(
+        None,
+        "milliseconds between two tokens of a stream that are aimed at, by how many sequences run at once and how many"
+        " prompt tokens are fed beside them; unset: as many as there may be",
+        gt=0,
+        le=60_000,
+    )
     max_context: int | None = setting(None, "prompt and answer, in tokens; unset: the model's own", ge=16)
     kv_bytes: int | None = setting(None, "key-value pages; unset: a share of free memory", ge=1 << 16)
     threads: int | None = setting(

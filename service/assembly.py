@@ -170,7 +170,8 @@ def _use_cases(
 
     def capacity() -> int:
         known = engine.info  # before it is there, what was asked for or a CPU's share
-        return settings.scheduler.max_sequences or CPU_SEQUENCES if known is None else known.max_sequences
+        most = settings.scheduler.max_sequences or CPU_SEQUENCES if known is None else known.max_sequences
+        return min(most, engine.load.most_running or most)
 
     caches = AnswerCaches(cache_options, engine, tokenizer.digest, wished=settings.cache.semantic.mode)
     quotas = quotas_of(settings.auth.tenants_file, caches, refusals)

@@ -8,7 +8,7 @@ its prefix is on its way) or parked (it has none, and its reader is behind).
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from engine.api import EngineLoad, FinishReason
 from engine.ipc.events import Event, Failure
@@ -17,10 +17,12 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.ordered import Ordered
 from engine.scheduling.outcome import finish, take
+from engine.scheduling.pacing import Pacing
 from engine.scheduling.plan import Released, Row, StepPlan, StepResult
 from engine.scheduling.rank import rank, timer
 from engine.scheduling.rows import admission_of, row_of
 from engine.scheduling.sequence import PrefixPage, Sequence
+from engine.scheduling.tally import Tally
 from engine.scheduling.turns import Turns
 from engine.settings import PAGE_SIZE
 
@@ -34,6 +36,7 @@ class Limits:
     max_context: int  # tokens a sequence
     lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
     max_tokens_per_row: int = 1  # most ids that a row may bring
+    target_tpot: float | None = None  # seconds between two tokens of a stream, at most
 
 
 class Scheduler:
@@ -62,15 +65,10 @@ class Scheduler:
         self._released: list[Released] = []  # likewise
         self._width = limits.max_sequences if batching else 1
         self._turns = Turns(limits.max_batch_tokens)
+        self._pacing = Pacing(limits.target_tpot, limits.max_sequences)
         self._paused = 0
         self._fetching: dict[int, Sequence] = {}
-        self._steps = 0
-        self._begun_count = 0
-        self._begun_cached = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._generated_tokens = 0
-        self._preemptions = 0
+        self._tally = Tally()
 
     # What the front asks for
 
@@ -162,7 +160,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None where nobody can be fed."""
         self._start_waiting()
-        budget = self._turns.budget
+        budget = self._pacing.prompt_tokens(self._running, self._turns.budget)
         lookahead = self._limits.lookahead_tokens
         rows = []
         for sequence in self._turns.next(self._running):  # lowest rank first, so that no planned row loses its pages
@@ -185,13 +183,18 @@ class Scheduler:
             if sequence.first_planned_at is None:
                 sequence.first_planned_at = now
             rows.append(row_of(sequence, start, count, sample))
-        return self._plan(rows) if rows else None
+        if not rows:
+            self._pacing.idle()
+            return None
+        self._pacing.begin(now)
+        return self._plan(rows)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
         """Takes in what the step brought. ValueError, and nothing is taken in, where that is not what was planned."""
         self._check(plan, result)
         self._turns.went_well()
-        self._steps += 1
+        self._pacing.ended(plan, result, now)
+        self._tally.steps += 1
         events = []
         for row in plan.rows:
             sequence = self._live.get(row.key)
@@ -202,10 +205,12 @@ class Scheduler:
                 self._prefixes.note(sequence)
                 continue
             event = take(sequence, row, result.rows[row.key], self._limits.max_context, now)
-            self._generated_tokens += len(event.token_ids)
+            self._tally.generated_tokens += len(event.token_ids)
             self._prefixes.note(sequence)
             if event.start is not None:
-                self._begun(sequence)
+                self._tally.begin(sequence)
+                if self._tier is not None:
+                    self._tier.begun(sequence)
             if event.finish is not None or event.failure is not None:
                 self._remove(sequence, sound=event.failure is None)
             events.append(event)
@@ -242,16 +247,11 @@ class Scheduler:
             running=len(self._live) - waiting - self._paused,
             waiting=waiting,
             paused=self._paused,
+            most_running=self._most_running,
             used_pages=self._prefixes.used,
             kept_pages=self._prefixes.kept,
             total_pages=self._total_pages,
-            steps=self._steps,
-            begun=self._begun_count,
-            begun_cached=self._begun_cached,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self._preemptions,
+            **asdict(self._tally),
         )
 
     # Slots and pages
@@ -259,6 +259,7 @@ class Scheduler:
     def _take_back(self, plan: StepPlan) -> list[Sequence]:
         """Says again what a step that did not come back was to take in, as nobody knows whether the runner did. Whom it
         was to feed and who still holds a slot."""
+        self._pacing.idle()
         self._released = [*plan.released, *self._released]
         for admitted in plan.admitted:
             sequence = self._live.get(admitted.key)
@@ -309,7 +310,12 @@ class Scheduler:
 
     def _may_start(self) -> bool:
         """Whether one more sequence would have a slot, if need be a paused one's."""
-        return len(self._running) < self._width or sum(not one.paused for one in self._running) < self._width
+        most = self._most_running
+        return len(self._running) < most or sum(not one.paused for one in self._running) < most
+
+    @property
+    def _most_running(self) -> int:
+        return min(self._width, self._pacing.rows)
 
     def _make_room(self, pages: int, found: list[PrefixPage]) -> bool:
         """Whether one more sequence may start with so many pages besides those found; takes from the paused what it
@@ -322,7 +328,7 @@ class Scheduler:
         wanted = pages + len(self._running) - len(paused)
         if wanted > prefixes.room - prefixes.idle(found) + prefixes.reclaimable(paused, found):
             return False
-        while len(self._running) >= self._width or wanted > prefixes.room - prefixes.idle(found):
+        while len(self._running) >= self._most_running or wanted > prefixes.room - prefixes.idle(found):
             self._preempt(paused.pop())
         return True
 
@@ -349,18 +355,9 @@ class Scheduler:
         if sequence.slot < 0 and not sequence.paused and not sequence.fetching:
             self._waiting.add(*rank(sequence))
 
-    def _begun(self, sequence: Sequence) -> None:
-        """Its first token has come."""
-        self._prompt_tokens += sequence.prompt_length
-        self._cached_tokens += sequence.cached_tokens
-        self._begun_count += 1
-        self._begun_cached += sequence.cached_tokens > 0
-        if self._tier is not None:
-            self._tier.begun(sequence)
-
     def _preempt(self, sequence: Sequence) -> None:
         """Takes slot and pages away; once it runs again, what of prompt and output was not kept is computed anew."""
-        self._preemptions += 1
+        self._tally.preemptions += 1
         self._stop_running(sequence)
         self._enqueue(sequence)
 

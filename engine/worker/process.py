@@ -125,6 +125,7 @@ def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
         max_context=info.max_context,
         lookahead_tokens=info.lookahead_tokens,
         max_tokens_per_row=info.max_tokens_per_row,
+        target_tpot=None if settings.target_tpot is None else settings.target_tpot * 1e-3,
     )
 
 

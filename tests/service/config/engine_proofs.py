@@ -124,6 +124,11 @@ async def steps_together(settings: Settings, tools: Tools) -> int:
     return (await process(settings, (PROMPT, (40, *PROMPT)), 16, together=True))[2].steps
 
 
+async def steps_of_twelve(settings: Settings, tools: Tools) -> int:
+    """For twelve answers of 16 ids that are asked for at once."""
+    return (await process(settings, tuple((40 + at, *PROMPT) for at in range(12)), 16, together=True))[2].steps
+
+
 async def cached(settings: Settings, tools: Tools) -> int:
     """Ids of a prompt that need not be computed the second time."""
     return (await process(settings, (PROMPT, PROMPT), 2))[0][1][1]
@@ -223,6 +228,9 @@ PROOFS = {
     "seed": Proof("7", model("weights_digest"), base=(*MODEL, "--load-format=dummy")),
     "scheduler.max-sequences": Proof("3", model("max_sequences"), becomes(64, 3), MODEL),
     "scheduler.max-batch-tokens": Proof("16", steps, becomes(12, 15)),
+    "scheduler.target-tpot": Proof(  # no step is as fast as that, so one sequence runs at a time
+        "0.001", steps_of_twelve, lambda before, after: before < 100 <= after, (*FAKE, "--fake.step-time=0.01")
+    ),
     "scheduler.max-context": Proof("64", model("max_context"), lambda before, after: before > after == 64, MODEL),
     "scheduler.kv-bytes": Proof("1048576", model("total_pages"), lambda before, after: before > after, MODEL),
     "scheduler.threads": Proof("2", threads, becomes(1, 2), MODEL),

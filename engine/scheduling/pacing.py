@@ -1,0 +1,140 @@
+"""How many sequences may run at once, and how many prompt tokens stand beside them, so that tokens of a stream come no
+further apart than a target says. Torch-free; without a target it bounds nothing and measures nothing.
+
+What a step takes is learnt from steps: of so many rows that decode, and what so many prompt tokens add. Rows may take
+most of the target, and prompts the rest. More start only while steps are well below that, and by no more than a step's
+time would grow if it were all for rows. Fewer start once steps are above it; those that run go on: to feed them by
+turns would bring each of them fewer tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
+
+_ROWS = 0.8  # of the target that rows may take
+_GROW, _SHRINK = 0.7, 0.9  # of the target: below the one more may run, above the other fewer
+_FIRST = 4  # rows before any step was measured
+_FASTER = 4  # times as many rows at once, at most
+_STEPS = 4  # measured between two changes of the bound
+_NEWEST = 0.2  # weight of the newest step
+_LEAST = 64  # prompt tokens of a step, or prompts would stand still
+_BUCKETS = 2  # of sizes, from one to its double
+
+
+class Costs:
+    """Seconds by size, as they were lately; sizes near each other are one."""
+
+    def __init__(self, rising: float) -> None:
+        self._rising = rising  # how a size that was not measured yet is foretold: 1 as sizes do, 0 not at all
+        self._known: dict[int, float] = {}  # by bucket
+
+    def of(self, size: int) -> float | None:
+        """None before any was measured."""
+        if not size:
+            return 0.0
+        if not self._known:
+            return None
+        bucket = _bucket(size)
+        nearest = min(self._known, key=lambda known: abs(known - bucket))
+        return self._known[nearest] * float(2.0 ** (self._rising * (bucket - nearest) / _BUCKETS))
+
+    def learn(self, size: int, seconds: float) -> None:
+        """One step's."""
+        bucket = _bucket(size)
+        known = self._known.get(bucket, seconds)
+        self._known[bucket] = known + _NEWEST * (seconds - known)
+
+
+def _bucket(size: int) -> int:
+    return math.ceil(math.log2(size) * _BUCKETS)
+
+
+class Pacing:
+    """Asked before each step, told after it."""
+
+    def __init__(self, target: float | None, most_rows: int) -> None:
+        self._target = target  # seconds between two tokens of a stream
+        self._most = most_rows
+        self._rows = float(most_rows if target is None else min(_FIRST, most_rows))
+        self._of_rows = Costs(rising=0.0)  # a token of each
+        self._of_prompts = Costs(rising=1.0)
+        self._running = 0  # sequences, when the step was planned
+        self._measured = 0  # steps since the bound was changed
+        self._began: float | None = None  # the end of the step before, or the plan; None: nothing was fed
+
+    @property
+    def rows(self) -> int:
+        """Sequences that may run at once."""
+        return int(self._rows)
+
+    def prompt_tokens(self, running: Collection[Sequence], most: int) -> int:
+        """That the next step may feed, of `most`, beside those of the running that decode."""
+        if self._target is None:
+            return most
+        left = [len(one.token_ids) - one.computed for one in running if not one.paused]
+        self._running, rows = len(left), left.count(1)
+        taken = self._of_rows.of(rows)
+        if not rows or taken is None:
+            return most
+        tokens = _LEAST
+        while 2 * tokens <= most and (self._of_prompts.of(2 * tokens) or 0.0) <= self._target - taken:
+            tokens *= 2
+        return min(tokens, most)
+
+    def begin(self, now: float) -> None:
+        """A step was planned."""
+        if self._began is None:
+            self._began = now
+
+    def idle(self) -> None:
+        """Nobody can be fed, or a step did not come back: nothing is measured from before."""
+        self._began = None
+
+    def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """The step has come back."""
+        began, self._began = self._began, now
+        if self._target is None or began is None or now <= began:
+            return
+        decoded = [row for row in plan.rows if row.count == 1 and row.sample]
+        rows, fed = len(decoded), sum(row.count for row in plan.rows) - len(decoded)
+        tokens = sum(len(result.rows[row.key].token_ids) for row in decoded)
+        if rows and not tokens:
+            return
+        self._learn(rows, tokens / rows if rows else 1.0, fed, now - began)
+        if rows:
+            self._bound(self._of_rows.of(rows) or 0.0, self._target)
+
+    def _learn(self, rows: int, tokens: float, fed: int, seconds: float) -> None:
+        """Of rows that brought so many tokens each, beside prompts. What was otherwise than foretold is shared out as
+        what was foretold."""
+        of_rows, of_prompts = self._of_rows.of(rows), self._of_prompts.of(fed)
+        if of_rows is None:
+            of_rows = max(seconds - (of_prompts or 0.0), 0.0) / tokens
+        if of_prompts is None:
+            of_prompts = max(seconds - of_rows * tokens, 0.0)
+        foretold = of_rows * tokens + of_prompts
+        share = seconds / foretold if foretold > 0 else 1.0
+        if rows:
+            self._of_rows.learn(rows, of_rows * share)
+        if fed:
+            self._of_prompts.learn(fed, of_prompts * share)
+
+    def _bound(self, taken: float, target: float) -> None:
+        """By the seconds that a token takes where nothing is fed beside the rows."""
+        self._measured += 1
+        if self._measured < _STEPS or taken <= 0:
+            return
+        running, bound = self._running, self.rows
+        fitting = running * _ROWS * target / taken
+        if taken > _SHRINK * target and running <= bound:
+            self._change(fitting)
+        elif taken < _GROW * target and running >= bound:
+            self._change(min(max(fitting, running + 1), _FASTER * running))
+
+    def _change(self, rows: float) -> None:
+        self._rows = min(max(rows, 1.0), float(self._most))
+        self._measured = 0

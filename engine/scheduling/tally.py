@@ -1,0 +1,27 @@
+"""What a scheduler has done since its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Tally:
+    """As `EngineLoad` names it."""
+
+    steps: int = 0
+    begun: int = 0
+    begun_cached: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+    def begin(self, sequence: Sequence) -> None:
+        """Its first token has come."""
+        self.prompt_tokens += sequence.prompt_length
+        self.cached_tokens += sequence.cached_tokens
+        self.begun += 1
+        self.begun_cached += sequence.cached_tokens > 0
