@@ -1,4 +1,4 @@
-"""`whippet quantize MODEL OUT` and `whippet evaluate MODEL [--against BASE]`, with a progress bar.
+"""`whippet quantize MODEL OUT`, `whippet evaluate MODEL [--against BASE]` and `whippet convert MODEL OUT`.
 
 torch is imported once there is work for it: help and wrong usage do not wait for it.
 """
@@ -10,36 +10,34 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Never
-
-from tqdm import tqdm
 
 from quant.checkpoint.errors import CheckpointError
+from quant.checkpoint.named import FOLDER, misnamed
+from quant.claim import claimed
 from quant.errors import CannotQuantize
+from quant.progress import Progress, shown
 
-STOPPED = 130  # exit status of a command that was interrupted
-
-
-class Bars:
-    """One bar a stage, with the time left. Resumed layers count as done, not as fast."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-        self._bar: tqdm[Never] = tqdm(disable=True)
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._stage != stage:
-            self._bar.close()
-            self._stage = stage
-            self._bar = tqdm(total=total, desc=stage, initial=done, file=sys.stderr)
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.close()
+USAGE = 2  # exit codes
+STOPPED = 130
+_QUANTIZE = (
+    "Writes a 4-bit or 8-bit folder of a model in 16 or 32 bits, a layer at a time, and judges it. The same command "
+    "goes on with a run that was stopped."
+)
+_EVALUATE = (
+    "Perplexity of a model on a text. With a base: how far the model is from it, and whether it meets the bar that "
+    "quantized models are held to."
+)
+_CONVERT = (
+    "Writes safetensors of a folder with pickled weights (pytorch_model.bin, .pth, .pt, .ckpt), which are never "
+    "unpickled, so that no code in them runs. The folder appears whole or not at all."
+)
+_MAKER_CODES = "Exit code: 0 made; 1 impossible, one line says why; 2 wrong usage; 130 ctrl-C."
+_JUDGE_CODES = "Exit code: 0 judged; 1 impossible, or a bar was missed; 2 wrong usage; 130 ctrl-C."
+_ON_STOP = {"quantize": "; the same command goes on from here"}
 
 
 @contextmanager
@@ -68,22 +66,24 @@ def _interruptible() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    bars = Bars()
+    for model in (given.model, getattr(given, "against", None)):
+        if model is not None and (refused := misnamed(model)):
+            sys.stderr.write(f"{refused}\n")
+            return USAGE
+    progress = shown()
     try:
-        with _interruptible():
+        with _interruptible(), claimed(given.out) if "out" in given else nullcontext():
             _check(given)
-            text, misses = _quantize(given, bars) if given.command == "quantize" else _evaluate(given, bars)
+            text, misses = _COMMANDS[given.command](given, progress)
     except (CheckpointError, CannotQuantize) as error:
-        bars.close()
+        progress.close()
         sys.stderr.write(f"{error}\n")
         return 1
     except KeyboardInterrupt:
-        bars.close()
-        sys.stderr.write(
-            "stopped" + ("; the same command goes on from here\n" if given.command == "quantize" else "\n")
-        )
+        progress.close()
+        sys.stderr.write(f"stopped{_ON_STOP.get(given.command, '')}\n")
         return STOPPED
-    bars.close()
+    progress.close()
     sys.stdout.write(text)
     if misses:
         sys.stderr.write(f"{given.model} misses the bar: {'; '.join(misses)}\n")
@@ -95,7 +95,9 @@ def _check(given: argparse.Namespace) -> None:
     """Faults of the arguments that later steps would report less clearly; then torch's threads are set."""
     for folder in (given.model, getattr(given, "against", None)):
         if folder is not None and not folder.is_dir():
-            raise CannotQuantize(f"{folder} is no folder: give one with config.json, *.safetensors and tokenizer.json")
+            raise CannotQuantize(f"{folder} is no folder: give {FOLDER}")
+    if "device" not in given:
+        return
     import torch
 
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -104,7 +106,7 @@ def _check(given: argparse.Namespace) -> None:
         torch.set_num_threads(given.threads)
 
 
-def _quantize(given: argparse.Namespace, bars: Bars) -> tuple[str, tuple[str, ...]]:
+def _quantize(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple[str, ...]]:
     """What to print, and the bars that were missed, which only an evaluation says."""
     from quant.quantizer import QuantizeOptions, quantize
 
@@ -119,10 +121,10 @@ def _quantize(given: argparse.Namespace, bars: Bars) -> tuple[str, tuple[str, ..
         seed=given.seed,
         device=given.device,
     )
-    return quantize(given.model, given.out, options, bars).markdown(), ()
+    return quantize(given.model, given.out, options, progress).markdown(), ()
 
 
-def _evaluate(given: argparse.Namespace, bars: Bars) -> tuple[str, tuple[str, ...]]:
+def _evaluate(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple[str, ...]]:
     import torch
 
     from quant.calibration import text_windows
@@ -130,10 +132,19 @@ def _evaluate(given: argparse.Namespace, bars: Bars) -> tuple[str, tuple[str, ..
     from quant.report import evaluation_lines
 
     windows = text_windows(given.model, given.text, given.length, given.windows)
-    found = evaluate(given.model, windows, given.against, bars, torch.device(given.device))
+    found = evaluate(given.model, windows, given.against, progress, torch.device(given.device))
     misses = found.comparison.misses() if found.comparison else ()
     text = json.dumps(asdict(found)) if given.json else "\n".join(evaluation_lines(found))
     return f"{text}\n", misses
+
+
+def _convert(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple[str, ...]]:
+    from quant.convert import convert
+
+    return convert(given.model, given.out, progress), ()
+
+
+_COMMANDS = {"quantize": _quantize, "evaluate": _evaluate, "convert": _convert}
 
 
 def _count(text: str) -> int:
@@ -144,30 +155,50 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="whippet", description="Quantize a model folder, or judge one.")
+    parser = argparse.ArgumentParser(prog="whippet", description="Quantize a model folder, judge or convert one.")
     commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("quantize", help="write a 4-bit or 8-bit model folder; a stopped run goes on")
-    make.add_argument("model", type=Path)
-    make.add_argument("out", type=Path)
-    make.add_argument("--format", choices=("awq", "int8"), default="awq")
-    make.add_argument("--engine", choices=("own", "autoawq", "bitsandbytes"), default="own")
-    make.add_argument("--group", type=int, default=128, help="inputs that share a scale: 32, 64 or 128")
-    make.add_argument("--text", type=Path, help="calibration text; without it the model writes its own, slowly")
-    make.add_argument("--samples", type=int, default=128, help="calibration windows")
-    make.add_argument("--held-out", type=int, default=32, help="windows that only judge the result")
-    make.add_argument("--length", type=int, default=512, help="tokens in a window")
-    make.add_argument("--seed", type=int, default=0, help="of the model's own text")
-    judge = commands.add_parser("evaluate", help="perplexity; with a base also KL, agreement and greedy agreement")
-    judge.add_argument("model", type=Path)
-    judge.add_argument("--against", type=Path, help="the base, as a model folder with the same tokenizer")
-    judge.add_argument("--text", type=Path, required=True)
-    judge.add_argument("--windows", type=int, help="how many, spread over the text; without it all")
-    judge.add_argument("--length", type=int, default=512, help="tokens in a window")
-    judge.add_argument("--json", action="store_true", help="one line for machines")
-    for command in (make, judge):
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-        command.add_argument("--threads", type=_count, help="of torch; without it all cores")
+    _add_quantize(commands.add_parser("quantize", description=_QUANTIZE, epilog=_MAKER_CODES, allow_abbrev=False))
+    _add_evaluate(commands.add_parser("evaluate", description=_EVALUATE, epilog=_JUDGE_CODES, allow_abbrev=False))
+    change = commands.add_parser("convert", description=_CONVERT, epilog=_MAKER_CODES, allow_abbrev=False)
+    change.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and pickled weights")
+    change.add_argument("out", type=Path, metavar="OUT", help="new folder")
     return parser
+
+
+def _add_quantize(make: argparse.ArgumentParser) -> None:
+    make.add_argument("model", type=Path, metavar="MODEL", help=FOLDER)
+    make.add_argument("out", type=Path, metavar="OUT", help="new folder, or that of a run that was stopped")
+    make.add_argument(
+        "--format", choices=("awq", "int8"), default="awq", help="4 bits (awq) or 8; default: %(default)s"
+    )
+    engines = "who does it; autoawq and bitsandbytes are packages to install; default: %(default)s"
+    make.add_argument("--engine", choices=("own", "autoawq", "bitsandbytes"), default="own", help=engines)
+    make.add_argument("--group", type=int, default=128, metavar="N", help="inputs that share a scale: 32, 64 or 128")
+    make.add_argument(
+        "--text", type=Path, metavar="FILE", help="calibration text; default: the model writes its own, slowly"
+    )
+    make.add_argument("--samples", type=int, default=128, metavar="N", help="calibration windows; default: %(default)s")
+    make.add_argument(
+        "--held-out", type=int, default=32, metavar="N", help="windows that only judge the result; default: %(default)s"
+    )
+    make.add_argument("--length", type=int, default=512, metavar="N", help="tokens in a window; default: %(default)s")
+    make.add_argument("--seed", type=int, default=0, metavar="N", help="of the model's own text; default: %(default)s")
+    _add_machine(make)
+
+
+def _add_evaluate(judge: argparse.ArgumentParser) -> None:
+    judge.add_argument("model", type=Path, metavar="MODEL", help=FOLDER)
+    judge.add_argument("--against", type=Path, metavar="BASE", help="compare with this one, of the same tokenizer")
+    judge.add_argument("--text", type=Path, required=True, metavar="FILE", help="what both models read, in UTF-8")
+    judge.add_argument("--windows", type=int, metavar="N", help="how many, spread over the text; default: all")
+    judge.add_argument("--length", type=int, default=512, metavar="N", help="tokens in a window; default: %(default)s")
+    judge.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_machine(judge)
+
+
+def _add_machine(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    command.add_argument("--threads", type=_count, metavar="N", help="of torch; default: all cores")
 
 
 if __name__ == "__main__":

@@ -45,13 +45,17 @@ def text_windows(model: Path, text: Path, length: int, count: int | None = None)
 
 
 def own_windows(
-    decoder: Decoder, config: Mapping[str, object], length: int, count: int, seed: int, done: Callable[[int], None]
+    decoder: Decoder, config: Mapping[str, object], length: int, count: int, seed: int, done: Callable[[int, int], None]
 ) -> torch.Tensor:
     """Text that the model writes at temperature 1, from its own first token. `done` gets the number of
-    finished windows."""
+    tokens that are written, of how many."""
     random = torch.Generator().manual_seed(seed)
+    written, total = 0, count * (length - 1)
 
     def pick(logits: torch.Tensor) -> torch.Tensor:
+        nonlocal written
+        written += len(logits)
+        done(written, total)
         chances = logits.cpu().softmax(1)
         return torch.multinomial(chances, 1, generator=random).squeeze(1).to(logits.device)
 
@@ -61,7 +65,6 @@ def own_windows(
     for start in range(0, count, together):
         prompts = torch.full((min(together, count - start), 1), first)
         parts.append(decoder.generate(prompts, length - 1, pick).cpu())
-        done(start + len(prompts))
     return torch.cat(parts)
 
 

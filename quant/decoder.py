@@ -65,15 +65,17 @@ class Decoder:
     def block(self, index: int, positions: int) -> Block:
         return Block(self.config, self.config.windows[index], rotation(self.config.rope, positions, self.device))
 
-    def hidden(self, ids: torch.Tensor, progress: Callable[[int], None] | None = None) -> torch.Tensor:
-        """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` is called with each finished layer."""
+    def hidden(self, ids: torch.Tensor, progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
+        """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` gets how much is done, of how much."""
         x = self.embed(ids)
+        together = list(batches(*ids.shape))
+        total = self.config.layers * len(together)
         for index in range(self.config.layers):
             block, weights = self.block(index, ids.shape[1]), self.layer(index)
-            for rows in batches(*ids.shape):
+            for number, rows in enumerate(together, start=1):
                 x[rows] = block.forward(weights, x[rows])
-            if progress is not None:
-                progress(index)
+                if progress is not None:
+                    progress(index * len(together) + number, total)
         return self.finish(x)
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:

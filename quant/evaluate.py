@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,14 +12,13 @@ from quant import metrics
 from quant.checkpoint.rope import DynamicScaling
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
+from quant.progress import Progress
 
 _PROMPTS: Final = 16
 _PROMPT_TOKENS: Final = 32
 _ANSWER_TOKENS: Final = 32
 _HIDDEN_BYTES: Final = 512 << 20  # of a model's hidden states: longer texts are read in turns
 _LOGITS_AT_ONCE: Final = 1 << 23
-
-Progress = Callable[[str, int, int], None]  # phase, done, of how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +158,7 @@ def _window(
 
 
 def _hidden(decoder: Decoder, windows: torch.Tensor, phase: str, progress: Progress) -> torch.Tensor:
-    layers = decoder.config.layers
-    return decoder.hidden(windows, lambda layer: progress(phase, layer + 1, layers))
+    return decoder.hidden(windows, lambda done, total: progress(phase, done, total))
 
 
 def _greedy(decoder: Decoder, base: Decoder, windows: torch.Tensor, progress: Progress) -> tuple[float, int]:

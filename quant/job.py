@@ -21,6 +21,7 @@ from quant.checkpoint.config import CONFIG
 from quant.checkpoint.fields import read_json
 from quant.checkpoint.formats import BESIDE
 from quant.checkpoint.safetensors import Checkpoint
+from quant.companions import copy_companions
 from quant.errors import CannotQuantize
 from quant.shards import join, write_part, write_text
 
@@ -91,9 +92,7 @@ class Job:
         write_part(self._work / "rest.safetensors", rest)
         parts = [self._work / "rest.safetensors", *(self._work / _layer(i) for i in range(len(self.layers)))]
         join(parts, self._out, _SHARD_BYTES)
-        for file in sorted(source.iterdir()):
-            if _travels(file):
-                shutil.copyfile(file, self._out / file.name)
+        copy_companions(source, self._out, without=(CONFIG, BESIDE))
         write_text(self._out / CONFIG, json.dumps(config, indent=2) + "\n")
         self._state["assembled"] = True
         self._save()
@@ -128,11 +127,3 @@ def _layer(index: int) -> str:
 
 def _hidden(index: int) -> str:
     return f"hidden-{index:05}"
-
-
-def _travels(file: Path) -> bool:
-    """Tokenizer, template, generation defaults, licence: everything but weights and what described them."""
-    name = file.name
-    if not file.is_file() or name in (CONFIG, BESIDE) or name.endswith(".index.json"):
-        return False
-    return file.suffix in (".json", ".jinja", ".model", ".txt") or name.upper().startswith(("LICENSE", "NOTICE"))

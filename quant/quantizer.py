@@ -20,9 +20,10 @@ from quant.checkpoint.safetensors import Checkpoint
 from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_linears, layer_norms, layer_prefix
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
-from quant.evaluate import Progress, evaluate
+from quant.evaluate import evaluate
 from quant.job import Job, job_key
 from quant.packages import run_autoawq, run_bitsandbytes
+from quant.progress import Progress
 from quant.recipes import AwqRecipe, Int8Recipe, Recipe
 from quant.report import Report
 
@@ -140,7 +141,7 @@ def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job
             length,
             count,
             options.seed,
-            lambda done: progress("samples", done, count),
+            lambda done, total: progress("samples", done, total),
         )
     if options.format == "int8":
         windows = Windows(drawn[:0], drawn)

@@ -17,6 +17,7 @@ import uvloop
 
 from engine.client import texts_digest
 from engine.errors import EngineError, InvalidModel, Unsupported
+from quant.checkpoint.named import misnamed
 from service.assembly import Parts, build
 from service.config.settings import BadSettings, Settings
 from service.config.sources import load
@@ -46,6 +47,8 @@ def serve(argv: Sequence[str]) -> int:
     """Serves until a signal comes. Returns the exit code; an error at the start is one line on stderr."""
     try:
         settings = load(argv)
+        if settings.model and (refused := misnamed(settings.model)):
+            raise BadSettings(f"model: {refused}")
         refuse_strangers(settings)
         logs.set_up(settings.log_level, settings.log.format)
         silence()

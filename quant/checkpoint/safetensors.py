@@ -18,6 +18,7 @@ import torch
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
 from quant.checkpoint.header import AGAIN, Entry, read_header
+from quant.checkpoint.named import CONVERT, FROM_GGUF
 from quant.checkpoint.regular import open_regular
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
@@ -124,7 +125,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return files
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if pickles:
-        raise BadFile(folder / pickles[0], "pickled weights are never loaded", "convert them to safetensors")
+        raise BadFile(folder / pickles[0], "pickled weights are never loaded", CONVERT)
+    gguf = sorted(folder.glob("*.gguf"))
+    if gguf:
+        raise BadFile(gguf[0], "cannot be served", f"it {FROM_GGUF}")
     raise BadFile(folder / "model.safetensors", "no such file", "download the model's weights")
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "profile": ("service.cli.profile", "where a running server spends its time, as stacks for a flame graph"),
     "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
+    "convert": ("service.cli.convert", "make safetensors of a model folder with pickled weights"),
     "cache": ("service.cli.cache", "run a trace through the caches"),
     "replay": ("service.cli.replay", "do the steps again that led to a fault, from a file that the engine wrote"),
     "top": ("service.cli.top", "what a running server does, live on the terminal"),

@@ -1,7 +1,8 @@
 """`whippet doctor`: what this machine has, and how a model would be served on it.
 
 The engine's part comes from a process of its own, `python -m engine.worker.doctor`. Exit code 1 where serving is
-impossible. A port that is taken is reported but is no such reason, since a running server takes it.
+impossible, 2 where what was named is no model's folder. A port that is taken is reported but is no such reason, since a
+running server takes it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any, get_args
 
 from engine.errors import InvalidModel
 from engine.settings import Device, Dtype, ModelOptions, Quantization
+from quant.checkpoint.named import misnamed
 from service.cli import machine as machines
+from service.cli.channel import USAGE, complain
 from service.cli.doctor_text import render
 from service.cli.interpreter import command, environment
 from service.core.cache_dir import PREBUILT, UnsafeFolder, look, look_ahead
@@ -29,6 +32,8 @@ ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their tim
 
 def run(argv: Sequence[str]) -> int:
     flags = _parser().parse_args(argv)
+    if flags.model is not None and (refused := misnamed(flags.model)):
+        return complain(refused, USAGE)
     report = examine(flags)
     text = json.dumps(report, indent=2) if flags.json else render(report)
     sys.stdout.write(text + "\n")
@@ -39,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="whippet doctor",
         description="Tells what this machine has and how a model would be served on it. Loads no weights.",
-        epilog="Exit code: 1 where serving is impossible.",
+        epilog="Exit code: 1 where serving is impossible; 2: wrong usage, or no folder of a model.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="FOLDER", help="check this model, too")

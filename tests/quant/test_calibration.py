@@ -93,18 +93,23 @@ def test_a_split_that_leaves_nothing_is_refused(count, held_out):
 def test_a_model_writes_its_own_text(stored, monkeypatch):
     decoder = Decoder.open(stored / "awq-tiny")
     config = json.loads((stored / "awq-tiny" / "config.json").read_text())
-    heard: list[int] = []
-    windows = own_windows(decoder, config, 24, 6, 1, heard.append)
+    heard: list[tuple[int, int]] = []
+
+    def hear(done, total):
+        heard.append((done, total))
+
+    windows = own_windows(decoder, config, 24, 6, 1, hear)
     assert windows.shape == (6, 24)
     assert windows[:, 0].tolist() == [1] * 6  # the begin token
-    assert heard == [6]
+    assert heard == [(6 * token, 6 * 23) for token in range(1, 24)]
     assert len({tuple(row) for row in windows.tolist()}) == 6
-    assert torch.equal(own_windows(decoder, config, 24, 6, 1, heard.append), windows)
-    assert not torch.equal(own_windows(decoder, config, 24, 6, 2, heard.append), windows)
+    assert torch.equal(own_windows(decoder, config, 24, 6, 1, hear), windows)
+    assert not torch.equal(own_windows(decoder, config, 24, 6, 2, hear), windows)
     monkeypatch.setattr("quant.calibration._KEPT_BYTES", 4 * 24 * kept_bytes(decoder.config))
     heard.clear()
-    assert own_windows(decoder, config, 24, 6, 1, heard.append).shape == (6, 24)
-    assert heard == [4, 6]
+    assert own_windows(decoder, config, 24, 6, 1, hear).shape == (6, 24)
+    assert heard[22:24] == [(4 * 23, 6 * 23), (4 * 23 + 2, 6 * 23)]
+    assert heard[-1] == (6 * 23, 6 * 23)
     # text at temperature 1 is about as likely as the model's own entropy says: far likelier than chance
     logits = decoder.logits(decoder.hidden(windows))
     losses = -logits[:, :-1].log_softmax(2).gather(2, windows[:, 1:].unsqueeze(2))
@@ -116,9 +121,9 @@ def test_a_model_writes_its_own_text(stored, monkeypatch):
 )
 def test_without_a_begin_token_the_end_token_begins(stored, config, first):
     decoder = Decoder.open(stored / "awq-tiny")
-    assert int(own_windows(decoder, config, 2, 1, 0, lambda done: None)[0, 0]) == first
+    assert int(own_windows(decoder, config, 2, 1, 0, lambda done, total: None)[0, 0]) == first
 
 
 def test_without_either_a_text_is_asked_for(stored):
     with pytest.raises(CannotQuantize, match="calibration text"):
-        own_windows(Decoder.open(stored / "awq-tiny"), {}, 2, 1, 0, lambda done: None)
+        own_windows(Decoder.open(stored / "awq-tiny"), {}, 2, 1, 0, lambda done, total: None)

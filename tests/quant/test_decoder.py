@@ -119,9 +119,9 @@ def test_more_tokens_than_are_kept_in_flight(stored, reference, monkeypatch):
     ids = reference["eval_ids"][:96].view(6, 16)
     whole = decoder.hidden(ids)
     monkeypatch.setattr("quant.decoder._TOKENS_AT_ONCE", 32)
-    seen: list[int] = []
-    assert torch.allclose(decoder.hidden(ids, seen.append), whole, atol=1e-5)
-    assert seen == [0, 1, 2, 3]
+    seen: list[tuple[int, int]] = []
+    assert torch.allclose(decoder.hidden(ids, lambda done, total: seen.append((done, total))), whole, atol=1e-5)
+    assert seen == [(done, 12) for done in range(1, 13)]
 
 
 def test_the_head_is_computed_by_tiles(stored, reference, monkeypatch):

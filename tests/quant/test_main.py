@@ -77,10 +77,10 @@ def test_ctrl_c_that_native_code_makes_another_error_of_is_still_ctrl_c(model, t
             raise ValueError("could not determine the shape") from None
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(command, "_quantize", read)
+    monkeypatch.setitem(command._COMMANDS, "quantize", read)
     assert main(["quantize", str(model), str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
     assert signal.getsignal(signal.SIGINT) is before
-    monkeypatch.setattr(command, "_quantize", lambda given, bars: 1 / 0)
+    monkeypatch.setitem(command._COMMANDS, "quantize", lambda given, bars: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["quantize", str(model), str(tmp_path / "out")])

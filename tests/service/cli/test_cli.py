@@ -58,6 +58,31 @@ def test_quant_commands_answer_with_their_exit_code(capfd: pytest.CaptureFixture
     assert main(["quantize", "m", "o", "--threads", "0"]) == 2
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["serve", "--model"],
+        ["doctor", "--model"],
+        ["quantize", "--text=t", "out"],
+        ["evaluate", "--text=t"],
+        ["evaluate", str(DEMO), "--text=t", "--against"],
+    ],
+    ids=lambda asked: asked[0],
+)
+@pytest.mark.parametrize(("model", "told"), [("Org/A-1b", "hf download Org/A-1b"), ("{}/a.gguf", "llama.cpp")])
+def test_what_is_no_folder_is_told_in_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, asked: list[str], model: str, told: str
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    named = model.format(tmp_path)
+    words = [asked[0], "--text=t", named, "out"] if asked[0] == "quantize" else [*asked, named]
+    assert main(words) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert told in err
+
+
 def test_ctrl_c_stops_a_quantization_once(tmp_path: Path) -> None:
     """The terminal tells the whole group; the command waits for the process that does the work."""
     text = tmp_path / "text.txt"

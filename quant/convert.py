@@ -1,0 +1,159 @@
+"""Pickled weights to safetensors, a tensor at a time. The folder appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from quant.checkpoint.check import check_folder
+from quant.checkpoint.config import load_config
+from quant.checkpoint.errors import BadFile
+from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
+from quant.checkpoint.formats import read_spec
+from quant.checkpoint.header import AGAIN, DTYPES
+from quant.checkpoint.named import misnamed
+from quant.checkpoint.safetensors import INDEX, Checkpoint
+from quant.checkpoint.tensors import HEAD
+from quant.companions import copy_companions
+from quant.errors import CannotQuantize
+from quant.progress import Progress
+from quant.torch_file import TorchFile
+
+_SHARD_BYTES: Final = 5 * 10**9
+_PICKLED_INDEX: Final = "pytorch_model.bin.index.json"
+_KINDS: Final = ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt")
+_TRAINING: Final = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor that is to be written."""
+
+    name: str
+    file: TorchFile
+    size: int  # bytes
+
+
+def convert(source: Path, out: Path, progress: Progress) -> str:
+    """Makes `out` of a folder with pickled weights; says what it made. The source is never written to."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CannotQuantize(f"{out} is there already: name a new folder")
+    config = load_config(source)
+    files = [TorchFile(path) for path in pickled_files(source)]
+    tied = f"{HEAD}.weight" if config.tied_head else None  # the same as the embedding, and often written twice
+    shards = _shards([part for part in _parts(files) if part.name != tied], _SHARD_BYTES)
+    size = sum(part.size for shard in shards for part in shard)
+    work = out.resolve().with_name(f".{out.resolve().name}.converting")
+    shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
+    work.mkdir(parents=True)
+    try:
+        if shutil.disk_usage(work).free < size:
+            raise CannotQuantize(f"{out} needs {size >> 20:,} MiB, which its disk does not have")
+        _write(shards, work, progress)
+        copy_companions(source, work)
+        made = Checkpoint(work)
+        check_folder(made, config, read_spec(work, made.names()))
+        made.close()
+        os.replace(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return f"{sum(map(len, shards)):,} tensors, {size >> 20:,} MiB, {len(shards)} files in {out}\n"
+
+
+def pickled_files(folder: Path) -> tuple[Path, ...]:
+    """Those of the index; else of the first kind that the folder has."""
+    if refused := misnamed(folder):
+        raise CannotQuantize(refused)
+    if any(folder.glob("*.safetensors")):
+        raise CannotQuantize(f"{folder} has safetensors already: serve it as it is")
+    if (folder / _PICKLED_INDEX).exists():
+        return _indexed(folder / _PICKLED_INDEX)
+    for kind in _KINDS:
+        files = sorted(file for file in folder.glob(kind) if file.name not in _TRAINING)
+        if len(files) > 1 and kind != _KINDS[0]:
+            raise CannotQuantize(f"{folder} has {files[0].name} and {files[1].name}: leave the one with the weights")
+        if files:
+            return tuple(files)
+    raise BadFile(folder, "no pickled weights", "give a folder with pytorch_model.bin")
+
+
+def _indexed(index: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index, AGAIN, MAX_INDEX_BYTES).get("weight_map")
+    names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+    if not names or any(name != Path(name).name for name in names):
+        raise BadFile(index, "weight_map must name files of this folder", AGAIN)
+    return tuple(index.parent / name for name in names)
+
+
+def _parts(files: Sequence[TorchFile]) -> Iterator[_Part]:
+    """In the files' order. What shares its numbers with another, or is a piece of it, gets its own."""
+    held: dict[str, TorchFile] = {}
+    for file in files:
+        for name in file.views:
+            if name in held:
+                raise BadFile(file.path, f"{name[:80]!r} is also in {held[name].path.name}", "remove one of them")
+            held[name] = file
+            yield _Part(name, file, file.nbytes(name))
+
+
+def _shards(parts: Sequence[_Part], limit: int) -> list[list[_Part]]:
+    """At most `limit` bytes each; a larger tensor stays alone."""
+    shards: list[list[_Part]] = []
+    size = 0
+    for part in parts:
+        if not shards or size + part.size > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(part)
+        size += part.size
+    return shards
+
+
+def _write(shards: Sequence[Sequence[_Part]], folder: Path, progress: Progress) -> None:
+    total = sum(part.size for shard in shards for part in shard)
+    done = 0
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        for size in _write_shard(folder / name, shard):
+            done += size
+            progress("MiB", done >> 20, total >> 20)
+        weight_map |= dict.fromkeys((part.name for part in shard), name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_shard(path: Path, shard: Sequence[_Part]) -> Iterator[int]:
+    """Yields the bytes of each tensor that is written."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    ordered = sorted(shard, key=lambda part: -part.file.tensor(part.name).element_size())  # so that all are aligned
+    for part in ordered:
+        tensor = part.file.tensor(part.name)
+        offsets = [at, at + part.size]
+        header[part.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        at += part.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for part in ordered:
+            flat = part.file.tensor(part.name).contiguous().reshape(-1).view(torch.uint8)
+            out.write(flat.numpy().data)
+            del flat
+            part.file.forget()
+            yield part.size
+        out.flush()
+        with suppress(OSError):  # of a file system that cannot
+            os.fsync(out.fileno())
