@@ -127,7 +127,7 @@ def _write(shards: Sequence[Sequence[_Part]], folder: Path, progress: Progress) 
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         for size in _write_shard(folder / name, shard):
             done += size
-            progress("MiB", done >> 20, total >> 20)
+            progress("MiB written", done >> 20, total >> 20)
         weight_map |= dict.fromkeys((part.name for part in shard), name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -39,15 +39,15 @@ class Lines:
         self._clock = clock
         self._phase = ""
         self._since = self._said = 0.0
-        self._first = 0
+        self._first = self._done = 0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         now = self._clock()
         if self._phase != phase:
             self._phase, self._since, self._first = phase, now, done
-        elif done < total and now - self._said < _PAUSE:
+        elif done == self._done or (done < total and now - self._said < _PAUSE):
             return
-        self._said = now
+        self._said, self._done = now, done
         sys.stderr.write(f"{phase} {done:,} of {total:,}{self._left(now, done, total)}\n")
         sys.stderr.flush()
 

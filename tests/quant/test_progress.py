@@ -35,6 +35,7 @@ def test_a_log_has_a_line_now_and_then(monkeypatch):
         now += 0.125
     lines("layers", 3, 4)
     lines("layers", 4, 4)
+    lines("layers", 4, 4)
     lines.close()
     said = log.getvalue().splitlines()
     assert said[0] == "samples 1 of 1,000"
