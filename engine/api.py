@@ -73,6 +73,14 @@ class Stopping:
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-text tokens included, unless ignored
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must look like. Stop tokens are drawn where the grammar may end, and nowhere else; where nothing
+    may follow, the answer ends without one, even before min_tokens."""
+
+    grammar: str  # in the notation of llguidance
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to generate."""
@@ -90,6 +98,7 @@ class GenerationRequest:
     expires_at: float | None = None  # past it the request finishes with TIME_BUDGET
     prefix_root: bytes = b""  # keys and values are shared among requests with equal ones: one a tenant
     bypass_prefix: bool = False  # neither uses shared keys and values nor leaves any
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ EngineError
 ├── EngineUnavailable   loading, restarting or stopped: try again later
 ├── EngineFailed        a step failed: this request is lost, the server is not
 ├── OutOfMemory         a step had no memory for this request alone: it is lost, the others are not
+├── ConstraintUnmet     no token is left that the request's constraint allows
 ├── Quarantined         the request has ended the engine process twice: it is not run any more
 ├── DeadlineExceeded    the caller's deadline passed
 └── Aborted             an operator, or a reader that stalled, ended the request
@@ -40,6 +41,10 @@ class EngineFailed(EngineError):
 
 class OutOfMemory(EngineError):
     """A step that was run for this request alone, and for few of its tokens, found no memory."""
+
+
+class ConstraintUnmet(EngineError):
+    """No token is left that the request's constraint allows, or the constraint cannot be used with this model."""
 
 
 class Quarantined(EngineError):

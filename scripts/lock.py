@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "requirements"
 PYTHON = "3.11.2"  # Debian 12's, which the images are made of
-PLATFORM = "x86_64-manylinux_2_28"
+PLATFORM = "x86_64-manylinux_2_31"  # the oldest that all have wheels for
 HEAD = "# Written by `make lock` out of pyproject.toml and constraints.txt.\n"
 TORCH = "2.13.0"
 TARGETS = {"cpu": ("embed", "otel"), "cuda": ("cuda", "embed", "otel")}  # → extras

@@ -18,6 +18,7 @@ class ModelRunner:
     def __init__(self, info: ModelInfo, parts: Parts, executors: tuple[Executor, ...]) -> None:
         self._info = info
         self._sequences = parts.sequences
+        self._constraints = parts.constraints
         self._executors = executors  # each does what it claims of what those before it left; the last claims all
         self._pages = PoolPages(parts.pool)
 
@@ -34,6 +35,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """One step."""
         self._sequences.apply(plan)
+        self._constraints.begin(plan)
         with torch.inference_mode():
             results: dict[int, RowResult] = {}
             left = plan.rows
@@ -42,6 +44,7 @@ class ModelRunner:
                 if claimed:
                     results |= executor.run(claimed)
                     left = _without(left, claimed)
+        results = self._constraints.follow(plan.rows, results)
         self._sequences.append(plan.rows, results)
         return StepResult(results)
 
@@ -57,6 +60,7 @@ class ModelRunner:
         """Ends the executors."""
         for executor in self._executors:
             executor.close()
+        self._constraints.close()
 
 
 def _without(rows: tuple[Row, ...], claimed: tuple[Row, ...]) -> tuple[Row, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.constraints.constraints import Constraints
 from engine.kv.kv_cache import KvCache
 from engine.linear.plain_copies import PlainCopies
 from engine.model.transformer import Transformer
@@ -25,4 +26,5 @@ class Parts:
     max_sequences: int
     max_context: int  # tokens
     sequences: SequenceTable = field(default_factory=SequenceTable)
+    constraints: Constraints = field(default_factory=Constraints)
     plain: PlainCopies = field(default_factory=PlainCopies)

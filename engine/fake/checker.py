@@ -82,10 +82,11 @@ class PlanChecker:
         """What a row that samples brought counts as part of its sequence."""
         ids = result.token_ids
         held.state.token_ids += ids
-        if len(ids) > 1:
-            if row.start + row.count + len(ids) - 1 > len(held.state.pages) * PAGE_SIZE:
-                raise BrokenPlan(f"{len(ids)} ids do not fit into the pages of sequence {row.key}")
-            self.write(held, ids[:-1])
+        fed = len(ids) - result.forced - 1  # of the new ones
+        if fed > 0:
+            if row.start + row.count + fed > len(held.state.pages) * PAGE_SIZE:
+                raise BrokenPlan(f"{fed + 1} ids do not fit into the pages of sequence {row.key}")
+            self.write(held, ids[:fed])
 
     def result(self, plan: StepPlan, result: StepResult) -> None:
         """`brought` for all rows, in front of a runner that is not the fake one."""

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob, Unused
+from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, Unsupported
 from engine.fake.checker import FACTOR, PRIME, Computed, PlanChecker
 from engine.fake.pages import FakePages
@@ -66,8 +67,9 @@ def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: A
 class FakeRunner:
     """Implements engine.scheduling.plan.Runner."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, constraints: Constraints | None = None) -> None:
         fake = settings.fake
+        self._constraints = constraints or Constraints(settings.model)
         self._fake = fake
         self.checker = PlanChecker(fake.total_pages, settings.max_sequences or CPU_SEQUENCES)
         self._pages = FakePages(self.checker)
@@ -106,6 +108,7 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> StepResult:
         started = time.monotonic()
         self.checker.begin(plan)
+        self._constraints.begin(plan)
         results: dict[int, RowResult] = {}
         for row in plan.rows:
             held = self.checker.feed(row)
@@ -123,7 +126,7 @@ class FakeRunner:
             self._graphs = enabled
 
     def close(self) -> None:
-        pass
+        self._constraints.close()
 
     def _sample(self, row: Row, held: Computed) -> RowResult:
         state = held.state
@@ -133,7 +136,7 @@ class FakeRunner:
         count = self._fake.tokens_per_step
         if count > 1:
             count = min(count, len(state.pages) * PAGE_SIZE - row.start - row.count + 1)
-        result = self._draw(held, count, plain)
+        result = self._draw(held, count, plain) if state.constraint is None else self._allowed(row, held)
         self.checker.brought(row, held, result)
         return result
 
@@ -163,6 +166,19 @@ class FakeRunner:
                 logprobs.append(self._logprob(token_id, state.logprobs, bits))
         held.digest = digest
         return RowResult(tuple(drawn), tuple(logprobs))
+
+    def _allowed(self, row: Row, held: Computed) -> RowResult:
+        """One id that the sequence's constraint allows, and those that it forces then."""
+        mask, vocabulary = int.from_bytes(self._constraints.mask(row.key), "little"), self._info.vocab_size
+        allowed = [token_id for token_id in range(vocabulary) if mask >> token_id & 1]
+        if not allowed:
+            return self._constraints.stuck(row.key)
+        noise = held.state.sampling.seed % PRIME if held.state.sampling.temperature else 0
+        bits = (held.digest ^ noise) * FACTOR % PRIME
+        chosen = RowResult((allowed[bits % len(allowed)],))
+        if held.state.logprobs is not None:
+            chosen = RowResult(chosen.token_ids, (self._logprob(chosen.token_ids[0], held.state.logprobs, bits),))
+        return self._constraints.follow((row,), {row.key: chosen})[row.key]
 
     def _choose(self, state: SequenceState, index: int, bits: int) -> int:
         """The id at position `index` of the output."""

@@ -15,6 +15,7 @@ class Failure(enum.StrEnum):
     DEADLINE = "deadline"
     STEP = "step"
     MEMORY = "memory"
+    CONSTRAINT = "constraint"
 
 
 class Event(NamedTuple):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.api import SamplingParams, TokenLogprob
+from engine.constraints.constraints import Constraints
 from engine.sampling.noise import gumbel, seed_key
 from engine.sampling.token_history import TokenHistory
 from engine.scheduling.plan import RowResult
@@ -40,13 +41,18 @@ class BatchParams:
     floor: torch.Tensor  # [drawn, 1]: log(min_p)
     filtered: bool  # whether any has top_k, top_p or min_p
     barred: tuple[int, ...]  # rows with a min_tokens
+    constrained: tuple[int, ...]
     logprobs: tuple[int, ...]  # rows that want them
 
 
 class Sampler:
     """Draws tokens; holds what the penalties must remember of each slot."""
 
-    def __init__(self, vocab_size: int, slots: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, slots: int, device: torch.device, constraints: Constraints | None = None
+    ) -> None:
+        self._constraints = constraints or Constraints()
+        self._bits = torch.arange(8, dtype=torch.uint8, device=device)
         self._device = device
         self._vocab = vocab_size
         self._ids = torch.arange(vocab_size, device=device).unsqueeze(0)
@@ -61,6 +67,9 @@ class Sampler:
         batch = self._params(tuple(sequences))
         chosen = self._chosen(batch, logits, assumed)
         found = [RowResult((token,) if token >= 0 else ()) for token in chosen]
+        for row in batch.constrained:
+            if chosen[row] < 0 and bool(torch.isfinite(logits[row]).all()):
+                found[row] = self._constraints.stuck(batch.sequences[row].key)
         asked = [row for row in batch.logprobs if chosen[row] >= 0]
         if asked:
             counts = [batch.sequences[row].logprobs or 0 for row in asked]
@@ -125,6 +134,7 @@ class Sampler:
             floor=column([params[row].min_p for row in drawn]).log(),
             filtered=any(_filtered(params[row]) for row in drawn),
             barred=tuple(row for row, one in enumerate(sequences) if one.stopping.min_tokens > 0),
+            constrained=tuple(row for row, one in enumerate(sequences) if one.constraint is not None),
             logprobs=tuple(row for row, one in enumerate(sequences) if one.logprobs is not None),
         )
 
@@ -147,7 +157,7 @@ class Sampler:
             if batch.sequences[row].output_length + len(assumed[row]) < batch.sequences[row].stopping.min_tokens
             for token in batch.sequences[row].stopping.stop_token_ids
         ]
-        if batch.bias is None and batch.penalised is None and not barred:
+        if batch.bias is None and batch.penalised is None and not barred and not batch.constrained:
             return logits
         logits = logits.clone()
         if batch.bias is not None:
@@ -160,7 +170,16 @@ class Sampler:
         if barred:
             rows, ids = (self._integers([pair[index] for pair in barred]) for index in range(2))
             logits.index_put_((rows, ids), torch.tensor(NEVER, device=self._device))
+        for row in batch.constrained:
+            self._bar(logits[row], self._constraints.mask(batch.sequences[row].key))
         return logits
+
+    def _bar(self, logits: torch.Tensor, mask: bytearray) -> None:
+        """Leaves of a row [vocab] what the mask allows; ids beyond the mask have no text."""
+        packed = torch.frombuffer(mask, dtype=torch.uint8).to(self._device)
+        allowed = (packed.unsqueeze(1) >> self._bits & 1).view(-1)[: self._vocab]
+        logits[: allowed.shape[0]].masked_fill_(allowed == 0, NEVER)
+        logits[allowed.shape[0] :] = NEVER
 
     def _penalise(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
         rows = [row for row, sequence in enumerate(batch.sequences) if _penalised(sequence.sampling)]
@@ -191,7 +210,8 @@ class Sampler:
             return found
         # Decided over the whole vocabulary: rows whose last candidate is still in, and those whose top_p is a share of
         # more candidates than there are here.
-        undecided = ~(tops[:, -1:] < least) | ((batch.top_k > count) & (batch.top_p < 1))
+        left = tops[:, -1:]  # behind one that a constraint bars all are barred
+        undecided = (~(left < least) & (left > NEVER)) | ((batch.top_k > count) & (batch.top_p < 1))
         open_rows = undecided.squeeze(1).nonzero().squeeze(1)
         if open_rows.numel() == 0:
             return found

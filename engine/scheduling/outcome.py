@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from engine.api import Finish, FinishReason, Start
 from engine.ipc.events import Event, Failure
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import Row, RowEnd, RowResult
 from engine.scheduling.sequence import Sequence
 
 
 def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now: float) -> Event:
     """Adds to the sequence what a row brought, up to its end; the event for its reader."""
-    if not brought.token_ids:
+    ids, end = brought.token_ids, brought.end
+    if end is RowEnd.STUCK:
+        return Event(sequence.key, failure=Failure.CONSTRAINT)
+    if not ids:
+        if end is RowEnd.COMPLETE:
+            return Event(sequence.key, finish=finish(sequence, FinishReason.STOP, now))
         return Event(sequence.key, failure=Failure.STEP)
-    ids = brought.token_ids
     kept, reason = _ending(sequence, ids, max_context)
+    if end is RowEnd.COMPLETE and kept == len(ids):
+        reason = FinishReason.STOP
     if kept < len(ids):
         ids = ids[:kept]
     sequence.token_ids += ids
-    sequence.advance(row.start + row.count + kept - 1)
+    sequence.advance(row.start + row.count + min(kept, len(brought.token_ids) - brought.forced) - 1)
     sequence.last_token_at = now
     begun = None
     if sequence.first_token_at is None:
@@ -26,7 +32,7 @@ def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now
     logprobs = brought.logprobs[:kept]
     if reason is None:
         return Event(sequence.key, ids, logprobs, start=begun)
-    stop = ids[-1] if reason is FinishReason.STOP else None
+    stop = ids[-1] if reason is FinishReason.STOP and end is not RowEnd.COMPLETE else None
     return Event(sequence.key, ids, logprobs, finish(sequence, reason, now, stop), start=begun)
 
 

@@ -6,6 +6,7 @@ and not dataclasses, since a step builds some of them and a struct takes an eigh
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from cache.api import BlockLayout
-from engine.api import ModelInfo, SamplingParams, Stopping, TokenLogprob
+from engine.api import Constraint, ModelInfo, SamplingParams, Stopping, TokenLogprob
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +35,7 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True):
     stopping: Stopping
     logprobs: int | None = None
     draft_limit: int | None = None  # draft tokens a step that the request allows; None: as many as pay
+    constraint: Constraint | None = None
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -61,18 +63,27 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     released: tuple[Released, ...] = ()
 
 
+class RowEnd(enum.StrEnum):
+    """How a constraint ends its sequence behind the ids that a row brought."""
+
+    COMPLETE = "complete"  # nothing may follow
+    STUCK = "stuck"  # something must follow, and no token is left for it
+
+
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
     """What a row that sampled brought: one id or several, fewer or as many logprobs as ids.
 
-    Several only as far as the sequence's pages reach: position start + count + len(token_ids) - 2 must be in them,
-    since the keys and values of all new ids but the last count as computed. None at all: its logits were not finite,
-    and this sequence alone fails.
+    Several only as far as the sequence's pages reach: position start + count + len(token_ids) - forced - 2 must be in
+    them, since the keys and values of all new ids but the last and the forced ones count as computed. None at all: its
+    logits were not finite, and this sequence alone fails, unless `end` says otherwise.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     draft_proposed: int = 0  # draft tokens that were verified for these ids
     draft_accepted: int = 0  # those of them that are among these ids
+    forced: int = 0  # of the ids, the last so many: a constraint left no choice, and they are still to be fed
+    end: RowEnd | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -288,7 +288,7 @@ class Scheduler:
                 f"of {len(plan.rows)} rows planned, not those that sample came back, but {len(result.rows)}"
             )
         most = self._limits.max_tokens_per_row
-        if any(len(brought.token_ids) > most for brought in result.rows.values()):
+        if any(len(brought.token_ids) - brought.forced > most for brought in result.rows.values()):
             raise ValueError(f"a row brought more than {most} ids")
 
     def _start_waiting(self) -> None:

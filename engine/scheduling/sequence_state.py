@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from engine.api import SamplingParams, Stopping
+from engine.api import Constraint, SamplingParams, Stopping
 from engine.errors import EngineFailed
 from engine.scheduling.plan import Admitted, Row, RowResult, StepPlan
 
@@ -25,6 +25,7 @@ class SequenceState:
     stopping: Stopping
     logprobs: int | None
     draft_limit: int | None = None
+    constraint: Constraint | None = None
     pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
     exchanges: int = 0  # how often pages that it had before were replaced; more pages at the end are no exchange
 
@@ -91,6 +92,7 @@ def begin(admitted: Admitted) -> SequenceState:
         stopping=admitted.stopping,
         logprobs=admitted.logprobs,
         draft_limit=admitted.draft_limit,
+        constraint=admitted.constraint,
     )
 
 
@@ -105,4 +107,5 @@ def readmission(state: SequenceState) -> Admitted:
         stopping=state.stopping,
         logprobs=state.logprobs,
         draft_limit=state.draft_limit,
+        constraint=state.constraint,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.api import ModelInfo
+from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
 from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, unused
 from engine.execution.runner import ModelRunner
@@ -57,9 +58,9 @@ class Prepared:
     weight_format: str
 
 
-def build(settings: EngineSettings, progress: Progress) -> ModelRunner:
+def build(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> ModelRunner:
     """Loads the model. Raises InvalidModel or Unsupported, each one line."""
-    runner = make_runner(settings, prepare(settings, progress), progress)
+    runner = make_runner(settings, prepare(settings, progress, constraints), progress)
     _try(runner, Path(settings.model))
     return runner
 
@@ -79,7 +80,7 @@ def _try(runner: ModelRunner, folder: Path) -> None:
         raise InvalidModel(f"{folder}: its weights compute NaN or infinity; {AGAIN}")
 
 
-def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
+def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> Prepared:
     """Weights and page pool in their places."""
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
@@ -98,7 +99,7 @@ def prepare(settings: EngineSettings, progress: Progress) -> Prepared:
             if device.type == "cuda":
                 keep_little(device)
             loaded = load(settings, folder, what, progress)
-            return _assemble(settings, config, loaded, placement)
+            return _assemble(settings, config, loaded, placement, constraints or Constraints(settings.model))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
     except RuntimeError as error:
@@ -126,7 +127,9 @@ def _products(cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
         return None
 
 
-def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, placement: Placement) -> Prepared:
+def _assemble(
+    settings: EngineSettings, config: ModelConfig, loaded: Loaded, placement: Placement, constraints: Constraints
+) -> Prepared:
     shape, device, weights = KvShape(config.layers, config.kv_heads, config.head_dim), placement.device, loaded.weights
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
@@ -136,8 +139,8 @@ def _assemble(settings: EngineSettings, config: ModelConfig, loaded: Loaded, pla
         sequences = with_pages(sequences, room.pages)
     model = Transformer(config, weights, rope_table(config.rope, room.max_context, device), placement)
     pool = KvCache(shape, room.pages, placement.activations, heads_outside=device.type == "cpu")
-    sampler = Sampler(config.vocab_size, sequences, device)
-    parts = Parts(model, pool, sampler, sequences, room.max_context, plain=plain)
+    sampler = Sampler(config.vocab_size, sequences, device, constraints)
+    parts = Parts(model, pool, sampler, sequences, room.max_context, constraints=constraints, plain=plain)
     return Prepared(parts, room, loaded.digest, loaded.weight_format)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.api import EngineLoad, TierReport
+from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed
 from engine.ipc.events import Event, Failure
 from engine.ipc.frames import (
@@ -34,6 +35,7 @@ from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.worker.compiling import Compiling
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.marking import Marking
 from engine.worker.profiles import Profiles
@@ -61,6 +63,7 @@ class Loop:
         recorder: StepRecorder | None = None,
         marking: Marking | None = None,
         memory: DeviceMemory | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self._link = link
         self._runner = runner
@@ -72,6 +75,7 @@ class Loop:
         self._profiles = Profiles(link.send)
         self._marking = marking
         self._memory = memory
+        self._compiling = Compiling(scheduler, constraints or Constraints())
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
         self._failures = 0  # steps in a row
@@ -98,13 +102,14 @@ class Loop:
             for command in commands:
                 self._obey(command)
             self._scheduler.collect()
+            self._refused += self._compiling.collect()
             busy = self._step()
             if self._tier is not None and self._tier.spare():
                 busy = True
 
     def _patience(self) -> float | None:
         """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""
-        if self._scheduler.fetching:
+        if self._scheduler.fetching or self._compiling.waiting:
             return _FETCH_INTERVAL
         if self._scheduler.live:
             return _LOAD_INTERVAL
@@ -114,12 +119,12 @@ class Loop:
         match command:
             case Submit(key=key, request=request, solo=solo):
                 try:
-                    self._scheduler.admit(Sequence(request, list(request.token_ids), key=key, solo=solo))
+                    self._compiling.admit(Sequence(request, list(request.token_ids), key=key, solo=solo))
                 except ValueError as error:
                     _log.error("a request that cannot run came through: %s", error)
                     self._refused.append(Event(key, failure=Failure.STEP))
             case Cancel(key=key):
-                self._scheduler.cancel(key)
+                self._compiling.cancel(key)
             case Pause(key=key):
                 self._scheduler.pause(key)
             case Resume(key=key):

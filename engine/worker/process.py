@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.api import ModelInfo, TierReport
+from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.fake import FakeRunner
 from engine.ipc.frames import Configure, FrameError, Progress, Ready, Refused
@@ -77,7 +78,8 @@ def _serve(link: Link, marking: Marking) -> int:
     if settings.log_format == "json":
         use_json("engine")
     try:
-        runner = _build(settings, _ProgressReports(link))
+        constraints = Constraints(settings.model)
+        runner = _build(settings, _ProgressReports(link), constraints)
         pool, index, tier, tier_report = _prefixes(settings, runner)
         texts = of_texts(Path(settings.model)) if settings.model else ""  # last: so that a change meanwhile shows
     except (InvalidModel, Unsupported, BadFile) as error:
@@ -93,7 +95,9 @@ def _serve(link: Link, marking: Marking) -> int:
     link.send(Ready(replace(runner.info, texts_digest=texts, unused=idle)))
     _log.debug("ready: %d sequences, %d pages", runner.info.max_sequences, runner.info.total_pages)
     memory = DeviceMemory() if runner.info.device.startswith("cuda") else None
-    Loop(link, runner, scheduler, switches, tier, tier_report, _recorder(settings, runner), marking, memory).run()
+    Loop(
+        link, runner, scheduler, switches, tier, tier_report, _recorder(settings, runner), marking, memory, constraints
+    ).run()
     if tier is not None:
         tier.close()
     runner.close()
@@ -109,12 +113,12 @@ def _settings(link: Link) -> EngineSettings:
     raise FrameError("it did not begin with the settings")
 
 
-def _build(settings: EngineSettings, progress: _ProgressReports) -> Runner:
+def _build(settings: EngineSettings, progress: _ProgressReports, constraints: Constraints) -> Runner:
     if settings.kind == "fake":
-        return FakeRunner(settings)
+        return FakeRunner(settings, constraints)
     from engine.worker.build import build  # torch: seconds that the fake need not pay
 
-    return build(settings, progress)
+    return build(settings, progress, constraints)
 
 
 def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:

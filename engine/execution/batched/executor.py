@@ -33,8 +33,9 @@ def why_not(parts: Parts) -> str | None:
 
 
 def can_choose(sequence: SequenceState) -> bool:
-    """Whether the step chooses its tokens: not where it has logprobs or many stop tokens."""
-    return sequence.logprobs is None and len(sequence.stopping.stop_token_ids) <= MAX_STOPS
+    """Whether the step chooses its tokens: not where it has logprobs, a constraint or many stop tokens."""
+    asked = sequence.logprobs is not None or sequence.constraint is not None
+    return not asked and len(sequence.stopping.stop_token_ids) <= MAX_STOPS
 
 
 class Batched:

@@ -93,8 +93,9 @@ def bucket(rows: int) -> int:
 
 
 def can_sample(sequence: SequenceState) -> bool:
-    """Whether the kernels choose its tokens: not where it has logprobs or many stop tokens."""
-    return sequence.logprobs is None and len(sequence.stopping.stop_token_ids) <= MOST_STOPS
+    """Whether the kernels choose its tokens: not where it has logprobs, a constraint or many stop tokens."""
+    asked = sequence.logprobs is not None or sequence.constraint is not None
+    return not asked and len(sequence.stopping.stop_token_ids) <= MOST_STOPS
 
 
 class DecodePipeline:

@@ -1,5 +1,5 @@
 """The token after a prompt, chosen by the kernels that choose in decode steps: the same scores, the same noise. Rows
-that want log-probabilities are the sampler's."""
+that want log-probabilities or have a constraint are the sampler's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAST_NUMBER = 1 << 30  # of an entry; numbers begin anew above it
 
 def can_draw(sequence: SequenceState) -> bool:
     """Whether the kernels choose its tokens."""
-    return sequence.logprobs is None
+    return sequence.logprobs is None and sequence.constraint is None
 
 
 class FirstTokens:

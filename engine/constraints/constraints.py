@@ -1,0 +1,141 @@
+"""What the sequences of a runner may say next. Masks are made in threads while the step computes; the library lets go
+of Python's lock meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from engine.constraints.grammars import Grammars
+from engine.cores import usable_cores
+from engine.scheduling.plan import Admitted, Row, RowEnd, RowResult, StepPlan
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MOST_FORCED: Final = 256  # tokens that are appended at once
+_THREADS: Final = 4  # that make masks, where there are cores
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """Of a sequence that holds a slot: its grammar, as far as the answer has come."""
+
+    matcher: LLMatcher
+    stops: tuple[int, ...]
+    mask: Future[bytearray] | None = None  # of the next token
+
+
+class Constraints:
+    """The grammars of the sequences that a runner holds. Its methods are the engine loop's; work is done in threads
+    that come with the first constraint."""
+
+    def __init__(self, folder: str = "") -> None:
+        self._grammars = Grammars(folder)
+        self._held: dict[int, _Held] = {}  # by the sequence's key
+        self._threads: ThreadPoolExecutor | None = None
+
+    def compile(self, grammar: str) -> Future[None]:
+        """Done once the grammar can be used without delay. Fails where there can be no constraints at all."""
+        return self._pool().submit(self._grammars.compile, grammar)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Takes in who gave up a slot and who got one, and lets masks be made for the rows that sample."""
+        if plan.released or plan.admitted:
+            self._enter(plan)
+        if not self._held:
+            return
+        for row in plan.rows:
+            held = self._held.get(row.key)
+            if held is not None and row.sample and held.mask is None:
+                held.mask = self._pool().submit(self._mask, held)
+
+    def constrained(self, key: int) -> bool:
+        """Whether that sequence has a constraint."""
+        return key in self._held
+
+    def mask(self, key: int) -> bytearray:
+        """One bit for each token that may come next, from the lowest bit of the first byte on. Waits for it."""
+        held = self._held[key]
+        if held.mask is None:
+            held.mask = self._pool().submit(self._mask, held)
+        return held.mask.result()
+
+    def stuck(self, key: int) -> RowResult:
+        """Of a sequence for which no token is left: it ends, well where its grammar may end here."""
+        matcher = self._held[key].matcher
+        sound = not matcher.is_error() and matcher.is_accepting()
+        return RowResult((), end=RowEnd.COMPLETE if sound else RowEnd.STUCK)
+
+    def follow(self, rows: Iterable[Row], results: dict[int, RowResult]) -> dict[int, RowResult]:
+        """Takes in what a step brought; the same, with what the grammars force behind it."""
+        if not self._held:
+            return results
+        for row in rows:
+            held = self._held.get(row.key)
+            if row.sample and held is not None and results[row.key].token_ids:
+                results[row.key] = self._follow(held, results[row.key])
+        return results
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            threads = max(1, min(_THREADS, usable_cores() - 1))
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="constraints")
+        return self._threads
+
+    def _enter(self, plan: StepPlan) -> None:
+        for released in plan.released:
+            self._held.pop(released.key, None)
+        for admitted in plan.admitted:
+            self._held.pop(admitted.key, None)
+            if admitted.constraint is not None:
+                self._held[admitted.key] = self._begun(admitted, admitted.constraint.grammar)
+
+    def _begun(self, admitted: Admitted, grammar: str) -> _Held:
+        matcher = self._grammars.matcher(grammar)
+        said = admitted.token_ids[admitted.prompt_length :]
+        if said:
+            matcher.consume_tokens(list(said))
+        return _Held(matcher, admitted.stopping.stop_token_ids)
+
+    def _mask(self, held: _Held) -> bytearray:
+        """Stop tokens are allowed where the grammar may end, and nowhere else."""
+        matcher = held.matcher
+        bits = bytearray(matcher.compute_bitmask())
+        if matcher.is_error():
+            return bytearray(len(bits))
+        end = self._grammars.vocabulary()[1]
+        ends = bits[end // 8] >> end % 8 & 1
+        bits[end // 8] &= ~(1 << end % 8)
+        for token in held.stops:
+            if token // 8 < len(bits):
+                bits[token // 8] = bits[token // 8] & ~(1 << token % 8) | ends << token % 8
+        return bits
+
+    def _follow(self, held: _Held, brought: RowResult) -> RowResult:
+        matcher, ids = held.matcher, brought.token_ids
+        if held.mask is not None:
+            held.mask.result()  # from here on nobody else is at the matcher
+            held.mask = None
+        if ids[-1] in held.stops:  # it ends here, whatever the grammar thinks of this token
+            return brought
+        if not matcher.consume_tokens(list(ids)):
+            return RowResult((), end=RowEnd.STUCK)
+        forced: list[int] = []
+        if not brought.logprobs and not matcher.is_stopped():  # a log-probability is computed in a step
+            forced = matcher.compute_ff_tokens()[:MOST_FORCED]
+            forced = list(itertools.takewhile(lambda token: token not in held.stops, forced))
+        if forced:
+            matcher.consume_tokens(forced)
+        end = RowEnd.COMPLETE if matcher.is_stopped() and not matcher.is_error() else None
+        if not forced and end is None:
+            return brought
+        return RowResult((*ids, *forced), brought.logprobs, forced=len(forced), end=end)

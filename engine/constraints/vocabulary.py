@@ -1,0 +1,41 @@
+"""The vocabulary as grammars see it: the bytes of every token, and how a text is cut into tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_MARK = "<|end of a constrained answer|>"  # where a tokenizer has no special token that could stand for it
+
+
+class _Bytes:
+    """A tokenizer of bytes, for engines without a model folder; one more token stands for the end."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+    special_token_ids = (256,)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def read_vocabulary(folder: str) -> tuple[LLTokenizer, int]:
+    """Of a model folder, or bytes where it is empty; with the token whose bit in a mask says that the answer may end.
+    Takes about a second for large vocabularies. Raises OSError or ValueError."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if not folder:
+        return LLTokenizer(TokenizerWrapper(_Bytes())), _Bytes.eos_token_id
+    known = json.loads((Path(folder) / "tokenizer.json").read_bytes())
+    added = known.setdefault("added_tokens", [])
+    end = next((token["id"] for token in added if token.get("special")), None)
+    if end is None:
+        end = 1 + max([*known["model"]["vocab"].values(), *(token["id"] for token in added)])
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added.append({"id": end, "content": _MARK, "special": True, **flags})
+    return LLTokenizer(json.dumps(known), eos_token=end), end
