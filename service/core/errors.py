@@ -69,6 +69,7 @@ class Reason(StrEnum):
     # The connection.
     STREAM_STALLED = "STREAM_STALLED"
     MESSAGE_STALLED = "MESSAGE_STALLED"
+    CONSTRAINT_UNMET = "CONSTRAINT_UNMET"
     # The server's own faults.
     ENGINE_FAILED = "ENGINE_FAILED"
     INTERNAL = "INTERNAL"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from cache.api import AnswerEnding, AnswerPart
-from engine.api import FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
+from engine.api import Constraint, FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
 from service.core.admission import Admission
 from service.core.answers.lookup import AnswerSources, Findings
 from service.core.answers.sources import AnswerSource
@@ -70,7 +70,9 @@ class Generator:
             ids = await self._model.encode(request.prompt, facts, origin)
             record.prompt_tokens = len(ids)
             _check_room(request, ids, facts)
-            found = await self._sources.look(request, partial(_engine_request, request, ids, origin, facts), origin)
+            constraint = await self._model.constraints.read(request.constraint, origin)
+            made = partial(_engine_request, request, ids, constraint, origin, facts)
+            found = await self._sources.look(request, made, origin)
             ticket.lookup_ended()
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
@@ -221,6 +223,7 @@ def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> No
 def _engine_request(
     request: Request,
     ids: tuple[int, ...],
+    constraint: Constraint | None,
     origin: Origin,
     facts: ModelFacts,
     prefix_root: bytes,
@@ -243,4 +246,5 @@ def _engine_request(
         expires_at=None if request.time_budget is None else origin.arrived_at + request.time_budget,
         prefix_root=prefix_root,
         bypass_prefix=bypass_prefix,
+        constraint=constraint,
     )

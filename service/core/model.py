@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
+from service.core.constraints import Constraints
 from service.core.errors import InvalidRequest, Violation
 from service.core.parsing.answer import AnswerParser
 from service.core.parsing.formats import NO_FORMATS, AnswerFormats, prompt_tail
@@ -45,6 +46,7 @@ class ServedModel:
         self._engine = engine
         self._processes = processes
         self._formats = formats
+        self.constraints = Constraints(processes)
         self._known: tuple[ModelInfo, ModelFacts] | None = None
 
     def facts(self) -> ModelFacts:

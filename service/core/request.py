@@ -42,6 +42,15 @@ class ChatPrompt:
         return self.options.continue_final_message
 
 
+@dataclass(frozen=True, slots=True)
+class ConstraintText:
+    """What the answer must look like, as the caller wrote it. `field` is where it stands in the request."""
+
+    kind: str  # as `service.core.text.constraint` knows them
+    texts: tuple[str, ...]  # one; of a choice, its options
+    field: str
+
+
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
@@ -120,6 +129,7 @@ class Request:
     delivery: Delivery
     cache: CacheUse
     seeded: bool  # by the caller
+    constraint: ConstraintText | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from engine.api import SamplingParams
 from service.core.errors import InvalidRequest, Violation
 from service.core.model import GREEDY_BELOW
-from service.core.request import ModelFacts, Stops, TokenPrompt
+from service.core.request import ConstraintText, ModelFacts, Stops, TokenPrompt
 from service.core.validation import Violations, too_long
 
 MAX_STOP_STRINGS = 16
@@ -21,6 +21,8 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_CONSTRAINT = 256 * 2**10  # bytes
+MAX_OPTIONS = 1024  # of a choice
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
 _MOST_TOP_K = (1 << 31) - 1
@@ -135,6 +137,16 @@ def read_token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations, fie
     elif found.token_ids(field, ids, facts.vocab_size):
         return TokenPrompt(tuple(ids))
     return TokenPrompt(())
+
+
+def read_constraint(kind: str, texts: Sequence[str], found: Violations, field: str) -> ConstraintText:
+    """Its bounds; whether it can be used is seen once the request is let in."""
+    if kind == "choice" and (not 1 <= len(texts) <= MAX_OPTIONS or not all(texts)):
+        found.add(field, f"must be 1 to {MAX_OPTIONS} texts, none of them empty")
+    if sum(map(len, texts)) > MAX_CONSTRAINT or sum(len(text.encode()) for text in texts) > MAX_CONSTRAINT:
+        found.add(field, f"is larger than {MAX_CONSTRAINT} bytes")
+        texts = ()
+    return ConstraintText(kind, tuple(texts), field)
 
 
 def read_logprobs(given: int | None, found: Violations, field: str) -> int | None:

@@ -23,7 +23,7 @@ def cacheable(request: Request) -> bool:
 
 def question_of(request: Request, engine_request: GenerationRequest, tenant: str) -> Question:
     """The whole prompt, and all that shapes its answer: every resolved value of sampling and stopping."""
-    sampling, stops = engine_request.sampling, request.stops
+    sampling, stops, constraint = engine_request.sampling, request.stops, engine_request.constraint
     return Question(
         tenant=tenant,
         token_ids=engine_request.token_ids,
@@ -42,6 +42,7 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
             ("stop_token_ids", stops.token_ids),
             ("include_stop", stops.include),
             ("continues", request.prompt.continues),
+            *(() if constraint is None else (("constraint", constraint.grammar),)),
         ),
         max_tokens=engine_request.stopping.max_tokens,
         deterministic=cacheable(request),
@@ -54,6 +55,8 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
     wished for the semantic cache by name, since a text to be continued means what its last sign or space says: that end
     must be equal."""
     prompt = request.prompt
+    if request.constraint is not None:  # what it shapes answers nobody else's words
+        return None
     if isinstance(prompt, ChatPrompt):
         *before, last = prompt.messages
         if last.role != _USER or not last.simple:

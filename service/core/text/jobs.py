@@ -18,6 +18,7 @@ KINDS = {
     "encode": "service.core.text.jobs:encode",
     "encode_chat": "service.core.text.jobs:encode_chat",
     "decode": "service.core.text.jobs:decode",
+    "constraint": "service.core.text.constraint:constraint",
 }
 _WORD = "I"  # 32 bits, unsigned: a token id
 

@@ -72,6 +72,7 @@ def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) 
         delivery=Delivery(1, 0.0),
         cache=CacheUse(),
         seeded=wishes.seeded,
+        constraint=wishes.constraint(),
     )
     outputs = _outputs(message, inputs, found)
     found.raise_any()

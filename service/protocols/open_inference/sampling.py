@@ -10,14 +10,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.core.errors import Unimplemented
+from service.core.request import ConstraintText
 from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
-from service.protocols.wishes import SamplingWish, StopWish
+from service.protocols.wishes import SamplingWish, StopWish, read_constraint
 
 _MOST_JSON = 65_536  # bytes
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WHOLE = ("top_k", "seed", "max_tokens", "min_tokens")
-_KNOWN = {*_NUMBERS, *_WHOLE, "ignore_eos", "include_stop_str_in_output", "stop", "stop_token_ids", "logit_bias", "n"}
+_CONSTRAINTS = ("structured_outputs", "guided_decoding")
+_KINDS = {one: one for one in ("json_object", "regex", "choice", "grammar")} | {"json": "json_schema"}
+_KNOWN = {
+    *_NUMBERS,
+    *_WHOLE,
+    *_CONSTRAINTS,
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "n",
+}
 
 
 def from_json(data: bytes, found: Violations, field: str) -> Mapping[str, Any]:
@@ -77,6 +90,27 @@ class Parameters:
             ignore_eos=self._truth("ignore_eos"),
             include=self._truth("include_stop_str_in_output"),
         )
+
+    def constraint(self) -> ConstraintText | None:
+        """`structured_outputs`, or `guided_decoding` as it was called before: an object, or its JSON text."""
+        name = next((name for name in _CONSTRAINTS if self._values.get(name) is not None), None)
+        if name is None:
+            return None
+        given, field = self._values[name], self._prefix + name
+        if isinstance(given, str):
+            given = from_json(given.encode(), self._found, field)
+        wished = {key: value for key, value in given.items() if value} if isinstance(given, dict) else {}
+        kind, value = next(iter(wished.items()), ("", None))
+        for other in wished:
+            if other not in _KINDS:
+                raise Unimplemented(f"{field}.{other[:64]}", f"{field}.{other[:64]}: this server does not serve it")
+        if kind == "json":
+            value = value if isinstance(value, str) else json.dumps(value)
+        texts = [] if kind == "json_object" else value if kind == "choice" else [value]
+        if len(wished) != 1 or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            self._found.add(field, "must be an object with one of json, json_object, regex, choice and grammar")
+            return None
+        return read_constraint(_KINDS[kind], texts, self._found, f"{field}.{kind}")
 
     def _number(self, name: str) -> float | None:
         value = self._values.get(name)

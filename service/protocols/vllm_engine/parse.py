@@ -7,12 +7,23 @@ from dataclasses import dataclass
 
 from engine.api import Priority
 from service.core.errors import Unimplemented
-from service.core.request import CacheUse, Delivery, ModelFacts, Output, Prompt, Request, TextPrompt, TokenPrompt
+from service.core.request import (
+    CacheUse,
+    ConstraintText,
+    Delivery,
+    ModelFacts,
+    Output,
+    Prompt,
+    Request,
+    TextPrompt,
+    TokenPrompt,
+)
 from service.core.validation import Violations
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from service.protocols.wishes import (
     SamplingWish,
     StopWish,
+    read_constraint,
     read_logprobs,
     read_request_id,
     read_sampling,
@@ -55,6 +66,7 @@ def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> Question:
         delivery=_EACH_TOKEN,
         cache=CacheUse(),
         seeded=given.HasField("seed"),
+        constraint=_constraint(given, found),
     )
     found.raise_any()
     for field in _lacking(message):
@@ -70,9 +82,8 @@ def _lacking(message: pb.GenerateRequest) -> Iterator[str]:
         yield "extra_mm_inputs"
     if message.data_parallel_rank:
         yield "data_parallel_rank"
-    constraint = given.WhichOneof("constraint")
-    if constraint is not None:
-        yield _SAMPLING + constraint
+    if given.HasField("structural_tag"):
+        yield f"{_SAMPLING}structural_tag"
     if given.n > 1:
         yield f"{_SAMPLING}n"
     yield from (_SAMPLING + field for field in _LACKING_SAMPLING if given.HasField(field))
@@ -113,6 +124,16 @@ def _stop_wish(given: pb.SamplingParams) -> StopWish:
         token_ids=given.stop_token_ids,
         ignore_eos=given.ignore_eos,
     )
+
+
+def _constraint(given: pb.SamplingParams, found: Violations) -> ConstraintText | None:
+    kind = given.WhichOneof("constraint")
+    if kind is None or kind == "structural_tag" or (kind == "json_object" and not given.json_object):
+        return None
+    if kind == "json_object":
+        return read_constraint(kind, (), found, _SAMPLING + kind)
+    texts = given.choice.choices if kind == "choice" else (getattr(given, kind),)
+    return read_constraint(kind, texts, found, _SAMPLING + kind)
 
 
 def _logprobs(given: pb.SamplingParams, found: Violations) -> int | None:

@@ -12,6 +12,7 @@ from service.core.request import (
     Access,
     CacheUse,
     ChatPrompt,
+    ConstraintText,
     Delivery,
     ModelFacts,
     Output,
@@ -27,6 +28,7 @@ from service.protocols.whippet_v1.parse_chat import read_chat
 from service.protocols.wishes import (
     SamplingWish,
     StopWish,
+    read_constraint,
     read_logprobs,
     read_request_id,
     read_sampling,
@@ -83,6 +85,7 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
         delivery=_delivery(message.delivery, found) if message.HasField("delivery") else _DELIVERY,
         cache=_cache(message.cache, found) if message.HasField("cache") else _CACHE,
         seeded=message.sampling.HasField("seed"),
+        constraint=_constraint(message.constraint, found) if message.HasField("constraint") else None,
     )
     if message.HasField("speculation"):
         found.number("speculation.max_draft_tokens", message.speculation.max_draft_tokens, 0, None)
@@ -161,6 +164,21 @@ def _stops(given: pb.StoppingOptions, facts: ModelFacts, found: Violations) -> S
         include=given.include_stop,
     )
     return read_stops(wish, facts, found, "stopping.", "stop_strings")
+
+
+def _constraint(given: pb.Constraint, found: Violations) -> ConstraintText | None:
+    kind = given.WhichOneof("kind")
+    if kind is None:
+        found.add("constraint", "one of json_schema, json_object, regex, choice and grammar is needed")
+        return None
+    if kind == "json_object":
+        if not given.json_object:
+            found.add("constraint.json_object", "must be true")
+        return read_constraint(kind, (), found, "constraint.json_object")
+    texts = given.choice.options if kind == "choice" else (getattr(given, kind),)
+    return read_constraint(
+        kind, texts, found, "constraint.choice.options" if kind == "choice" else f"constraint.{kind}"
+    )
 
 
 def _output(given: pb.OutputOptions, found: Violations) -> Output:

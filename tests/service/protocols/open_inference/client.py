@@ -88,7 +88,17 @@ json.dump(
             .outputs
         ],
         "stream": stream(),
+        "constrained": [
+            text(infer(inputs("x", known, **{name: shape, "max_tokens": 8})))
+            for name, shape in (
+                ("structured_outputs", {"regex": "[0-9]{3}"}),
+                ("guided_decoding", json.dumps({"choice": ["left", "right"]})),
+                ("structured_outputs", {"json": {"const": 12}}),
+            )
+        ],
         "refusals": {
+            "constraint": refusal(infer, inputs("x", structured_outputs={"regex": "(", "json": None})),
+            "constraints": refusal(infer, inputs("x", structured_outputs={"regex": "a", "choice": ["b"]})),
             "model": refusal(infer, inputs("x"), model="other"),
             "version": refusal(infer, inputs("x"), model_version="7"),
             "metadata": refusal(client.get_model_metadata, "other"),

@@ -35,6 +35,14 @@ def answer(server: Server) -> str:
     return server.generation.Generate(request, timeout=60).text
 
 
+def test_answers_keep_to_constraints(seen: Any) -> None:
+    number, side, constant = seen["constrained"]
+    assert number.isdecimal()
+    assert len(number) == 3
+    assert side in ("left", "right")
+    assert constant == "12"
+
+
 def test_it_tells_of_itself(seen: Any) -> None:
     assert seen["live"]
     assert seen["ready"] == [True, True, False]
@@ -78,6 +86,8 @@ def test_a_stream_has_one_answer_after_the_other(seen: Any, answer: str) -> None
         ("sampling", "INVALID_ARGUMENT", "sampling_parameters.min_tokens"),
         ("sampling", "INVALID_ARGUMENT", "sampling_parameters.stop"),
         ("option", "UNIMPLEMENTED", "sampling_parameters.guided_json"),
+        ("constraint", "INVALID_ARGUMENT", "sampling_parameters.structured_outputs.regex"),
+        ("constraints", "INVALID_ARGUMENT", "sampling_parameters.structured_outputs"),
         ("several", "UNIMPLEMENTED", "sampling_parameters.n"),
         ("json", "INVALID_ARGUMENT", "inputs[sampling_parameters]"),
         ("both", "INVALID_ARGUMENT", "parameters.top_k"),

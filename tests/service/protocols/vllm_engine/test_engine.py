@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,12 +126,7 @@ LACKING = {
     "media_refs": {"media_refs": {}},
     "data_parallel_rank": {"data_parallel_rank": 1},
     "sampling_params.n": {"sampling_params": {"n": 2}},
-    "sampling_params.json_schema": {"sampling_params": {"json_schema": ""}},
-    "sampling_params.regex": {"sampling_params": {"regex": "x"}},
-    "sampling_params.grammar": {"sampling_params": {"grammar": "x"}},
     "sampling_params.structural_tag": {"sampling_params": {"structural_tag": "x"}},
-    "sampling_params.json_object": {"sampling_params": {"json_object": True}},
-    "sampling_params.choice": {"sampling_params": {"choice": {"choices": ["x"]}}},
     "sampling_params.prompt_logprobs": {"sampling_params": {"prompt_logprobs": 0}},
     "sampling_params.truncate_prompt_tokens": {"sampling_params": {"truncate_prompt_tokens": -1}},
 }
@@ -144,6 +140,25 @@ def test_what_is_lacking_is_refused_by_name(server: Server, field: str) -> None:
     assert refusal.code is grpc.StatusCode.UNIMPLEMENTED
     assert field in refusal.message
     assert refusal.reason == "UNIMPLEMENTED_OPTION"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        ({"regex": "[0-9]{2}x"}, "[0-9]{2}x"),
+        ({"choice": {"choices": ["left", "right"]}}, "left|right"),
+        ({"grammar": 'root ::= "a" "b"'}, "ab"),
+        ({"json_schema": '{"const": {"a": 1}}'}, '\\{"a": 1\\}'),
+        ({"json_object": False}, "(?s).{8}"),
+    ],
+)
+def test_constraints_are_kept_to(server: Server, constraint: dict[str, Any], expected: str) -> None:
+    assert re.fullmatch(expected, bytes(whole(server, question(**constraint, max_tokens=8)).output_ids).decode())
+
+
+def test_a_constraint_that_cannot_be_used_is_named_as_this_protocol_has_it(server: Server) -> None:
+    refusal = refused(stub(server).Generate, question(json_schema='{"type": "strin"}'))
+    assert refusal.fields == {"sampling_params.json_schema"}
 
 
 def test_what_is_wrong_is_named_as_this_protocol_has_it(server: Server) -> None:

@@ -38,6 +38,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_MESSAGE_STALLED: _ClassVar[ErrorReason]
     ERROR_REASON_ENGINE_FAILED: _ClassVar[ErrorReason]
     ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+    ERROR_REASON_CONSTRAINT_UNMET: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_QUEUE_FULL: ErrorReason
 ERROR_REASON_QUEUED_TOKENS: ErrorReason
@@ -70,3 +71,4 @@ ERROR_REASON_STREAM_STALLED: ErrorReason
 ERROR_REASON_MESSAGE_STALLED: ErrorReason
 ERROR_REASON_ENGINE_FAILED: ErrorReason
 ERROR_REASON_INTERNAL: ErrorReason
+ERROR_REASON_CONSTRAINT_UNMET: ErrorReason
