@@ -138,6 +138,8 @@ class TokenEvents:
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
     finish: Finish | None = None  # in the last event only
     start: Start | None = None  # in the first event with ids only
+    draft_proposed: int = 0  # draft tokens that were verified for these ids
+    draft_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,14 @@ class Reverted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerInfo:
+    """Who could guess what follows, for speculative decoding."""
+
+    name: str
+    why_not: str = ""  # empty where it is in use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What was loaded and how it is run."""
 
@@ -186,6 +196,8 @@ class ModelInfo:
     lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
     max_tokens_per_row: int = 1  # most ids that a step brings a sequence
     unused: tuple[Unused, ...] = ()
+    draft_model: str = ""  # its folder's name; empty where there is none
+    proposers: tuple[ProposerInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +226,8 @@ class EngineLoad:
     prompt_tokens: int = 0  # of sequences that have begun
     cached_tokens: int = 0  # of those, whose keys and values were there
     generated_tokens: int = 0
+    draft_proposed: int = 0  # draft tokens that were verified
+    draft_accepted: int = 0
     preemptions: int = 0
     device_used_bytes: int = 0  # of a GPU's memory, by all processes
     device_bytes: int = 0  # 0 without a GPU

@@ -136,12 +136,17 @@ class Inbox:
         events, self._events = self._events, []
         self._held, self._queued, self._tokens = self._queued, 0, 0
         if len(events) == 1:
-            return TokenEvents(events[0].token_ids, events[0].logprobs, events[0].finish, events[0].start)
+            one = events[0]
+            return TokenEvents(
+                one.token_ids, one.logprobs, one.finish, one.start, one.draft_proposed, one.draft_accepted
+            )
         return TokenEvents(
             tuple(itertools.chain.from_iterable([event.token_ids for event in events])),
             tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
             events[-1].finish,
             events[0].start,
+            sum([event.draft_proposed for event in events]),
+            sum([event.draft_accepted for event in events]),
         )
 
     @property

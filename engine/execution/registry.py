@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api import Objection, Unused
+from engine.api import Objection, ProposerInfo, Unused
 from engine.errors import Unsupported
 from engine.execution import eager, forward_pass, trials
 from engine.execution.batched import executor as batched
@@ -140,6 +140,15 @@ def unused(choice: Choice) -> tuple[Unused, ...]:
             reason = said[0] if said else f"the {choice.decoder} decoder has no such thing{better}"
             found.append(Unused(name=name, reason=reason or ""))
     return tuple(found)
+
+
+def proposers(verifies: bool, draft: bool) -> tuple[ProposerInfo, ...]:
+    """Who guesses, best first, and why not the others; `draft`: whether there is a draft model."""
+    reason = "" if verifies else "no executor in use verifies drafts"
+    return (
+        ProposerInfo(name="prompt_lookup", why_not=reason),
+        ProposerInfo(name="draft_model", why_not=reason or ("" if draft else "draft-model names none")),
+    )
 
 
 def _make(entry: ExecutorEntry, parts: Parts) -> Executor | str:

@@ -4,6 +4,8 @@ Ids are a function of the tokens so far (and of the seed, unless greedy). Up to 
 printable ASCII, above that anything but the first three, whole code points or not. About one in 64 is the request's
 first stop token, where it has one. Fields of SamplingParams that need logits change nothing, since there are none.
 
+Of several ids a step, all but the first count as guesses that were right.
+
 It holds the scheduler to its plans (`checker`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n)
 breaks once n ids have been generated.
 """
@@ -136,6 +138,8 @@ class FakeRunner:
         count = self._fake.tokens_per_step
         if count > 1:
             count = min(count, len(state.pages) * PAGE_SIZE - row.start - row.count + 1)
+            if state.draft_limit is not None:
+                count = min(count, 1 + state.draft_limit)
         result = self._draw(held, count, plain) if state.constraint is None else self._allowed(row, held)
         self.checker.brought(row, held, result)
         return result
@@ -165,7 +169,7 @@ class FakeRunner:
             if state.logprobs is not None:
                 logprobs.append(self._logprob(token_id, state.logprobs, bits))
         held.digest = digest
-        return RowResult(tuple(drawn), tuple(logprobs))
+        return RowResult(tuple(drawn), tuple(logprobs), count - 1, count - 1)
 
     def _allowed(self, row: Row, held: Computed) -> RowResult:
         """One id that the sequence's constraint allows, and those that it forces then."""

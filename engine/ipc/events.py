@@ -27,3 +27,5 @@ class Event(NamedTuple):
     finish: Finish | None = None
     failure: Failure | None = None
     start: Start | None = None  # with the first ids
+    draft_proposed: int = 0  # draft tokens that were verified for these ids
+    draft_accepted: int = 0

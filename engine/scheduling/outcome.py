@@ -30,10 +30,12 @@ def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now
         sequence.first_token_at = now
         begun = _start(sequence, now)
     logprobs = brought.logprobs[:kept]
+    proposed, accepted = brought.draft_proposed, min(brought.draft_accepted, kept)
     if reason is None:
-        return Event(sequence.key, ids, logprobs, start=begun)
+        return Event(sequence.key, ids, logprobs, None, None, begun, proposed, accepted)
     stop = ids[-1] if reason is FinishReason.STOP and end is not RowEnd.COMPLETE else None
-    return Event(sequence.key, ids, logprobs, finish(sequence, reason, now, stop), start=begun)
+    ended = finish(sequence, reason, now, stop)
+    return Event(sequence.key, ids, logprobs, ended, None, begun, proposed, accepted)
 
 
 def _start(sequence: Sequence, now: float) -> Start:

@@ -205,7 +205,7 @@ class Scheduler:
                 self._prefixes.note(sequence)
                 continue
             event = take(sequence, row, result.rows[row.key], self._limits.max_context, now)
-            self._tally.generated_tokens += len(event.token_ids)
+            self._tally.take(event)
             self._prefixes.note(sequence)
             if event.start is not None:
                 self._tally.begin(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.ipc.events import Event
 from engine.scheduling.sequence import Sequence
 
 
@@ -17,6 +18,8 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    draft_proposed: int = 0
+    draft_accepted: int = 0
     preemptions: int = 0
 
     def begin(self, sequence: Sequence) -> None:
@@ -25,3 +28,9 @@ class Tally:
         self.cached_tokens += sequence.cached_tokens
         self.begun += 1
         self.begun_cached += sequence.cached_tokens > 0
+
+    def take(self, event: Event) -> None:
+        """New ids."""
+        self.generated_tokens += len(event.token_ids)
+        self.draft_proposed += event.draft_proposed
+        self.draft_accepted += event.draft_accepted

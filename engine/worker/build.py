@@ -12,7 +12,7 @@ import torch
 from engine.api import ModelInfo
 from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, unused
+from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, proposers, unused
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
 from engine.fake import plain_request
@@ -178,6 +178,7 @@ def make_runner(
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
         unused=unused(choice),
+        proposers=proposers(any(name == "speculation" for name, _ in choice.executors), draft=False),
     )
     runner = ModelRunner(info, parts, executors)
     for name in SWITCHES:

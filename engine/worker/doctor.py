@@ -19,7 +19,7 @@ import torch
 
 from engine.errors import EngineError, Unsupported
 from engine.execution.graph_decode.weights import why_one_pass
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders
+from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
@@ -85,6 +85,7 @@ class Report:
     decoders: list[Option] = field(default_factory=list)
     optimizations: list[Option] = field(default_factory=list)  # that a model or a machine may not have
     formats: list[Option] = field(default_factory=list)
+    proposers: list[Option] = field(default_factory=list)  # of speculative decoding
     model: ModelReport | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -129,6 +130,10 @@ def examine(settings: EngineSettings, digest: bool = False) -> Report:
         if parts is not None:
             report.model = _model(settings, form, parts, digest)
             report.optimizations = _switches(parts, report)
+        verifies = any(one.chosen and one.name == "eager" for one in report.decoders)
+        report.proposers = [
+            Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifies, False)
+        ]
         if not any(one.chosen for one in report.decoders):
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)
             raise Unsupported(f"no decoder can serve this model here ({reasons})")

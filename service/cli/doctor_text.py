@@ -44,7 +44,7 @@ def _engine(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "gpu", f"{gpu['name']}, capability {gpu['capability']}, {room}"
     if engine["device"]:
         yield "device", engine["device"]
-    for title in ("dtypes", "formats", "decoders"):
+    for title in ("dtypes", "formats", "decoders", "proposers"):
         for option in engine[title]:
             yield title.removesuffix("s"), f"{option['name']}: {_standing(option)}"
     for option in engine.get("optimizations", ()):

@@ -131,6 +131,10 @@ def _rates(between: Between) -> Iterator[Row]:
         f"{between.rate('cached_tokens'):,.1f}/s of them cached",
     )
     yield _row("tokens", told)
+    guessed = between.rate("draft_proposed")
+    if guessed:
+        right = between.rate("draft_accepted")
+        yield _row("guessed", (f"{guessed:,.1f}/s", f"{right / guessed:.0%} of them right"))
 
 
 def _latencies(between: Between) -> Iterator[Row]:

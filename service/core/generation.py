@@ -180,6 +180,8 @@ class _Reading:
             prompt_tokens=prompt_tokens,
             completion_tokens=record.completion_tokens,
             cached_tokens=record.cached_tokens,
+            draft_proposed=source.draft_proposed,
+            draft_accepted=source.draft_accepted,
             queue=0.0 if stored else max(0.0, took.queue - outcome.lookup),
             prefill=0.0 if stored else took.prefill,
             decode=0.0 if stored else decode,
@@ -192,6 +194,7 @@ class _Reading:
 def _note(record: RecordBuilder, found: Findings, source: AnswerSource) -> None:
     """What is known of the answer's source, however its reading ended."""
     record.submitted_at = source.submitted_at
+    record.draft_proposed, record.draft_accepted = source.draft_proposed, source.draft_accepted
     took = source.finish or source.start
     if took is not None:
         record.queue, record.prefill = took.queue, took.prefill
@@ -247,4 +250,5 @@ def _engine_request(
         prefix_root=prefix_root,
         bypass_prefix=bypass_prefix,
         constraint=constraint,
+        draft_limit=request.draft_limit,
     )

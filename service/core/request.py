@@ -130,6 +130,7 @@ class Request:
     cache: CacheUse
     seeded: bool  # by the caller
     constraint: ConstraintText | None = None
+    draft_limit: int | None = None  # draft tokens at once; 0: none; None: as many as pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,8 @@ class Ending:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    draft_proposed: int
+    draft_accepted: int
     queue: float
     prefill: float
     decode: float

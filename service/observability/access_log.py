@@ -14,6 +14,16 @@ from service.observability.record import RequestRecord
 
 _SERVED, _REFUSED = 300, 20  # lines a second; the first takes some 1 to 2 % of a core
 _PROBES = "grpc."  # services of gRPC itself: health and reflection, at level DEBUG unless they fail
+_COUNTS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "draft_proposed",
+    "draft_accepted",
+    "bytes_in",
+    "bytes_out",
+    "messages_out",
+)
 _log = logging.getLogger("access")
 
 
@@ -87,7 +97,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
     for name in ("queue", "prefill", "decode", "lookup"):
         if seconds := getattr(record, name):
             fields[f"{name}_ms"] = _ms(seconds)
-    for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "bytes_in", "bytes_out", "messages_out"):
+    for name in _COUNTS:
         if value := getattr(record, name):
             fields[name] = value
     for name in ("cache", "role", "leader_request_id", "finish_reason"):

@@ -133,6 +133,8 @@ FAMILIES: Mapping[str, Family] = {
     "prompt_tokens": _counter("Prompt tokens of sequences that have begun."),
     "prompt_cached_tokens": _counter("Of those, whose keys and values were there."),
     "generated_tokens": _counter("Tokens generated."),
+    "draft_proposed_tokens": _counter("Tokens guessed for speculative decoding."),
+    "draft_accepted_tokens": _counter("Of those, that were right."),
     "preemptions": _counter("Times that a sequence was put back for want of pages."),
     # The caches
     "cache_requests": _counter("Lookups of requests, by what the cache had.", "cache", "outcome"),

@@ -192,6 +192,8 @@ def _engine(load: EngineLoad) -> Iterator[Metric]:
     yield _one("prompt_tokens", load.prompt_tokens)
     yield _one("prompt_cached_tokens", load.cached_tokens)
     yield _one("generated_tokens", load.generated_tokens)
+    yield _one("draft_proposed_tokens", load.draft_proposed)
+    yield _one("draft_accepted_tokens", load.draft_accepted)
     yield _one("preemptions", load.preemptions)
 
 

@@ -63,6 +63,8 @@ class RequestRecord(NamedTuple):
     prompt_tokens: int
     cached_tokens: int  # of the prompt, that did not have to be computed
     completion_tokens: int
+    draft_proposed: int  # tokens guessed for it
+    draft_accepted: int
     cache: str  # header `x-cache`; empty before the caches were asked
     cache_source: str  # `none`, `response`, `semantic`; empty unless the answer ended well
     finish_reason: str  # empty unless the answer ended well
@@ -96,6 +98,7 @@ class RecordBuilder:
     prefill: float | None = None
     decode: float | None = None
     prompt_tokens = cached_tokens = completion_tokens = 0
+    draft_proposed = draft_accepted = 0
     cache = cache_source = finish_reason = ""
     bytes_in = bytes_out = messages_out = 0
 

@@ -56,6 +56,7 @@ class EngineAnswer:
         self.start: Start | None = None
         self.finish: Finish | None = None  # where the engine ended it, and not a stop string
         self.logprobs: tuple[TokenLogprob, ...] = ()
+        self.draft_proposed = self.draft_accepted = 0
         self._engine = engine
         self._request = request
         self._batch = batch
@@ -128,6 +129,8 @@ class EngineAnswer:
         part = self._part(events)
         if events.logprobs:
             self.logprobs = events.logprobs[: len(part.token_ids)]
+        self.draft_proposed += events.draft_proposed
+        self.draft_accepted += events.draft_accepted
         self._charge(len(part.token_ids))
         self._count += len(part.token_ids)
         if self._whole is not None:

@@ -37,6 +37,14 @@ class AnswerSource(Protocol):
         """How the engine ended it, where it is generated for this reader and no stop string ends it."""
 
     @property
+    def draft_proposed(self) -> int:
+        """Draft tokens that were verified so far, where it is generated for this reader."""
+
+    @property
+    def draft_accepted(self) -> int:
+        """Those of them that were right."""
+
+    @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         """Of the part that `next` gave last, one an id, if they were asked for."""
 
@@ -86,6 +94,14 @@ class SharedAnswer:
     @property
     def finish(self) -> Finish | None:
         return None if self._own is None else self._own.finish
+
+    @property
+    def draft_proposed(self) -> int:
+        return 0 if self._own is None else self._own.draft_proposed
+
+    @property
+    def draft_accepted(self) -> int:
+        return 0 if self._own is None else self._own.draft_accepted
 
     async def opened(self) -> None:
         """Returns once the answer is under way: from then on nobody refuses it. Raises what reading would. To be called

@@ -86,9 +86,8 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
         cache=_cache(message.cache, found) if message.HasField("cache") else _CACHE,
         seeded=message.sampling.HasField("seed"),
         constraint=_constraint(message.constraint, found) if message.HasField("constraint") else None,
+        draft_limit=_draft_limit(message.speculation, found) if message.HasField("speculation") else None,
     )
-    if message.HasField("speculation"):
-        found.number("speculation.max_draft_tokens", message.speculation.max_draft_tokens, 0, None)
     found.raise_any()
     _refuse_unimplemented(message, request, facts, semantic)
     return request
@@ -227,6 +226,13 @@ def _duration(field: str, given: Duration, high: float | None, found: Violations
     return found.duration(field, given.seconds, given.nanos, high, above=above)
 
 
+def _draft_limit(given: pb.SpeculationOptions, found: Violations) -> int | None:
+    found.number("speculation.max_draft_tokens", given.max_draft_tokens, 0, None)
+    if given.disable:
+        return 0
+    return given.max_draft_tokens if given.HasField("max_draft_tokens") else None
+
+
 def _access(field: str, given: int, found: Violations) -> Access | None:
     if given == pb.CACHE_MODE_UNSPECIFIED:
         return None
@@ -241,8 +247,6 @@ def _refuse_unimplemented(message: GenerationMessage, request: Request, facts: M
     wished = request.cache.semantic
     if not semantic and wished is not None and (wished.read or wished.write):
         raise Unimplemented("cache.semantic", "this server has no semantic cache")
-    if message.speculation.max_draft_tokens > 0:
-        raise Unimplemented("speculation.max_draft_tokens", "this server has no draft model")
     _refuse_chat(request.prompt, facts)
 
 

@@ -88,6 +88,7 @@ def _put_finish(into: pb.Finish, ending: Ending) -> None:
     usage, timings = into.usage, into.timings
     usage.prompt_tokens, usage.cached_tokens = ending.prompt_tokens, ending.cached_tokens
     usage.completion_tokens = ending.completion_tokens
+    usage.draft_proposed, usage.draft_accepted = ending.draft_proposed, ending.draft_accepted
     put_duration(timings.queue, ending.queue)
     put_duration(timings.cache_lookup, ending.outcome.lookup)
     put_duration(timings.prefill, ending.prefill)
@@ -140,6 +141,8 @@ def model(described: ModelDescription) -> model_pb2.Model:
         tokenizer_digest=described.tokenizer_digest,
         chat=facts.chat,
         eos_token_ids=facts.eos_token_ids,
+        draft_model=info.draft_model,
+        proposers=[model_pb2.Proposer(name=one.name, why_not=one.why_not) for one in info.proposers],
     )
     put_sampling(message.default_sampling, facts.defaults)
     message.default_sampling.ClearField("seed")

@@ -68,6 +68,8 @@ def _engine(cases: UseCases) -> admin_pb2.GetLoadResponse:
         prompt_tokens=now.prompt_tokens,
         cached_tokens=now.cached_tokens,
         generated_tokens=now.generated_tokens,
+        draft_proposed=now.draft_proposed,
+        draft_accepted=now.draft_accepted,
         preemptions=now.preemptions,
         restarts=engine.restarts,
         model=cases.model.name,

@@ -53,7 +53,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("state", "running", "waiting", "paused", "used_pages", "total_pages", "page_size", "steps", "generated_tokens", "preemptions", "restarts", "cache_counts", "cache_breakers", "live_requests", "looking_requests", "queued_requests", "queue_limit", "max_sequences", "kept_pages", "prompt_tokens", "cached_tokens", "ended_calls", "refused_requests", "seconds", "version", "model", "runs_on", "uptime", "front_bytes", "front_cpu", "device_used_bytes", "device_bytes")
+    __slots__ = ("state", "running", "waiting", "paused", "used_pages", "total_pages", "page_size", "steps", "generated_tokens", "preemptions", "restarts", "cache_counts", "cache_breakers", "live_requests", "looking_requests", "queued_requests", "queue_limit", "max_sequences", "kept_pages", "prompt_tokens", "cached_tokens", "ended_calls", "refused_requests", "seconds", "version", "model", "runs_on", "uptime", "front_bytes", "front_cpu", "device_used_bytes", "device_bytes", "draft_proposed", "draft_accepted")
     class CacheCountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,8 @@ class GetLoadResponse(_message.Message):
     FRONT_CPU_FIELD_NUMBER: _ClassVar[int]
     DEVICE_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     state: EngineState
     running: int
     waiting: int
@@ -153,7 +155,9 @@ class GetLoadResponse(_message.Message):
     front_cpu: _duration_pb2.Duration
     device_used_bytes: int
     device_bytes: int
-    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., restarts: _Optional[int] = ..., cache_counts: _Optional[_Mapping[str, int]] = ..., cache_breakers: _Optional[_Mapping[str, str]] = ..., live_requests: _Optional[int] = ..., looking_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queue_limit: _Optional[int] = ..., max_sequences: _Optional[int] = ..., kept_pages: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., ended_calls: _Optional[_Mapping[str, int]] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, Distribution]] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., runs_on: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., front_bytes: _Optional[int] = ..., front_cpu: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., device_used_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ...) -> None: ...
+    draft_proposed: int
+    draft_accepted: int
+    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., used_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., restarts: _Optional[int] = ..., cache_counts: _Optional[_Mapping[str, int]] = ..., cache_breakers: _Optional[_Mapping[str, str]] = ..., live_requests: _Optional[int] = ..., looking_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queue_limit: _Optional[int] = ..., max_sequences: _Optional[int] = ..., kept_pages: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., ended_calls: _Optional[_Mapping[str, int]] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, Distribution]] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., runs_on: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., front_bytes: _Optional[int] = ..., front_cpu: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., device_used_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., draft_proposed: _Optional[int] = ..., draft_accepted: _Optional[int] = ...) -> None: ...
 
 class Distribution(_message.Message):
     __slots__ = ("borders", "counts", "total")
