@@ -13,12 +13,11 @@ import torch
 
 from engine.errors import EngineFailed
 from engine.execution.batched.pipeline import MOST_AHEAD, Changes
-from engine.execution.batched.telling import Telling
+from engine.execution.batched.row_mail import RowMail
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass
-from engine.execution.mailbox import Mailbox
 from engine.execution.step_state import Parts
-from engine.kernels import batch_attention, batch_sampling
+from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
 from engine.kernels import rows as states
 from engine.kernels.attention import LayerAttention
@@ -42,14 +41,12 @@ class BatchedSteps:
         device, most = parts.model.placement.device, buckets[-1]
         self._pass = ForwardPass(parts, buckets)
         pages = -(-parts.max_context // PAGE_SIZE)
-        self._states = states.allocate(most, pages, device)
+        vocabulary = parts.model.config.vocab_size
+        self._rows = RowMail(self._pass, vocabulary, most, pages, device)
         ring = torch.zeros(RING, most, dtype=torch.int64, pin_memory=True)
         self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
         self._ring: Any = ring.numpy()
-        self._mail = Mailbox(most * (1 + states.ENTER_WORDS + pages), device)
-        self._change = states.change(self._pass.library, self._states, self._mail.arrived)
         self._counts = {rows: torch.tensor([rows, 0], dtype=torch.int32, device=device) for rows in buckets}
-        vocabulary = parts.model.config.vocab_size
         self._logits = torch.zeros(most, vocabulary, dtype=torch.float32, device=device)
         grid = batch_attention.grid(self._pass.layout, self._pass.gpu)
         self._spaces = {
@@ -57,7 +54,6 @@ class BatchedSteps:
             for window in dict.fromkeys(parts.model.config.windows)
         }
         self._recorder = Recorder(device)
-        self._rows = Telling(vocabulary, device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether some ask for the stages
         self._looks = 0
         self._idle = False  # all that was launched has ended, so its entries are there
@@ -72,8 +68,7 @@ class BatchedSteps:
                 graph = self._recorder.record(partial(self._step, rows, sampled), rehearse=True)
                 self._graphs[rows, sampled] = graph
                 graph.replay()
-        self._send([[states.LEAVE, 0]])
-        self._fill([self._rows.rehearsal()])
+        self._rows.rehearse()
         torch.cuda.synchronize()
         self._report.number.zero_()
         self._report.ring.zero_()
@@ -82,40 +77,22 @@ class BatchedSteps:
 
     def _step(self, rows: int, sampled: bool) -> None:
         """Enqueues one step of the first `rows` row states, of which some ask for the sampling stages or none."""
-        run, own = self._pass, self._states.first(rows)
+        run, own = self._pass, self._rows.states.first(rows)
         chunk = ops.Chunk(place=self._counts[rows], tokens=own.token)
         attention = RowAttention(run, own, self._spaces)
         for plan in attention.plans():
             run.go(plan)
         hidden = run.enqueue(chunk, attention)
-        logits = run.logits(hidden, self._logits[:rows])
-        run.go(states.pick(run.library, logits, own))
-        if sampled:
-            run.go(batch_sampling.sample(run.library, own.sampled, logits, own.position, own.best))
+        self._rows.choose(run.logits(hidden, self._logits[:rows]), own, sampled=sampled)
         run.go(states.finish(run.library, own, self._report))
 
     def change(self, changes: Changes) -> None:
-        """Tells the device; moves last, since they carry what the others have said."""
+        """Tells the device."""
         vocabulary = self._parts.model.config.vocab_size
         if any(not 0 <= own.sequence.token_ids[own.first] < vocabulary for own in changes.entered):
             # The lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
-        said = self._rows.tell(changes)
-        if said.tables:
-            self._fill(said.tables)
-        self._send(said.told)
-        self._send(said.moves)
-
-    def _send(self, told: Rows[list[int]]) -> None:
-        if told:
-            self._mail.send(states.mail_of(told))
-            self._pass.launcher.enqueue((states.times(self._change, len(told)),))
-
-    def _fill(self, tables: Rows[batch_sampling.Tables]) -> None:
-        words = states.mail_of([one.words() for one in tables])
-        told = torch.tensor(words, dtype=torch.int32, pin_memory=True).to(self._logits.device, non_blocking=True)
-        vocabulary = self._parts.model.config.vocab_size
-        self._pass.launcher.enqueue((batch_sampling.fill(self._pass.library, vocabulary, told, len(tables)),))
+        self._rows.tell(changes)
 
     def launch(self, rows: int) -> None:
         """One step of the first `rows` row states."""

@@ -16,11 +16,12 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from engine.execution.batched.executor import can_choose
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass, why_not
 from engine.execution.graph_decode import weights as step_weights
 from engine.execution.graph_prefill.first_token import FirstTokens, can_draw
-from engine.execution.graph_prefill.many_first_tokens import ManyFirstTokens, beside_others
+from engine.execution.graph_prefill.many_first_tokens import ManyFirstTokens
 from engine.execution.graph_prefill.passes import MOST_CHUNKS, TABLE, Layout, Pass, passes
 from engine.execution.mailbox import Mailbox
 from engine.execution.step_state import Parts, Unfit
@@ -108,13 +109,13 @@ class GraphPrefill:
         for one in passes(rows, self._parts.sequences, self._sizes[-1], vocabulary):
             self._replay(one)
             ended = [chunk for chunk in one.chunks if chunk.whole and chunk.row.sample]
-            alike = [chunk for chunk in ended if beside_others(chunk.sequence)]
+            alike = [chunk for chunk in ended if can_choose(chunk.sequence)]
             if len(alike) > _FEW:
                 number = self._many.draw(
                     [chunk.sequence for chunk in alike], [chunk.last for chunk in alike], captured=self._captured
                 )
                 together.append(([chunk.row for chunk in alike], number))
-                ended = [chunk for chunk in ended if not beside_others(chunk.sequence)]
+                ended = [chunk for chunk in ended if not can_choose(chunk.sequence)]
             known = one.chunks[-1].last  # what `take` reads, unless told otherwise
             for chunk in ended:
                 if self._one is None or not can_draw(chunk.sequence):

@@ -23,7 +23,7 @@ from engine.execution.batched.pipeline import BatchPipeline, Changes
 from engine.execution.batched.telling import Telling
 from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import DecodePipeline, RowState
-from engine.execution.graph_prefill.many_first_tokens import beside_others
+from engine.execution.graph_prefill.many_first_tokens import first_token
 from engine.kernels import reference
 from engine.kernels.batch_sampling import Tables
 from engine.kernels.rows import ENTER, LEAVE, MOVE, PAGES, mail_of
@@ -363,13 +363,15 @@ def test_words_of_tables() -> None:
     assert words == [0, 0, 0, 0, 2, 1, 1, 2, 1, 2, 3, 4, 5, 6, 0x3F000000, -0x40800000]
 
 
-def test_first_tokens_are_chosen_together_where_no_row_needs_memory() -> None:
-    table = SequenceTable()
-    found = []
-    for index, kind in enumerate(KINDS):
-        state = put(table, holding(replace(request([1, 2]), sampling=kind), range(3), index))
-        found.append(beside_others(state))
-    assert found == [True, True, True, True, False, False, False, False]
-    asked = replace(request([1], min_tokens=3, stop_token_ids=(4,)), sampling=KINDS[2])
-    assert not beside_others(put(table, holding(asked, range(3), 9)))
-    assert not beside_others(put(table, holding(replace(request([1]), logprobs=1), range(3), 10)))
+def test_first_tokens_are_told_as_rows_that_end_at_once() -> None:
+    table, telling = SequenceTable(), KeptTelling()
+    for index, kind in enumerate((KINDS[0], KINDS[2], KINDS[7])):
+        asked = replace(request([1, 2, 3], min_tokens=2, stop_token_ids=(9,)), sampling=kind)
+        state = put(table, holding(asked, range(3), index))
+        said = telling.tell(Changes(entered=(first_token(index, state),)))
+        for tables in said.tables:
+            fill(tables.words())
+        own = entering(said.told[0])
+        assert (own.position, own.last, own.free_from, own.pages) == (2, 3, 5, {})
+        (wanted,) = Sampler(VOCABULARY, index + 1, CPU).sample([state], logits_of(state.token_ids).unsqueeze(0))
+        assert choose(state.token_ids, own) == wanted.token_ids[0]
