@@ -68,7 +68,7 @@ class SamplingParams:
 class Stopping:
     """When a sequence ends. Stop strings are text, hence the front's business."""
 
-    max_tokens: int
+    max_tokens: int  # 0 only with prompt_logprobs
     min_tokens: int = 0  # before it no stop token is drawn
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-text tokens included, unless ignored
 
@@ -92,6 +92,9 @@ class GenerationRequest:
     arrived_at: float
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
     draft_limit: int | None = None  # draft tokens a step; 0: it is not speculated; None: as many as pay
+    prompt_logprobs: int | None = None  # likewise, of the prompt but its first token; finds no shared keys and values
+    number: int = 0  # which of its siblings it is: the prompt is counted as the first one's
+    siblings: int = 1  # sequences of this one prompt, itself included: they share one bound on what is unread
     priority: Priority = Priority.NORMAL
     forward: float = 0.0  # seconds that it is put forward in the queue, since it is its tenant's turn
     deadline: float | None = None  # past it the request fails
@@ -137,9 +140,10 @@ class TokenEvents:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
     finish: Finish | None = None  # in the last event only
-    start: Start | None = None  # in the first event with ids only
+    start: Start | None = None  # in the first event with ids, or with nothing but the end
     draft_proposed: int = 0  # draft tokens that were verified for these ids
     draft_accepted: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's next tokens, from the second on; before all ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

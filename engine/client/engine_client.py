@@ -225,8 +225,8 @@ def check(request: GenerationRequest, info: ModelInfo) -> None:
     prompt = request.token_ids
     if not 0 < len(prompt) < info.max_context:
         raise ValueError(f"{len(prompt)} prompt tokens leave no room in a context of {info.max_context}")
-    if request.stopping.max_tokens < 1:
-        raise ValueError("max_tokens is below 1")
+    if request.stopping.max_tokens < (request.prompt_logprobs is None):
+        raise ValueError("max_tokens is too low")
     if not 0 <= request.sampling.seed < 1 << 64:
         raise ValueError("the seed does not fit into 64 bits")
     biased = [token_id for token_id, _ in request.sampling.logit_bias]

@@ -32,8 +32,11 @@ class Owner(Protocol):
 
 def _size(event: Event) -> int:
     """Bytes that an unread event is taken to occupy."""
-    tops = sum(len(one.top) for one in event.logprobs) if event.logprobs else 0
-    return 32 + 12 * (len(event.token_ids) + tops)
+    size = 32 + 12 * len(event.token_ids)
+    for scores in (event.logprobs, event.prompt_logprobs):
+        if scores:
+            size += 12 * sum(1 + len(one.top) for one in scores)
+    return size
 
 
 class Inbox:
@@ -48,6 +51,8 @@ class Inbox:
         "_held",
         "_paused",
         "_queued",
+        "_scored",
+        "_scores_come",
         "_timer",
         "_tokens",
         "_waiter",
@@ -74,6 +79,8 @@ class Inbox:
         self._held = 0  # bytes
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._scored = 0  # log-probabilities of the prompt that came
+        self._scores_come = 0  # of those, from the process that has it now
         self._want = 1  # tokens that wake the reader
         self._delay = 0.0  # seconds after which fewer do
         self._tokens = 0  # unread
@@ -89,6 +96,8 @@ class Inbox:
         if event.failure is not None:
             self.end(exception_of(event.failure))
             return
+        if event.prompt_logprobs:
+            event = self._not_seen(event)
         self._events.append(event)
         self._queued += _size(event)
         self._tokens += len(event.token_ids)
@@ -102,6 +111,17 @@ class Inbox:
             self._wake()
         elif self._timer is None:
             self._timer = self.owner.loop.call_later(self._delay, self._overdue)
+
+    def moved(self) -> None:
+        """Another process has it, and begins anew."""
+        self._scores_come = 0
+
+    def _not_seen(self, event: Event) -> Event:
+        """Without what an earlier process said of the prompt."""
+        scores = event.prompt_logprobs[max(0, self._scored - self._scores_come) :]
+        self._scores_come += len(event.prompt_logprobs)
+        self._scored += len(scores)
+        return event._replace(prompt_logprobs=scores)
 
     def end(self, error: EngineError | None) -> None:
         """Nothing more will come. What came before is read first."""
@@ -138,15 +158,22 @@ class Inbox:
         if len(events) == 1:
             one = events[0]
             return TokenEvents(
-                one.token_ids, one.logprobs, one.finish, one.start, one.draft_proposed, one.draft_accepted
+                one.token_ids,
+                one.logprobs,
+                one.finish,
+                one.start,
+                one.draft_proposed,
+                one.draft_accepted,
+                one.prompt_logprobs,
             )
         return TokenEvents(
             tuple(itertools.chain.from_iterable([event.token_ids for event in events])),
             tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
             events[-1].finish,
-            events[0].start,
+            next((event.start for event in events if event.start is not None), None),
             sum([event.draft_proposed for event in events]),
             sum([event.draft_accepted for event in events]),
+            tuple(itertools.chain.from_iterable([event.prompt_logprobs for event in events])),
         )
 
     @property

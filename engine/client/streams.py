@@ -46,7 +46,7 @@ class Streams:
     def open(self, request: GenerationRequest) -> Stream:
         """Hands the request to the engine. Raises Quarantined."""
         solo = self._suspects.solo(request)
-        inbox = Inbox(next(self._keys), request, self, self._cap)
+        inbox = Inbox(next(self._keys), request, self, self._cap // request.siblings)
         self.send(Submit(inbox.key, request, solo))
         self._inboxes[inbox.key] = inbox
         return Stream(inbox)
@@ -121,6 +121,7 @@ class Streams:
             except Quarantined as error:
                 inbox.end(error)
                 continue
+            inbox.moved()
             inbox.key = next(self._keys)  # so that nothing from the old process is taken for its own
             self._inboxes[inbox.key] = inbox
             self.send(Submit(inbox.key, inbox.request, solo))

@@ -100,5 +100,7 @@ class Suspects:
 
     def _hash(self, request: GenerationRequest) -> bytes:
         keyed = hashlib.blake2b(array("q", request.token_ids).tobytes(), digest_size=16, key=self._key)
-        keyed.update(repr((astuple(replace(request.sampling, seed=0)), request.logprobs)).encode())
+        keyed.update(
+            repr((astuple(replace(request.sampling, seed=0)), request.logprobs, request.prompt_logprobs)).encode()
+        )
         return keyed.digest()

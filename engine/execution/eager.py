@@ -8,16 +8,20 @@ from types import MappingProxyType
 
 import torch
 
+from engine.api import TokenLogprob
 from engine.errors import EngineFailed
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.transformer import StepInput
+from engine.sampling.sampler import token_logprobs
 from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
 Draft = tuple[int, ...]
 NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
+SCORED_LOGITS = 1 << 24  # of a prompt, at a time: 64 MiB of float32; their logarithms take as much again
 
 
 def why_not(parts: Parts) -> str | None:
@@ -50,15 +54,19 @@ class Eager:
         """There is nothing to give back."""
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        """One token for each row that samples."""
+        """One token for each row that samples; log-probabilities of the prompt for each that scores."""
         # Rows of one token first, as attention wants them.
         ordered = sorted(rows, key=lambda row: row.count > 1)
-        logits = self.logits(ordered)
-        if logits is None:
-            return {}
+        scored = [row for row in ordered if row.score]
         sampled = [row for row in ordered if row.sample]
-        found = self._parts.sampler.sample([self._parts.sequences.of(row) for row in sampled], logits)
-        return {row.key: result for row, result in zip(sampled, found, strict=True)}
+        model = self._parts.model
+        hidden = model.forward(self._pack(ordered, NO_DRAFTS), self._parts.pool)
+        results: dict[int, RowResult] = {}
+        if sampled:
+            logits = model.logits(hidden[: len(sampled)])
+            found = self._parts.sampler.sample([self._parts.sequences.of(row) for row in sampled], logits)
+            results = {row.key: result for row, result in zip(sampled, found, strict=True)}
+        return results | self._scored(scored, hidden[len(sampled) :], results) if scored else results
 
     def logits(self, rows: Rows[Row], drafts: Mapping[int, Draft] = NO_DRAFTS) -> torch.Tensor | None:
         """Feeds rows, those of one token first, and after some of those a draft of what follows, by the row's key.
@@ -78,11 +86,28 @@ class Eager:
         hidden = model.forward(StepInput(places * 0, places, places, attention, None), self._parts.pool)
         model.logits(hidden).argmax(dim=-1).tolist()
 
+    def _scored(self, rows: Rows[Row], hidden: torch.Tensor, results: Mapping[int, RowResult]) -> dict[int, RowResult]:
+        """With the log-probabilities of the prompt. hidden [their places, in order, hidden]."""
+        model, found, first = self._parts.model, {}, 0
+        most = max(1, SCORED_LOGITS // model.config.vocab_size)
+        for row in rows:
+            state = self._parts.sequences.of(row)
+            after = torch.tensor(state.token_ids[row.start + 1 : _scores_to(row, state) + 1], device=hidden.device)
+            scores: list[TokenLogprob] = []
+            for at in range(0, len(after), most):
+                tokens = after[at : at + most]
+                logits = model.logits(hidden[first + at : first + at + len(tokens)])
+                scores += token_logprobs(logits, tokens, [state.prompt_logprobs or 0] * len(tokens))
+            first += len(after)
+            found[row.key] = results.get(row.key, RowResult(())).scored(tuple(scores))
+        return found
+
     def _pack(self, rows: Rows[Row], drafts: Mapping[int, Draft]) -> StepInput:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         sampled: list[int] = []
+        scored: list[int] = []
         spans: list[RowSpan] = []
         for row in rows:
             sequence, draft = self._parts.sequences.of(row), drafts.get(row.key, ())
@@ -97,6 +122,10 @@ class Eager:
             slots += [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(row.start, end)]
             if row.sample:
                 sampled += range(len(token_ids) - 1 - len(draft), len(token_ids))
+            if row.score:
+                begin = len(token_ids) - row.count
+                scored += range(begin, begin + _scores_to(row, sequence) - row.start)
+        sampled += scored
         if not 0 <= min(token_ids) <= max(token_ids) < self._parts.model.config.vocab_size:
             # On a GPU the lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
@@ -107,5 +136,12 @@ class Eager:
             positions=packed[1],
             slots=packed[2],
             attention=StepAttention(spans, self._windows, self._parts.pool, device),
-            sampled=None if len(sampled) == len(token_ids) else torch.tensor(sampled, dtype=torch.int64, device=device),
+            sampled=torch.tensor(sampled, dtype=torch.int64, device=device)
+            if scored or len(sampled) < len(token_ids)
+            else None,
         )
+
+
+def _scores_to(row: Row, state: SequenceState) -> int:
+    """The first place of the row whose successor is no part of the prompt."""
+    return min(row.start + row.count, state.prompt_length - 1)

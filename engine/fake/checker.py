@@ -90,11 +90,17 @@ class PlanChecker:
 
     def result(self, plan: StepPlan, result: StepResult) -> None:
         """`brought` for all rows, in front of a runner that is not the fake one."""
-        if result.rows.keys() != {row.key for row in plan.rows if row.sample}:
-            raise BrokenPlan("results came for other rows than those that sample")
+        if result.rows.keys() != {row.key for row in plan.rows if row.sample or row.score}:
+            raise BrokenPlan("results came for other rows than those that sample or score")
         for row in plan.rows:
+            if row.score and len(result.rows[row.key].prompt_logprobs) != self._scores(row):
+                raise BrokenPlan(f"sequence {row.key} did not get one log-probability for each token of its prompt")
             if row.sample:
                 self.brought(row, self._held[row.slot], result.rows[row.key])
+
+    def _scores(self, row: Row) -> int:
+        """How many log-probabilities of the prompt a row brings."""
+        return min(row.start + row.count, self._held[row.slot].state.prompt_length - 1) - row.start
 
     def write(self, held: Computed, token_ids: Items[int]) -> None:
         """Puts these tokens, from the first that was not computed on, into the sequence's pages."""

@@ -17,6 +17,7 @@ import enum
 import hashlib
 import os
 import time
+from itertools import pairwise
 from typing import Any
 
 from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob, Unused
@@ -116,6 +117,8 @@ class FakeRunner:
             held = self.checker.feed(row)
             if row.sample:
                 results[row.key] = self._sample(row, held)
+            if row.score:
+                results[row.key] = results.get(row.key, RowResult(())).scored(self._scores(row, held.state))
         if self._fake.step_time:
             time.sleep(max(0.0, started + self._fake.step_time - time.monotonic()))
         result = StepResult(results)
@@ -200,6 +203,12 @@ class FakeRunner:
         others = [other for other in self._ids[: count + 1] if other != token_id]
         top = [token_id, *others][:count]
         return TokenLogprob(logprob, tuple((other, logprob - rank / 8) for rank, other in enumerate(top)))
+
+    def _scores(self, row: Row, state: SequenceState) -> tuple[TokenLogprob, ...]:
+        """Of the prompt's tokens behind those of the row."""
+        ids = state.token_ids[row.start : min(row.start + row.count + 1, state.prompt_length)]
+        count = state.prompt_logprobs or 0
+        return tuple(self._logprob(after, count, before * FACTOR + after) for before, after in pairwise(ids))
 
     def _breaks(self, state: SequenceState) -> bool:
         """Breaks as the prompt says; True where only this row is to break."""

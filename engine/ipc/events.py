@@ -29,3 +29,4 @@ class Event(NamedTuple):
     start: Start | None = None  # with the first ids
     draft_proposed: int = 0  # draft tokens that were verified for these ids
     draft_accepted: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the next tokens of the prompt

@@ -133,6 +133,12 @@ class PrefixIndex:
         sequence.pages += rest[len(found) :]
         self._pool.release(rest[: len(found)])
 
+    def next_page(self, sequence: Sequence) -> bytes | None:
+        """The hash of the page that it computes next, where others may begin with that."""
+        place = sequence.computed // PAGE_SIZE
+        shared = place < (len(sequence.token_ids) - 1) // PAGE_SIZE and self._open(sequence)
+        return sequence.prefix.hashes[place] if shared and self._hash(sequence, place + 1) else None
+
     def note(self, sequence: Sequence) -> None:
         """Puts its pages that are full by now into the index. Where it knows such a page already, that one is used as
         well, lest what follows outlive it."""
@@ -183,7 +189,7 @@ class PrefixIndex:
     def chain(self, sequence: Sequence) -> list[bytes]:
         """The hashes of all full pages that a sequence may begin with; none where it may share nothing."""
         count = (len(sequence.token_ids) - 1) // PAGE_SIZE
-        if not self._enabled or sequence.request.bypass_prefix or not self._hash(sequence, count):
+        if not self._reads(sequence) or not self._hash(sequence, count):
             return []
         return sequence.prefix.hashes[:count]
 
@@ -223,8 +229,13 @@ class PrefixIndex:
     def _open(self, sequence: Sequence) -> bool:
         return self._enabled and not sequence.request.bypass_prefix and sequence.prefix.term == self._term
 
+    def _reads(self, sequence: Sequence) -> bool:
+        """Whether it may begin with pages of others. One whose prompt is scored has to compute every position."""
+        request = sequence.request
+        return self._enabled and not request.bypass_prefix and request.prompt_logprobs is None
+
     def _known_from(self, sequence: Sequence, first: int) -> list[PrefixPage]:
-        if not self._enabled or sequence.request.bypass_prefix:
+        if not self._reads(sequence):
             return []
         found: list[PrefixPage] = []
         for place in range(first, (len(sequence.token_ids) - 1) // PAGE_SIZE):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from engine.api import Finish, FinishReason, Start
+from engine.api import Finish, FinishReason, Start, TokenLogprob
 from engine.ipc.events import Event, Failure
 from engine.scheduling.plan import Row, RowEnd, RowResult
 from engine.scheduling.sequence import Sequence
 
 
+def told(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
+    """The log-probabilities of the prompt that a row brought and its reader was not told before a preemption."""
+    fresh = brought.prompt_logprobs[sequence.scored - row.start :]
+    sequence.scored += len(fresh)
+    return fresh
+
+
 def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now: float) -> Event:
     """Adds to the sequence what a row brought, up to its end; the event for its reader."""
     ids, end = brought.token_ids, brought.end
+    scores = told(sequence, row, brought) if row.score else ()
     if end is RowEnd.STUCK:
         return Event(sequence.key, failure=Failure.CONSTRAINT)
     if not ids:
         if end is RowEnd.COMPLETE:
-            return Event(sequence.key, finish=finish(sequence, FinishReason.STOP, now))
+            return Event(sequence.key, finish=finish(sequence, FinishReason.STOP, now), prompt_logprobs=scores)
         return Event(sequence.key, failure=Failure.STEP)
     kept, reason = _ending(sequence, ids, max_context)
     if end is RowEnd.COMPLETE and kept == len(ids):
@@ -32,10 +40,10 @@ def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now
     logprobs = brought.logprobs[:kept]
     proposed, accepted = brought.draft_proposed, min(brought.draft_accepted, kept)
     if reason is None:
-        return Event(sequence.key, ids, logprobs, None, None, begun, proposed, accepted)
+        return Event(sequence.key, ids, logprobs, None, None, begun, proposed, accepted, scores)
     stop = ids[-1] if reason is FinishReason.STOP and end is not RowEnd.COMPLETE else None
     ended = finish(sequence, reason, now, stop)
-    return Event(sequence.key, ids, logprobs, ended, None, begun, proposed, accepted)
+    return Event(sequence.key, ids, logprobs, ended, None, begun, proposed, accepted, scores)
 
 
 def _start(sequence: Sequence, now: float) -> Start:
@@ -48,6 +56,8 @@ def _start(sequence: Sequence, now: float) -> Start:
 def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple[int, FinishReason | None]:
     """How many of the ids count, and the reason where the last of them ends the sequence."""
     stopping = sequence.request.stopping
+    if not stopping.max_tokens:
+        return 0, FinishReason.LENGTH
     length = len(sequence.token_ids)
     output = length - len(sequence.request.token_ids)
     room = min(stopping.max_tokens - output, max_context - length)

@@ -36,6 +36,7 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None
     draft_limit: int | None = None  # draft tokens a step that the request allows; None: as many as pay
     constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +54,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     sample: bool  # whether the last of them is followed by a new token
     first_page: int = 0  # from this page on, the sequence's page table is `pages`, unless that is empty
     pages: tuple[int, ...] = ()
+    score: bool = False  # how likely the successors of its tokens are, as far as they are part of the prompt, is wanted
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +73,7 @@ class RowEnd(enum.StrEnum):
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a row that sampled brought: one id or several, fewer or as many logprobs as ids.
+    """What a row that sampled or scored brought: one id or several, fewer or as many logprobs as ids.
 
     Several only as far as the sequence's pages reach: position start + count + len(token_ids) - forced - 2 must be in
     them, since the keys and values of all new ids but the last and the forced ones count as computed. None at all: its
@@ -84,10 +86,15 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     draft_accepted: int = 0  # those of them that are among these ids
     forced: int = 0  # of the ids, the last so many: a constraint left no choice, and they are still to be fed
     end: RowEnd | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from start + 1 on, where it scores
+
+    def scored(self, logprobs: tuple[TokenLogprob, ...]) -> RowResult:
+        """With these of the prompt."""
+        return msgspec.structs.replace(self, prompt_logprobs=logprobs)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """By key, one entry for each row that sampled."""
+    """By key, one entry for each row that sampled or scored."""
 
     rows: Mapping[int, RowResult]
 

@@ -19,13 +19,15 @@ def admission_of(sequence: Sequence) -> Admitted:
         logprobs=request.logprobs,
         draft_limit=request.draft_limit if request.constraint is None else 0,  # what is forced needs no guess
         constraint=request.constraint,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
 def row_of(sequence: Sequence, start: int, count: int, sample: bool) -> Row:
     """Its share of a step, with those of its pages that no plan has named since it got its slot."""
     first, pages = sequence.planned_pages, sequence.pages
+    score = sequence.request.prompt_logprobs is not None and sequence.scores(start + count)
     if first == len(pages):
-        return Row(sequence.key, sequence.slot, start, count, sample)
+        return Row(sequence.key, sequence.slot, start, count, sample, score=score)
     sequence.planned_pages = len(pages)
-    return Row(sequence.key, sequence.slot, start, count, sample, first, tuple(pages[first:]))
+    return Row(sequence.key, sequence.slot, start, count, sample, first, tuple(pages[first:]), score=score)

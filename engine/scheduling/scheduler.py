@@ -16,7 +16,7 @@ from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.ordered import Ordered
-from engine.scheduling.outcome import finish, take
+from engine.scheduling.outcome import finish, take, told
 from engine.scheduling.pacing import Pacing
 from engine.scheduling.plan import Released, Row, StepPlan, StepResult
 from engine.scheduling.rank import rank, timer
@@ -79,8 +79,8 @@ class Scheduler:
             raise ValueError(f"there is a sequence {sequence.key} already")
         if not 0 < len(request.token_ids) < self._limits.max_context:
             raise ValueError(f"{len(request.token_ids)} prompt tokens leave no room in {self._limits.max_context}")
-        if request.stopping.max_tokens < 1:
-            raise ValueError("max_tokens is below 1")
+        if request.stopping.max_tokens < (request.prompt_logprobs is None):
+            raise ValueError("max_tokens is too low")
         self._live[sequence.key] = sequence
         self._turns.admitted(sequence)
         if self._tier is not None and self._tier.ask(sequence):
@@ -163,11 +163,12 @@ class Scheduler:
         budget = self._pacing.prompt_tokens(self._running, self._turns.budget)
         lookahead = self._limits.lookahead_tokens
         rows = []
+        begun: set[bytes] = set()  # pages that siblings will begin with
         for sequence in self._turns.next(self._running):  # lowest rank first, so that no planned row loses its pages
             if sequence.paused or sequence.slot < 0:
                 continue
-            if sequence.first_token_at is None:
-                self._prefixes.catch_up(sequence)
+            if sequence.first_token_at is None and self._awaits_sibling(sequence, begun):
+                continue
             start = sequence.computed
             count = len(sequence.token_ids) - start
             sample = True
@@ -203,6 +204,9 @@ class Scheduler:
             if not row.sample:
                 sequence.advance(row.start + row.count)
                 self._prefixes.note(sequence)
+                if row.score:
+                    scores = told(sequence, row, result.rows[row.key])
+                    events.append(Event(sequence.key, prompt_logprobs=scores))
                 continue
             event = take(sequence, row, result.rows[row.key], self._limits.max_context, now)
             self._tally.take(event)
@@ -283,9 +287,9 @@ class Scheduler:
         return StepPlan(tuple(rows), admitted, released)
 
     def _check(self, plan: StepPlan, result: StepResult) -> None:
-        if result.rows.keys() != {row.key for row in plan.rows if row.sample}:
+        if result.rows.keys() != {row.key for row in plan.rows if row.sample or row.score}:
             raise ValueError(
-                f"of {len(plan.rows)} rows planned, not those that sample came back, but {len(result.rows)}"
+                f"of {len(plan.rows)} rows planned, not those that sample or score came back, but {len(result.rows)}"
             )
         most = self._limits.max_tokens_per_row
         if any(len(brought.token_ids) - brought.forced > most for brought in result.rows.values()):
@@ -316,6 +320,18 @@ class Scheduler:
     @property
     def _most_running(self) -> int:
         return min(self._width, self._pacing.rows)
+
+    def _awaits_sibling(self, sequence: Sequence, begun: set[bytes]) -> bool:
+        """Takes what others have computed of its prompt. Whether a sibling of lower rank is at its next page in this
+        very step: one of lower rank that finds no room has taken it from this one before."""
+        self._prefixes.catch_up(sequence)
+        if sequence.request.siblings == 1:
+            return False
+        page = self._prefixes.next_page(sequence)
+        if page is None or page in begun:
+            return page is not None
+        begun.add(page)
+        return False
 
     def _make_room(self, pages: int, found: list[PrefixPage]) -> bool:
         """Whether one more sequence may start with so many pages besides those found; takes from the paused what it

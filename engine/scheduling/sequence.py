@@ -49,6 +49,7 @@ class Sequence:
     prefix: Prefix = field(default_factory=Prefix)
     reached: int = 0  # the most that `computed` ever was
     cached_tokens: int = 0  # of the prompt, that others had computed
+    scored: int = 0  # log-probabilities of the prompt that its reader was told
     solo: tuple[int, int] = (0, 0)  # steps that begin with so many output tokens, from and up to, feed nobody else
 
     @property
@@ -65,6 +66,10 @@ class Sequence:
     def in_solo(self) -> bool:
         """Whether the next step that feeds it may feed nobody else."""
         return self.solo[0] <= self.output_length < self.solo[1]
+
+    def scores(self, end: int) -> bool:
+        """Whether computing up to `end` brings log-probabilities of the prompt that were not told yet."""
+        return self.scored < min(end, self.prompt_length - 1)
 
     def advance(self, computed: int) -> None:
         """So many tokens are computed now."""

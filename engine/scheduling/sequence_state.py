@@ -26,6 +26,7 @@ class SequenceState:
     logprobs: int | None
     draft_limit: int | None = None
     constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
     pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
     exchanges: int = 0  # how often pages that it had before were replaced; more pages at the end are no exchange
 
@@ -93,6 +94,7 @@ def begin(admitted: Admitted) -> SequenceState:
         logprobs=admitted.logprobs,
         draft_limit=admitted.draft_limit,
         constraint=admitted.constraint,
+        prompt_logprobs=admitted.prompt_logprobs,
     )
 
 
@@ -108,4 +110,5 @@ def readmission(state: SequenceState) -> Admitted:
         logprobs=state.logprobs,
         draft_limit=state.draft_limit,
         constraint=state.constraint,
+        prompt_logprobs=state.prompt_logprobs,
     )

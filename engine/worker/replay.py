@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _with_pages(row: Row, first: int, pages: tuple[int, ...]) -> Row:
-    return Row(row.key, row.slot, row.start, row.count, row.sample, first, pages)
+    return Row(row.key, row.slot, row.start, row.count, row.sample, first, pages, row.score)
 
 
 if __name__ == "__main__":

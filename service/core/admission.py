@@ -45,8 +45,9 @@ class Abortable(Protocol):
 class Ticket:
     """One live request. Leaving the `with` block ends it."""
 
-    def __init__(self, owner: Admission, tenant: str, request_id: str, since: float) -> None:
+    def __init__(self, owner: Admission, tenant: str, request_id: str, since: float, answers: int) -> None:
         self._owner = owner
+        self.answers = answers
         self.tenant = tenant
         self.since = since  # on the admission's clock
         self.request_id = request_id
@@ -126,7 +127,7 @@ class Admission:
         """Whether nothing new gets in."""
         return self._draining
 
-    def admit(self, tenant: str, request_id: str | None, deadline: float | None) -> Ticket:
+    def admit(self, tenant: str, request_id: str | None, deadline: float | None, answers: int = 1) -> Ticket:
         """A line in the table. Without a name, `abort` cannot reach it. Raises Draining, DuplicateRequest,
         DeadlineExceeded or Overloaded."""
         if self._draining:
@@ -139,15 +140,15 @@ class Admission:
         if deadline is not None and deadline <= self._clock():
             raise self.slots.late("the deadline has passed")
         tenant_limit = self.quotas.policy(tenant).requests or self._limits.tenant_requests
-        if tenant_limit is not None and self._tenants[tenant] >= tenant_limit:
+        if tenant_limit is not None and self._tenants[tenant] + answers > tenant_limit:
             one_leaves = self._stay.mean / tenant_limit
             raise self.slots.overloaded("the tenant has too many live requests", Reason.TENANT_QUOTA, one_leaves)
         if len(self._live) >= self._limits.live_requests or self._in_lookup >= max(_MOST_LOOKUPS, self.slots.total):
             one_leaves = self._stay.mean / len(self._live)
             raise self.slots.overloaded("too many requests are live", Reason.LIVE_REQUESTS, one_leaves)
-        ticket = Ticket(self, tenant, request_id, self._clock())
+        ticket = Ticket(self, tenant, request_id, self._clock(), answers)
         self._live[tenant, request_id] = ticket
-        self._tenants[tenant] += 1
+        self._tenants[tenant] += answers
         self._in_lookup += 1
         self._idle.clear()
         return ticket
@@ -161,7 +162,7 @@ class Admission:
         ticket.lookup_ended()
         self._stay.ended(self._clock() - ticket.since)
         del self._live[ticket.tenant, ticket.request_id]
-        self._tenants[ticket.tenant] -= 1
+        self._tenants[ticket.tenant] -= ticket.answers
         if not self._tenants[ticket.tenant]:
             del self._tenants[ticket.tenant]
         if not self._live:

@@ -140,7 +140,7 @@ class AdmissionSlots:
         never too long. Where there is no room, the tenant that has most waiting gives way to one that has less."""
         self.check(priority, deadline, tenant, after_lookup=True)
         room = self._limits.queued_prompt_tokens
-        if self._queue.tokens > 0 and self._queue.tokens + tokens > room:
+        if tokens and self._queue.tokens > 0 and self._queue.tokens + tokens > room:
             heavy = self._queue.heaviest(tenant, priority, tokens, room)
             if not heavy:
                 raise self._too_many_tokens()

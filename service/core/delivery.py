@@ -15,6 +15,7 @@ from service.core.request import Delivery, Ending, PromptFacts, Request
 
 _UNBOUNDED = 1 << 62  # tokens
 _EACH_TOKEN = Delivery(1, 0.0)
+_MOST_SCORES = 4096  # tokens of the prompt in a message, and candidates for their places
 _WHOLE = Delivery(1024, 0.1)
 _WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
 
@@ -29,6 +30,11 @@ class AnswerMessage(NamedTuple):
     ending: Ending | None  # in the last one
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
+    prompt_ids: Sequence[
+        int
+    ] = ()  # the next ones of the prompt, from the second on, if their log-probabilities are sent
+    prompt_logprobs: Sequence[TokenLogprob] = ()  # one for each
+    number: int = 0  # of several answers, which
 
 
 class Outlet(Protocol):
@@ -55,6 +61,9 @@ class Sink(Protocol):
     async def begin(self, prompt: PromptFacts) -> None:
         """The first part has come."""
 
+    async def score(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Takes log-probabilities of the prompt's next tokens, before any piece."""
+
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         """Takes a piece. True where it is time to flush."""
 
@@ -80,9 +89,15 @@ class Whole:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt: PromptFacts | None = None
+        self._prompt_ids: list[int] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
 
     async def begin(self, prompt: PromptFacts) -> None:
         self._prompt = prompt
+
+    async def score(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        self._prompt_ids.extend(ids)
+        self._prompt_logprobs.extend(logprobs)
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         self._text.append(text)
@@ -98,7 +113,17 @@ class Whole:
         assert self._prompt is not None
         text = "".join(self._text)
         await self._outlet.begin(self._prompt)
-        await self._outlet.send(AnswerMessage(text, self._ids, self._logprobs, self._prompt, ending))
+        await self._outlet.send(
+            AnswerMessage(
+                text,
+                self._ids,
+                self._logprobs,
+                self._prompt,
+                ending,
+                prompt_ids=self._prompt_ids,
+                prompt_logprobs=self._prompt_logprobs,
+            )
+        )
 
     def close(self) -> None:
         pass
@@ -116,6 +141,7 @@ class Messages:
         self._limit = request.delivery.max_tokens
         self._delay = request.delivery.max_delay if stops or gather else 0.0
         self._keep_ids = _sends_ids(request)
+        self._candidates = request.output.prompt_logprobs or 0
         self._prompt: PromptFacts | None = None  # until the first message has taken it
         self._text = ""
         self._ids: list[int] = []
@@ -131,6 +157,13 @@ class Messages:
     async def begin(self, prompt: PromptFacts) -> None:
         self._prompt = prompt
         await self._outlet.begin(prompt)
+
+    async def score(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        most = max(1, _MOST_SCORES // (1 + self._candidates))
+        for first in range(0, len(ids), most):
+            prompt, self._prompt = self._prompt, None
+            some, values = ids[first : first + most], logprobs[first : first + most]
+            await self._outlet.send(AnswerMessage("", (), (), prompt, None, prompt_ids=some, prompt_logprobs=values))
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         if text:

@@ -7,12 +7,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cache.api import AnswerEnding, AnswerPart
 from engine.api import Constraint, FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
-from service.core.admission import Admission
+from service.core.admission import Abortable, Admission
+from service.core.answers.engine_answer import Charge
 from service.core.answers.lookup import AnswerSources, Findings
 from service.core.answers.sources import AnswerSource
 from service.core.delivery import Messages, Outlet, Sink, Whole
@@ -20,6 +21,7 @@ from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
 from service.core.parsing.outlet import ParsedOutlet, with_marks
 from service.core.request import CacheSource, ChatPrompt, Ending, ModelFacts, Origin, Prompt, PromptFacts, Request
+from service.core.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
 from service.core.validation import too_long
 from service.observability.histogram import Histogram
 from service.observability.record import RecordBuilder
@@ -60,7 +62,7 @@ class Generator:
         facts, record, admission = self._model.facts(), origin.record, self._admission
         record.request_id, record.operation = request.request_id, _operation(request.prompt)
         with (
-            admission.admit(origin.tenant, request.request_id, origin.deadline) as ticket,
+            admission.admit(origin.tenant, request.request_id, origin.deadline, request.answers) as ticket,
             await admission.quotas.open(origin.tenant) as bill,
         ):
             record.admitted_at = self._clock()
@@ -76,22 +78,65 @@ class Generator:
             ticket.lookup_ended()
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
-            parser = self._model.answer_parser(request, ids)
-            sink = make_sink(outlet if parser is None else ParsedOutlet(outlet, parser), found.gather)
-            marks: Mapping[int, str] = {} if parser is None else self._model.marks(request)
-            async with self._sources.open(found, origin, sink.batch, sink.room, bill.charge) as source:
-                ticket.attach(source)
-                try:
-                    prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header)
-                    await _Reading(found, source, sink, record, self._clock, marks).run(prompt)
-                finally:
-                    sink.close()
-                    _note(record, found, source)
+            prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header)
+            call = _Call(prompt, make_sink, bill.charge, ticket.attach)
+            if request.answers == 1:
+                await self._deliver(found, origin, outlet, call)
+            elif request.sampling.temperature == 0:
+                await self._deliver(found, origin, RepeatedOutlet(outlet, request.answers), call)
+            else:
+                await self._deliver_all(found, origin, outlet, call)
+
+    async def _deliver(self, found: Findings, origin: Origin, outlet: Outlet, call: _Call) -> None:
+        """One answer."""
+        request, record = found.request, origin.record
+        parser = self._model.answer_parser(request, found.engine_request.token_ids)
+        sink = call.make_sink(outlet if parser is None else ParsedOutlet(outlet, parser), found.gather)
+        marks: Mapping[int, str] = {} if parser is None else self._model.marks(request)
+        async with self._sources.open(found, origin, sink.batch, sink.room, call.charge) as source:
+            call.attach(source)
+            try:
+                await _Reading(found, source, sink, record, self._clock, marks).run(call.prompt)
+            finally:
+                sink.close()
+                _note(record, found, source)
+
+    async def _deliver_all(self, found: Findings, origin: Origin, outlet: Outlet, call: _Call) -> None:
+        """Several answers. All take their admission slots before the engine has begun any, so that a refusal is one of
+        the whole."""
+        count, merged, sources = found.request.answers, MergedOutlet(outlet), Sources()
+        if count > self._admission.slots.total:
+            raise InvalidRequest((Violation("n", f"must be at most {self._admission.slots.total} on this server"),))
+        call.attach(sources)
+        records = [RecordBuilder(intervals=origin.record.intervals) for _ in range(count)]
+        each = replace(call, attach=sources.attach)
+        try:
+            await all_of(
+                self._deliver(
+                    replace(found, engine_request=sibling(found.engine_request, number, count)),
+                    replace(origin, record=records[number]),
+                    merged.of(number),
+                    each,
+                )
+                for number in range(count)
+            )
+        finally:
+            note_all(origin.record, records)
 
     def _lowered(self, request: Request, tenant: str) -> Request:
         """With the highest priority that the tenant may have, where it asks for more."""
         highest = self._admission.quotas.policy(tenant).priority
         return replace(request, priority=highest) if request.priority > highest else request
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What all answers of a call have in common."""
+
+    prompt: PromptFacts
+    make_sink: Callable[[Outlet, bool], Sink]
+    charge: Charge
+    attach: Callable[[Abortable], None]
 
 
 class _Reading:
@@ -112,9 +157,33 @@ class _Reading:
         self._sink = sink
         self._clock = clock
         self._want_text = found.request.output.text
+        self._begun = False
         self._marks = marks  # what is put into the text for tokens that have none
 
     async def run(self, prompt: PromptFacts) -> None:
+        """From the log-probabilities of the prompt, if they are wanted, to the answer's last message."""
+        scored = self._found.engine_request.prompt_logprobs is not None
+        await self._read(prompt, await (self._scored(prompt) if scored else self._source.next()))
+
+    async def _scored(self, prompt: PromptFacts) -> AnswerPart:
+        """Delivers what comes before the answer. Its first part."""
+        ids, told = self._found.engine_request.token_ids, 1
+        while True:
+            part = await self._source.next()
+            scores = self._source.prompt_logprobs
+            if scores:
+                await self._begin(prompt)
+                await self._sink.score(ids[told : told + len(scores)], scores)
+                told += len(scores)
+            if part.token_ids or part.ending is not None:
+                return part
+
+    async def _begin(self, prompt: PromptFacts) -> None:
+        if not self._begun:
+            self._begun = True
+            await self._sink.begin(prompt)
+
+    async def _read(self, prompt: PromptFacts, part: AnswerPart) -> None:
         """From the first part to the last message. What comes last is left for the message that carries the ending.
 
         Headers wait for the first part: a proxy or client that has seen them tries no other server when this one dies.
@@ -124,14 +193,13 @@ class _Reading:
         between = record.intervals if self._found.hit is None else Histogram(())
         counts, borders, last = between.counts, between.borders, 0.0
         while True:
-            part = await source.next()
             if marks:
                 part = with_marks(part, marks)
             ids, ending = part.token_ids, part.ending
             now, new = clock(), len(ids)
             if not last:
                 record.first_token_at = now
-                await sink.begin(prompt)
+                await self._begin(prompt)
             elif new:
                 counts[bisect_left(borders, (now - last) / new)] += new
                 between.total += now - last
@@ -144,6 +212,7 @@ class _Reading:
             if ending is not None:
                 await sink.end(self._ending(ending))
                 return
+            part = await source.next()
 
     async def _cut(self, part: AnswerPart, logprobs: Sequence[TokenLogprob]) -> None:
         """Delivers the part in pieces that the sink has room for."""
@@ -170,9 +239,10 @@ class _Reading:
         first_at = record.first_token_at or now
         took = finish or start or Start(cached_tokens=0, queue=first_at - request.arrived_at, prefill=0.0)
         decode = now - (request.arrived_at + took.queue + took.prefill) if finish is None else finish.decode
-        prompt_tokens = len(request.token_ids)
+        prompt_tokens = 0 if request.number else len(request.token_ids)
         stored = bool(outcome.entry_id)
-        record.cached_tokens = took.cached_tokens if outcome.source is CacheSource.NONE else prompt_tokens
+        cached = took.cached_tokens if outcome.source is CacheSource.NONE else prompt_tokens
+        record.cached_tokens = 0 if request.number else cached
         record.cache_source, record.finish_reason = outcome.source.name.lower(), ending.reason
         return Ending(
             reason=FinishReason(ending.reason),
@@ -244,6 +314,7 @@ def _engine_request(
         ),
         arrived_at=origin.arrived_at,
         logprobs=request.output.logprobs,
+        prompt_logprobs=request.output.prompt_logprobs,
         priority=request.priority,
         deadline=origin.deadline,
         expires_at=None if request.time_budget is None else origin.arrived_at + request.time_budget,

@@ -11,7 +11,7 @@ from service.core.errors import InvalidRequest, Violation
 from service.core.parsing.answer import AnswerParser
 from service.core.parsing.formats import NO_FORMATS, AnswerFormats, prompt_tail
 from service.core.request import ChatPrompt, ModelFacts, Origin, Prompt, Request, TextPrompt, TokenPrompt
-from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer
+from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer, TokenTexts
 from service.core.text.conversation import sent_texts
 from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
 from service.core.text.processes import TextProcesses
@@ -104,7 +104,19 @@ class ServedModel:
     def text_maker(self, request: Request) -> Detokenizer:
         """For whoever reads the answer's text, sent or not."""
         stops = request.stops
-        return Detokenizer(self._tokenizer, stops.strings, stops.include, stops.min_tokens, request.prompt.continues)
+        return Detokenizer(
+            self._tokenizer,
+            stops.strings,
+            stops.include,
+            stops.min_tokens,
+            request.prompt.continues,
+            request.output.skip_special,
+        )
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        """What ids stand for."""
+        return self._tokenizer.token_texts
 
     def answer_parser(self, request: Request, ids: Sequence[int]) -> AnswerParser | None:
         """For the answer to a chat whose reader wants reasoning and calls apart from text, where there may be any."""
@@ -116,7 +128,8 @@ class ServedModel:
 
     def marks(self, request: Request) -> Mapping[int, str]:
         """What stands in the text that is parsed for tokens that have no text."""
-        return self._formats.marks if isinstance(request.prompt, ChatPrompt) and _parses(request) else {}
+        marked = isinstance(request.prompt, ChatPrompt) and _parses(request) and request.output.skip_special
+        return self._formats.marks if marked else {}
 
     def describe(self) -> ModelDescription:
         """Raises EngineUnavailable."""

@@ -82,6 +82,8 @@ class Output:
     token_ids: bool
     logprobs: int | None
     parse: bool = True  # reasoning and calls apart from text
+    prompt_logprobs: int | None = None
+    skip_special: bool = True  # tokens, in text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,7 @@ class Request:
     seeded: bool  # by the caller
     constraint: ConstraintText | None = None
     draft_limit: int | None = None  # draft tokens at once; 0: none; None: as many as pay
+    answers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,7 @@ class Ending:
 
     reason: FinishReason
     sampling: SamplingParams
-    prompt_tokens: int
+    prompt_tokens: int  # of several answers, the first one's
     completion_tokens: int
     cached_tokens: int
     draft_proposed: int

@@ -3,7 +3,7 @@ become a message, and the protocol reads it. On the way back: headers, and an an
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -68,16 +68,20 @@ async def send_headers(context: Context, prompt: PromptFacts) -> None:
 
 
 class WholeOutlet(Generic[_Response]):
-    """Keeps the one message of an answer for the handler to return."""
+    """Keeps the one message of each answer for the handler to return them together."""
 
-    response: _Response  # once the answer is there
-
-    def __init__(self, context: Context, render: Callable[[AnswerMessage], _Response]) -> None:
+    def __init__(self, context: Context, render: Callable[[Sequence[AnswerMessage]], _Response]) -> None:
         self._context = context
         self._render = render
+        self._messages: list[AnswerMessage] = []
+
+    @property
+    def response(self) -> _Response:
+        """Once the answers are there."""
+        return self._render(self._messages)
 
     async def begin(self, prompt: PromptFacts) -> None:
         await send_headers(self._context, prompt)
 
     async def send(self, message: AnswerMessage) -> None:
-        self.response = self._render(message)
+        self._messages.append(message)

@@ -23,6 +23,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CONSTRAINT = 256 * 2**10  # bytes
 MAX_OPTIONS = 1024  # of a choice
+MAX_ANSWERS = 16  # of one prompt; each takes an admission slot
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
 _MOST_TOP_K = (1 << 31) - 1
@@ -96,12 +97,15 @@ def _logit_bias(
     return tuple(bias)
 
 
-def read_stops(wish: StopWish, facts: ModelFacts, found: Violations, prefix: str, strings: str = "stop") -> Stops:
-    """`strings` is what the protocol calls the field of stop strings."""
+def read_stops(
+    wish: StopWish, facts: ModelFacts, found: Violations, prefix: str, strings: str = "stop", *, scored: bool = False
+) -> Stops:
+    """`strings` is what the protocol calls the field of stop strings. `scored`: the prompt's log-probabilities are
+    wanted, so that an answer of no tokens makes sense."""
     if wish.max_tokens is not None:
-        found.number(f"{prefix}max_tokens", wish.max_tokens, 1, None)
+        found.number(f"{prefix}max_tokens", wish.max_tokens, 0 if scored else 1, None)
     found.number(f"{prefix}min_tokens", wish.min_tokens, 0, None)
-    if wish.max_tokens is not None and 1 <= wish.max_tokens < wish.min_tokens:
+    if wish.max_tokens is not None and (0 if scored else 1) <= wish.max_tokens < wish.min_tokens:
         found.add(f"{prefix}min_tokens", "must be at most max_tokens")
     _check_stop_strings(wish.strings, found, prefix + strings)
     own = () if wish.ignore_eos else facts.eos_token_ids
@@ -153,6 +157,14 @@ def read_logprobs(given: int | None, found: Violations, field: str) -> int | Non
     """How many candidates are sent beside each token's own."""
     if given is not None:
         found.number(field, given, 0, MAX_LOGPROBS)
+    return given
+
+
+def read_answers(given: int, max_tokens: int | None, found: Violations, field: str) -> int:
+    """How many are to be generated for the one prompt."""
+    found.number(field, given, 1, MAX_ANSWERS)
+    if given > 1 and max_tokens == 0:
+        found.add(field, "must be 1 where max_tokens is 0")
     return given
 
 

@@ -22,6 +22,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     failed: bool = False
 
 
@@ -47,6 +48,7 @@ def request_of() -> Request:
         max_tokens: int = 8,
         *,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         min_tokens: int = 0,
         stop: tuple[int, ...] = (),
         **sampling: object,
@@ -58,6 +60,7 @@ def request_of() -> Request:
             stopping=Stopping(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop),
             arrived_at=0.0,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     return make
@@ -89,6 +92,7 @@ def drive() -> Drive:
             for event in scheduler.commit(plan, runner.run(plan), now):
                 answers[event.key].token_ids += event.token_ids
                 answers[event.key].logprobs += event.logprobs
+                answers[event.key].prompt_logprobs += event.prompt_logprobs
                 answers[event.key].failed |= event.failure is not None
         return Driven(answers, scheduler.load.preemptions, scheduler.load.steps)
 

@@ -93,12 +93,12 @@ class GraphPrefill:
         progress("prefill", len(layouts), len(layouts))
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Rows of several tokens: a row of one belongs to a step of decoding, unless it has a constraint, for which its
-        token has to be known before the next step."""
+        """Rows of several tokens that want logits behind the last alone: a row of one belongs to a step of
+        decoding, unless it has a constraint, for which its token has to be known before the next step."""
         if not self._fused:
             return ()
         alone = self._parts.constraints.constrained
-        return tuple(row for row in rows if row.count > 1 or alone(row.key))
+        return tuple(row for row in rows if (row.count > 1 or alone(row.key)) and not row.score)
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """All rows, side by side."""

@@ -57,6 +57,7 @@ class EngineAnswer:
         self.finish: Finish | None = None  # where the engine ended it, and not a stop string
         self.logprobs: tuple[TokenLogprob, ...] = ()
         self.draft_proposed = self.draft_accepted = 0
+        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._engine = engine
         self._request = request
         self._batch = batch
@@ -89,7 +90,8 @@ class EngineAnswer:
         slot.on_evict(self.refuse)
         if self._patience is not None:
             self._timer = self._patience(self.refuse)
-        self._charge(len(self._request.token_ids))
+        if not self._request.number:
+            self._charge(len(self._request.token_ids))
         stream.batch(self._batch.max_tokens, self._batch.max_delay)
         self.submitted_at = time.monotonic()
         self._slot, self._stream = slot, stream
@@ -127,6 +129,7 @@ class EngineAnswer:
             if self._slot is not None:
                 self._slot.start()
         part = self._part(events)
+        self.prompt_logprobs = events.prompt_logprobs
         if events.logprobs:
             self.logprobs = events.logprobs[: len(part.token_ids)]
         self.draft_proposed += events.draft_proposed

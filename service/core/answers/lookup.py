@@ -211,7 +211,7 @@ class AnswerSources:
         return partial(self._slots.patience, origin.arrived_at)
 
     def _take_slot(self, request: GenerationRequest, origin: Origin) -> AdmissionSlot:
-        size = len(request.token_ids)
+        size = 0 if request.number else len(request.token_ids)
         return self._slots.take(request.priority, size, origin.deadline, origin.tenant, request.arrived_at)
 
     def _take_slot_or_refuse(self, request: GenerationRequest, origin: Origin) -> AdmissionSlot:

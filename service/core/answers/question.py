@@ -16,9 +16,11 @@ _END = 64  # characters that are looked at: from the first of many, the search w
 
 
 def cacheable(request: Request) -> bool:
-    """Whether every generation gives the same answer, and the answer is all that is sent: greedy or with a seed of the
-    caller's, and without log-probabilities."""
-    return (request.sampling.temperature == 0 or request.seeded) and request.output.logprobs is None
+    """Whether every generation gives the same answer, and the answer is all that is sent: greedy, or one with a seed of
+    the caller's, and without log-probabilities."""
+    output = request.output
+    repeatable = request.sampling.temperature == 0 or (request.seeded and request.answers == 1)
+    return repeatable and output.logprobs is None and output.prompt_logprobs is None
 
 
 def question_of(request: Request, engine_request: GenerationRequest, tenant: str) -> Question:
@@ -43,6 +45,7 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
             ("include_stop", stops.include),
             ("continues", request.prompt.continues),
             *(() if constraint is None else (("constraint", constraint.grammar),)),
+            *(() if request.output.skip_special else (("skip_special", False),)),
         ),
         max_tokens=engine_request.stopping.max_tokens,
         deterministic=cacheable(request),

@@ -48,6 +48,10 @@ class AnswerSource(Protocol):
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         """Of the part that `next` gave last, one an id, if they were asked for."""
 
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the prompt's next tokens, from the second on: what came with the part that `next` gave last."""
+
     async def next(self) -> AnswerPart:
         """The next part, until one has an ending. Raises what `engine.errors` lists."""
 
@@ -67,6 +71,7 @@ class SharedAnswer:
     ) -> None:
         """`own` is how it would be, or is, generated for this request."""
         self.logprobs: tuple[TokenLogprob, ...] = ()
+        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._parts = parts
         self._own = own
         self._held: AnswerPart | None = None  # that `opened` took

@@ -28,7 +28,7 @@ class ParsedOutlet:
             rest = self._parser.end()
             text, reasoning, calls = text + rest.text, reasoning + rest.reasoning, calls + rest.calls
         prompt = message.prompt or self._prompt
-        if text or reasoning or calls or message.token_ids or message.ending is not None:
+        if text or reasoning or calls or message.token_ids or message.prompt_ids or message.ending is not None:
             self._prompt = None
             parsed = message._replace(text=text, reasoning=reasoning, calls=calls, prompt=prompt)
             await self._outlet.send(parsed)

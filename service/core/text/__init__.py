@@ -28,6 +28,7 @@ from __future__ import annotations
 from service.core.text.conversation import NO_OPTIONS, ChatMessage, ChatOptions, ChatTemplateError, ToolCall
 from service.core.text.detokenizer import Detokenizer, Piece
 from service.core.text.files import SamplingDefaults
+from service.core.text.token_texts import TokenTexts
 from service.core.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Detokenizer",
     "Piece",
     "SamplingDefaults",
+    "TokenTexts",
     "Tokenizer",
     "ToolCall",
 ]

@@ -105,6 +105,7 @@ class WindowAssembler:
     def __init__(self, pieces: OpaquePieces, continues: bool) -> None:
         self._backend = pieces.backend
         self._silent = pieces.silent
+        self._skip_special = pieces.skip_special
         self._window: list[int] = [pieces.anchor] if continues and pieces.anchor is not None else []
         self._context = len(self._window)  # ids of the window whose text is out
         self._shown = self._decode()
@@ -130,4 +131,4 @@ class WindowAssembler:
         return fresh
 
     def _decode(self) -> str:
-        return self._backend.decode(self._window, skip_special_tokens=True)
+        return self._backend.decode(self._window, skip_special_tokens=self._skip_special)

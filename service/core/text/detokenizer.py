@@ -34,9 +34,10 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         continues: bool = False,
+        skip_special: bool = True,
     ) -> None:
         self.include_stop = include_stop
-        self._assembler = assembler(tokenizer.pieces, continues)
+        self._assembler = assembler(tokenizer.pieces if skip_special else tokenizer.all_pieces, continues)
         self._matcher = StopMatcher(stop_strings, include_stop) if stop_strings else None
         self._min_tokens = min_tokens
         self._count = 0  # ids pushed

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Backend
+
+_Entry = TypeVar("_Entry")
 
 MAX_ID = 2**22 - 1  # several times the largest vocabularies
 MAX_TOKEN = 2**12  # characters
@@ -48,6 +51,7 @@ class OpaquePieces:
     backend: Backend
     silent: frozenset[int]
     anchor: int | None
+    skip_special: bool = True
 
 
 Pieces = ByteLevelPieces | FallbackPieces | OpaquePieces
@@ -62,6 +66,23 @@ def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _byte_level(tokens, silent)
     return _fallback(tokens, silent, steps) or _opaque(backend, tokens, silent)
+
+
+def with_special(pieces: Pieces, backend: Backend, tokens: Mapping[int, str]) -> Pieces:
+    """The same, with special tokens as text; `tokens` are these."""
+    match pieces:
+        case ByteLevelPieces(table=data):
+            return ByteLevelPieces(_with(data, dict(zip(tokens, _spelled(tokens.values()), strict=True))))
+        case FallbackPieces(table=table, strip_char=char, strip=strip):
+            pairs = _replaced(_decoder_steps(backend))
+            shown = {index: _fallback_piece(token, pairs) for index, token in tokens.items()}
+            return FallbackPieces(_with(table, shown), char, strip)
+        case OpaquePieces(anchor=anchor):
+            return OpaquePieces(backend, frozenset(), anchor, skip_special=False)
+
+
+def _with(table: list[_Entry], more: Mapping[int, _Entry]) -> list[_Entry]:
+    return [more.get(index, entry) for index, entry in enumerate(table)]
 
 
 def read_tokens(backend: Backend) -> list[str | None]:
@@ -100,18 +121,22 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _byte_level(tokens: list[str | None], silent: frozenset[int]) -> ByteLevelPieces:
+    return ByteLevelPieces(_spelled(None if index in silent else token for index, token in enumerate(tokens)))
+
+
+def _spelled(tokens: Iterable[str | None]) -> list[bytes]:
     letters = byte_letters()
     latin = str.maketrans({letter: chr(byte) for letter, byte in letters.items()})
     spelled = set(letters)
     table = []
-    for index, token in enumerate(tokens):
-        if token is None or index in silent:
+    for token in tokens:
+        if token is None:
             table.append(b"")
         elif spelled.issuperset(token):
             table.append(token.translate(latin).encode("latin-1"))
         else:  # an added token in plain text
             table.append(token.encode("utf-8"))
-    return ByteLevelPieces(table)
+    return table
 
 
 def _fallback(tokens: list[str | None], silent: frozenset[int], steps: list[dict[str, Any]]) -> FallbackPieces | None:
@@ -125,11 +150,15 @@ def _fallback(tokens: list[str | None], silent: frozenset[int], steps: list[dict
     strip_char, strip = (rest[2]["content"], rest[2]["start"]) if len(rest) == 3 else (" ", 0)
     if len(rest) == 3 and rest[2]["stop"] != 0:
         return None
-    pairs = [(step["pattern"]["String"], step["content"]) for step in steps[:replaced]]
+    pairs = _replaced(steps[:replaced])
     table: list[str | int | None] = []
     for index, token in enumerate(tokens):
         table.append(None if token is None or index in silent else _fallback_piece(token, pairs))
     return FallbackPieces(table, strip_char, strip)
+
+
+def _replaced(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(one["pattern"]["String"], one["content"]) for one in steps if one["type"] == "Replace"]
 
 
 def _fallback_piece(token: str, pairs: list[tuple[str, str]]) -> str | int:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,9 +25,10 @@ from service.core.text.conversation import (
     with_texts,
 )
 from service.core.text.files import ModelFiles, SamplingDefaults, one_line, read_eos, read_sampling
-from service.core.text.pieces import OpaquePieces, Pieces, byte_letters, read_pieces, read_tokens
+from service.core.text.pieces import OpaquePieces, Pieces, byte_letters, read_pieces, read_tokens, with_special
 from service.core.text.special import CONFIG, apply_special
 from service.core.text.steps import is_plain, longest_token
+from service.core.text.token_texts import TokenTexts
 from service.core.validation import too_long
 
 VOCABULARY = "tokenizer.json"
@@ -62,7 +64,8 @@ class Tokenizer:
         self._special = _special_pattern(backend)
         added = backend.get_added_tokens_decoder()
         self.added = {token.content: index for index, token in added.items()}
-        self.special = frozenset(index for index, token in added.items() if token.special)
+        self._shown = {index: token.content for index, token in added.items() if token.special}
+        self.special = frozenset(self._shown)
         self.template_source = "".join(template.source for template in templates.values())
         self._longest = longest_token(backend, self.pieces)  # bytes
         self._plain = is_plain(backend)
@@ -101,6 +104,16 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         templates = {"default": ChatTemplate(BYTES_TEMPLATE, {})}
         return cls(backend, templates, _digest(b"bytes", BYTES_TEMPLATE.encode()))
+
+    @cached_property
+    def all_pieces(self) -> Pieces:
+        """As `pieces`, special tokens included."""
+        return with_special(self.pieces, self._backend, self._shown)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """What each id stands for by itself."""
+        return TokenTexts(self.all_pieces)
 
     @property
     def chat(self) -> bool:

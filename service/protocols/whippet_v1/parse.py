@@ -28,6 +28,7 @@ from service.protocols.whippet_v1.parse_chat import read_chat
 from service.protocols.wishes import (
     SamplingWish,
     StopWish,
+    read_answers,
     read_constraint,
     read_logprobs,
     read_request_id,
@@ -78,7 +79,7 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
         prompt=_prompt(message, facts, found),
         # Most messages leave most of these out, and looking into each of them costs microseconds.
         sampling=read_sampling(_sampling(message), facts, found, "sampling."),
-        stops=_stops(message.stopping, facts, found),
+        stops=_stops(message, facts, found),
         output=_output(message.output, found) if message.HasField("output") else _OUTPUT,
         priority=_priority(message.priority, found),
         time_budget=_time_budget(message, found),
@@ -87,6 +88,7 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
         seeded=message.sampling.HasField("seed"),
         constraint=_constraint(message.constraint, found) if message.HasField("constraint") else None,
         draft_limit=_draft_limit(message.speculation, found) if message.HasField("speculation") else None,
+        answers=_answers(message, found) if message.HasField("n") else 1,
     )
     found.raise_any()
     _refuse_unimplemented(message, request, facts, semantic)
@@ -153,7 +155,8 @@ def _sampling(message: GenerationMessage) -> SamplingWish | None:
     )
 
 
-def _stops(given: pb.StoppingOptions, facts: ModelFacts, found: Violations) -> Stops:
+def _stops(message: GenerationMessage, facts: ModelFacts, found: Violations) -> Stops:
+    given = message.stopping
     wish = StopWish(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         min_tokens=given.min_tokens,
@@ -162,7 +165,13 @@ def _stops(given: pb.StoppingOptions, facts: ModelFacts, found: Violations) -> S
         ignore_eos=given.ignore_eos,
         include=given.include_stop,
     )
-    return read_stops(wish, facts, found, "stopping.", "stop_strings")
+    scored = message.output.HasField("prompt_logprobs")
+    return read_stops(wish, facts, found, "stopping.", "stop_strings", scored=scored)
+
+
+def _answers(message: GenerationMessage, found: Violations) -> int:
+    stopping = message.stopping
+    return read_answers(message.n, stopping.max_tokens if stopping.HasField("max_tokens") else None, found, "n")
 
 
 def _constraint(given: pb.Constraint, found: Violations) -> ConstraintText | None:
@@ -184,7 +193,15 @@ def _output(given: pb.OutputOptions, found: Violations) -> Output:
     logprobs = read_logprobs(given.logprobs if given.HasField("logprobs") else None, found, "output.logprobs")
     text = given.text if given.HasField("text") else True
     parse = given.parse if given.HasField("parse") else True
-    return Output(text, given.token_ids, logprobs, parse)
+    scores = given.prompt_logprobs if given.HasField("prompt_logprobs") else None
+    return Output(
+        text=text,
+        token_ids=given.token_ids,
+        logprobs=logprobs,
+        parse=parse,
+        prompt_logprobs=read_logprobs(scores, found, "output.prompt_logprobs"),
+        skip_special=given.skip_special_tokens if given.HasField("skip_special_tokens") else True,
+    )
 
 
 def _priority(given: int, found: Violations) -> Priority:

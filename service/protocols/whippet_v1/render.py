@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from engine.api import FinishReason, SamplingParams, TokenLogprob
 from service.core.delivery import AnswerMessage
@@ -12,9 +13,10 @@ from service.core.model import ModelDescription
 from service.core.parsing.answer import whole_calls
 from service.core.request import CacheOutcome, CacheSource, Ending, Output, PromptFacts
 from service.core.switches import Switch
+from service.core.text import TokenTexts
 from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.wishes import MAX_LOGPROBS
+from service.protocols.wishes import MAX_ANSWERS, MAX_LOGPROBS
 
 _INT64 = 1 << 63
 _REASONS = {
@@ -30,13 +32,15 @@ _SOURCES = {
 }
 
 
-def stream_message(message: AnswerMessage, output: Output) -> pb.GenerateStreamResponse:
+def stream_message(message: AnswerMessage, output: Output, texts: TokenTexts) -> pb.GenerateStreamResponse:
     """One message of a streamed answer."""
-    response = pb.GenerateStreamResponse(text=message.text)
+    response = pb.GenerateStreamResponse(text=message.text, index=message.number)
     if message.token_ids and output.token_ids:
         response.token_ids.extend(message.token_ids)
     if message.logprobs:
-        response.logprobs.extend(logprobs(message.token_ids, message.logprobs))
+        _put_logprobs(response.logprobs, message.token_ids, message.logprobs, texts)
+    if message.prompt_ids:
+        _put_logprobs(response.prompt_logprobs, message.prompt_ids, message.prompt_logprobs, texts)
     if message.prompt is not None:
         _put_prompt_info(response.prompt_info, message.prompt)
     if message.ending is not None:
@@ -48,21 +52,24 @@ def stream_message(message: AnswerMessage, output: Output) -> pb.GenerateStreamR
     return response
 
 
-def whole_message(message: AnswerMessage, output: Output) -> pb.GenerateResponse:
-    """A unary answer."""
-    response = pb.GenerateResponse(text=message.text)
-    if output.token_ids:
-        response.token_ids.extend(message.token_ids)
-    if message.logprobs:
-        response.logprobs.extend(logprobs(message.token_ids, message.logprobs))
-    if message.prompt is not None:
-        _put_prompt_info(response.prompt_info, message.prompt)
-    if message.ending is not None:
-        _put_finish(response.finish, message.ending)
-    if message.reasoning:
-        response.reasoning = message.reasoning
-    for call in whole_calls(message.calls):
-        response.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
+def whole_message(messages: Sequence[AnswerMessage], output: Output, texts: TokenTexts) -> pb.GenerateResponse:
+    """A unary answer, and more of them where there are."""
+    response = pb.GenerateResponse()
+    for message in sorted(messages, key=lambda one: one.number):
+        answer = response.more_answers.add(index=message.number) if message.number else response
+        answer.text, answer.reasoning = message.text, message.reasoning
+        if output.token_ids:
+            answer.token_ids.extend(message.token_ids)
+        if message.logprobs:
+            _put_logprobs(answer.logprobs, message.token_ids, message.logprobs, texts)
+        if message.prompt_ids:
+            _put_logprobs(response.prompt_logprobs, message.prompt_ids, message.prompt_logprobs, texts)
+        if message.prompt is not None:
+            _put_prompt_info(response.prompt_info, message.prompt)
+        if message.ending is not None:
+            _put_finish(answer.finish, message.ending)
+        for call in whole_calls(message.calls):
+            answer.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
     return response
 
 
@@ -71,16 +78,19 @@ def _put_prompt_info(into: pb.PromptInfo, facts: PromptFacts) -> None:
     into.request_id, into.model, into.prompt_tokens = facts.request_id, facts.model, facts.prompt_tokens
 
 
-def logprobs(ids: Sequence[int], values: Sequence[TokenLogprob]) -> list[pb.TokenLogprobs]:
+def _put_logprobs(
+    into: RepeatedCompositeFieldContainer[pb.TokenLogprobs],
+    ids: Sequence[int],
+    values: Sequence[TokenLogprob],
+    texts: TokenTexts,
+) -> None:
     """One message a token."""
-    return [
-        pb.TokenLogprobs(
-            token_id=token_id,
-            logprob=value.logprob,
-            top=[pb.TopLogprob(token_id=other, logprob=logprob) for other, logprob in value.top],
-        )
-        for token_id, value in zip(ids, values, strict=True)
-    ]
+    for token_id, value in zip(ids, values, strict=True):
+        text, raw = texts.of(token_id)
+        top = into.add(token_id=token_id, logprob=value.logprob, text=text, raw=raw).top
+        for other, logprob in value.top:
+            text, raw = texts.of(other)
+            top.add(token_id=other, logprob=logprob, text=text, raw=raw)
 
 
 def _put_finish(into: pb.Finish, ending: Ending) -> None:
@@ -136,6 +146,7 @@ def model(described: ModelDescription) -> model_pb2.Model:
             vocab_size=info.vocab_size,
             max_sequences=info.max_sequences,
             max_logprobs=MAX_LOGPROBS,
+            max_answers=MAX_ANSWERS,
         ),
         weights_digest=info.weights_digest,
         tokenizer_digest=described.tokenizer_digest,

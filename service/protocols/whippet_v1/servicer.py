@@ -8,6 +8,7 @@ from service.core.delivery import AnswerMessage
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.request import ChatPrompt, Output, PromptFacts, Request, TextPrompt
+from service.core.text import TokenTexts
 from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.bodies import WholeOutlet, send_headers
@@ -29,15 +30,16 @@ from service.transport.writer import StallWatch, Writer
 class StreamOutlet:
     """Writes messages as they come."""
 
-    def __init__(self, writer: Writer, output: Output) -> None:
+    def __init__(self, writer: Writer, output: Output, texts: TokenTexts) -> None:
         self._writer = writer
         self._output = output
+        self._texts = texts
 
     async def begin(self, prompt: PromptFacts) -> None:
         await send_headers(self._writer.context, prompt)
 
     def send(self, message: AnswerMessage) -> Awaitable[None]:
-        return self._writer.write(render.stream_message(message, self._output).SerializeToString())
+        return self._writer.write(render.stream_message(message, self._output, self._texts).SerializeToString())
 
 
 class GenerationServicer:
@@ -62,13 +64,16 @@ class GenerationServicer:
         return read_detokenize(message, self._model.facts())
 
     async def generate(self, request: Request, call: Call) -> generation_pb2.GenerateResponse:
-        outlet = WholeOutlet(call.context, lambda message: render.whole_message(message, request.output))
+        texts = self._model.token_texts
+        outlet = WholeOutlet(call.context, lambda found: render.whole_message(found, request.output, texts))
         await self._generator.answer(request, call.origin, outlet)
         return outlet.response
 
     async def generate_stream(self, request: Request, call: Call) -> None:
         with Writer(call.context, self._watch, call.origin.record) as writer:
-            await self._generator.stream(request, call.origin, StreamOutlet(writer, request.output))
+            await self._generator.stream(
+                request, call.origin, StreamOutlet(writer, request.output, self._model.token_texts)
+            )
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, call: Call) -> generation_pb2.TokenizeResponse:
         return generation_pb2.TokenizeResponse(token_ids=await self._tokenization.tokenize(prompt, call.origin))

@@ -80,13 +80,15 @@ class Proposer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., why_not: _Optional[str] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_context_tokens", "vocab_size", "max_sequences", "max_logprobs")
+    __slots__ = ("max_context_tokens", "vocab_size", "max_sequences", "max_logprobs", "max_answers")
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     max_context_tokens: int
     vocab_size: int
     max_sequences: int
     max_logprobs: int
-    def __init__(self, max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_logprobs: _Optional[int] = ...) -> None: ...
+    max_answers: int
+    def __init__(self, max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_answers: _Optional[int] = ...) -> None: ...
