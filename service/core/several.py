@@ -120,6 +120,8 @@ def note_all(record: RecordBuilder, parts: list[RecordBuilder]) -> None:
     first = parts[0]
     for name in ("submitted_at", "queue", "prefill", "cached_tokens", "cache_source", "finish_reason"):
         setattr(record, name, getattr(first, name))
+    record.draft_proposed = sum(part.draft_proposed for part in parts)
+    record.draft_accepted = sum(part.draft_accepted for part in parts)
     record.completion_tokens = sum(part.completion_tokens for part in parts)
     record.first_token_at = min(
         (part.first_token_at for part in parts if part.first_token_at is not None), default=None
