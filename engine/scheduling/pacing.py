@@ -21,7 +21,8 @@ _FIRST = 4  # rows before any step was measured
 _FASTER = 4  # times as many rows at once, at most
 _STEPS = 4  # measured between two changes of the bound
 _NEWEST = 0.2  # weight of the newest step
-_LEAST = 64  # prompt tokens of a step, or prompts would stand still
+_LEAST = 64  # prompt tokens of a step
+_TRICKLE = 0.05  # of the target that is saved for prompts in a step without any
 _BUCKETS = 2  # of sizes, from one to its double
 
 
@@ -64,6 +65,7 @@ class Pacing:
         self._of_prompts = Costs(rising=1.0)
         self._running = 0  # sequences, when the step was planned
         self._measured = 0  # steps since the bound was changed
+        self._saved = 0.0  # seconds
         self._began: float | None = None  # the end of the step before, or the plan; None: nothing was fed
 
     @property
@@ -80,9 +82,12 @@ class Pacing:
         taken = self._of_rows.of(rows)
         if not rows or taken is None:
             return most
-        tokens = _LEAST
-        while 2 * tokens <= most and (self._of_prompts.of(2 * tokens) or 0.0) <= self._target - taken:
-            tokens *= 2
+        room = self._target - taken
+        if (self._of_prompts.of(_LEAST) or 0.0) > room:
+            room += self._saved
+        tokens = 0
+        while 2 * tokens <= most and (self._of_prompts.of(max(2 * tokens, _LEAST)) or 0.0) <= room:
+            tokens = max(2 * tokens, _LEAST)
         return min(tokens, most)
 
     def begin(self, now: float) -> None:
@@ -106,7 +111,17 @@ class Pacing:
             return
         self._learn(rows, tokens / rows if rows else 1.0, fed, now - began)
         if rows:
+            self._save(self._target * tokens / rows - (now - began), fed)
             self._bound(self._of_rows.of(rows) or 0.0, self._target)
+
+    def _save(self, seconds: float, fed: int) -> None:
+        """A step with rows was so much shorter than the target. What is saved goes to prompts of which not even the
+        least chunk would fit into a step; a little is always, or they would stand still."""
+        assert self._target is not None
+        most = max(self._target, self._of_prompts.of(_LEAST) or 0.0)
+        if not fed:
+            seconds = max(seconds, _TRICKLE * self._target)
+        self._saved = min(max(self._saved + seconds, -self._target), most)
 
     def _learn(self, rows: int, tokens: float, fed: int, seconds: float) -> None:
         """Of rows that brought so many tokens each, beside prompts. What was otherwise than foretold is shared out as

@@ -160,3 +160,21 @@ def test_pauses_between_requests_are_not_steps() -> None:
         device.run()
         device.now += 60.0
     assert device.bounds[-1] >= 4
+
+
+def test_prompts_that_no_step_has_room_for_wait_until_it_was_saved() -> None:
+    device = Device(TARGET, lambda rows, fed: cost(rows, 0) + (0.012 + 0.00001 * fed if fed else 0.0))
+    device.ask(120, prompt=200, output=100)
+    device.run()
+    assert all(len(times) == 100 for times in device.times.values())
+    tpot = device.tpot()
+    assert tpot[len(tpot) * 9 // 10] <= 1.05 * TARGET
+    assert device.bounds[-1] >= 10
+    device.ask(1, prompt=20, output=2000)
+    device.of = lambda rows, fed: 0.0088 * (rows > 0) + 0.05 * (fed > 0)  # no chunk will ever be within the target
+    while len(device.times[120]) < 50:
+        device.step()
+    device.ask(1, prompt=500, output=2)
+    device.run()
+    assert len(device.times[121]) == 2
+    assert device.times[121][0] < device.times[120][-1], "a prompt waited for the end of a stream"
