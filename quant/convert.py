@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.header import AGAIN, DTYPES
 from quant.checkpoint.named import misnamed
-from quant.checkpoint.safetensors import INDEX, Checkpoint
+from quant.checkpoint.safetensors import INDEX
 from quant.checkpoint.tensors import HEAD
 from quant.companions import copy_companions
 from quant.errors import CannotQuantize
@@ -44,14 +44,45 @@ class _Part:
     size: int  # bytes
 
 
+class _Pickled:
+    """The weights of a folder, in the order of its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._held: dict[str, TorchFile] = {}
+        for path in pickled_files(folder):
+            file = TorchFile(path)
+            for name in file.views:
+                if name in self._held:
+                    raise BadFile(path, f"{name[:80]!r} is also in {self.file(name).name}", "remove one of them")
+                self._held[name] = file
+
+    def names(self) -> Collection[str]:
+        return self._held.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._held[name].views[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._held[name].tensor(name).dtype
+
+    def file(self, name: str) -> Path:
+        return self._held[name].path
+
+    def parts(self) -> Iterator[_Part]:
+        """What shares its numbers with another, or is a piece of it, gets its own."""
+        return (_Part(name, file, file.nbytes(name)) for name, file in self._held.items())
+
+
 def convert(source: Path, out: Path, progress: Progress) -> str:
     """Makes `out` of a folder with pickled weights; says what it made. The source is never written to."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CannotQuantize(f"{out} is there already: name a new folder")
     config = load_config(source)
-    files = [TorchFile(path) for path in pickled_files(source)]
+    weights = _Pickled(source)
+    check_folder(weights, config, read_spec(source, weights.names()))
     tied = f"{HEAD}.weight" if config.tied_head else None  # the same as the embedding, and often written twice
-    shards = _shards([part for part in _parts(files) if part.name != tied], _SHARD_BYTES)
+    shards = _shards([part for part in weights.parts() if part.name != tied], _SHARD_BYTES)
     size = sum(part.size for shard in shards for part in shard)
     work = out.resolve().with_name(f".{out.resolve().name}.converting")
     shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
@@ -61,9 +92,6 @@ def convert(source: Path, out: Path, progress: Progress) -> str:
             raise CannotQuantize(f"{out} needs {size >> 20:,} MiB, which its disk does not have")
         _write(shards, work, progress)
         copy_companions(source, work)
-        made = Checkpoint(work)
-        check_folder(made, config, read_spec(work, made.names()))
-        made.close()
         os.replace(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -93,17 +121,6 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     if not names or any(name != Path(name).name for name in names):
         raise BadFile(index, "weight_map must name files of this folder", AGAIN)
     return tuple(index.parent / name for name in names)
-
-
-def _parts(files: Sequence[TorchFile]) -> Iterator[_Part]:
-    """In the files' order. What shares its numbers with another, or is a piece of it, gets its own."""
-    held: dict[str, TorchFile] = {}
-    for file in files:
-        for name in file.views:
-            if name in held:
-                raise BadFile(file.path, f"{name[:80]!r} is also in {held[name].path.name}", "remove one of them")
-            held[name] = file
-            yield _Part(name, file, file.nbytes(name))
 
 
 def _shards(parts: Sequence[_Part], limit: int) -> list[list[_Part]]:

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.header import shown
 from quant.checkpoint.linear import tensor_names
-from quant.checkpoint.safetensors import Checkpoint
 from quant.checkpoint.spec import QuantSpec
 from quant.checkpoint.tensors import HEAD, Shapes, dense_tensors, linears, plain_tensors
 
 BELONGING = "use the config.json that belongs to the weights"
 
 
-def check_folder(checkpoint: Checkpoint, config: ModelConfig, spec: QuantSpec | None) -> None:
+class Listing(Protocol):
+    """What the headers of a folder's weights tell."""
+
+    folder: Path
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def file(self, name: str) -> Path: ...
+
+
+def check_folder(checkpoint: Listing, config: ModelConfig, spec: QuantSpec | None) -> None:
     """Raises BadFile. Of packed tensors only the names are compared here; their readers check shapes and types."""
     tied = {f"{HEAD}.weight"} if config.tied_head else set()
     if spec is None:
@@ -34,7 +51,7 @@ def check_folder(checkpoint: Checkpoint, config: ModelConfig, spec: QuantSpec | 
     _check_tensors(checkpoint, expected, ignored=packed | tied)
 
 
-def _check_tensors(checkpoint: Checkpoint, expected: Shapes, ignored: Collection[str]) -> None:
+def _check_tensors(checkpoint: Listing, expected: Shapes, ignored: Collection[str]) -> None:
     """Whether exactly these tensors are there, as plain numbers of these shapes."""
     names = set(checkpoint.names())
     for name, shape in expected.items():
@@ -52,7 +69,7 @@ def _check_tensors(checkpoint: Checkpoint, expected: Shapes, ignored: Collection
         raise BadFile(file, f"{shown(surplus[0])} has no place in the model of config.json", BELONGING)
 
 
-def _missing(checkpoint: Checkpoint, tensor: str) -> BadFile:
+def _missing(checkpoint: Listing, tensor: str) -> BadFile:
     return BadFile(checkpoint.folder, f"tensor {tensor} is missing", "download all shards of the model")
 
 
