@@ -60,9 +60,9 @@ class EngineOptions:
 class ModelOptions:
     """How the model is loaded and run."""
 
-    device: Device = setting("auto")
-    dtype: Dtype = setting("auto")
-    decoder: DecoderChoice = setting("auto")
+    device: Device = setting("auto", "what computes; auto: a GPU where one is usable")
+    dtype: Dtype = setting("auto", "of arithmetic; auto: the weights' own on a GPU, on a CPU as its units have it")
+    decoder: DecoderChoice = setting("auto", "the best executor that is allowed; auto: any that this machine can use")
     load_format: LoadFormat = setting("auto", "`dummy` makes random weights from config.json alone")
     quantization: Quantization = setting(
         "auto", "`int8` quantizes plain weights while loading; auto: as the folder has them"
@@ -122,10 +122,10 @@ class FakeSettings:
     """The engine without weights, `--engine fake`: deterministic ids, for tests and for measuring the front."""
 
     vocab_size: int = setting(256, "used where no --model gives a tokenizer", ge=2, le=1_048_576)
-    max_context: int = setting(4096, ge=16)
-    total_pages: int = setting(4096, ge=1)
+    max_context: int = setting(4096, "prompt and answer, in tokens", ge=16)
+    total_pages: int = setting(4096, "of 16 tokens", ge=1)
     step_time: float = setting(0.0, "seconds a step takes", ge=0, le=60)
-    tokens_per_step: int = setting(1, ge=1, le=1024)
+    tokens_per_step: int = setting(1, "that a sequence gets", ge=1, le=1024)
     faults: bool = setting(False, "obey prompts that break things, for tests")
     stamps: bool = setting(False, "log-probabilities say when an id was made, for measuring the front")
 

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 # subcommand → module with `run(argv) -> exit code`, and its line in --help
 COMMANDS = {
     "serve": ("service.cli.serve", "serve a model over gRPC"),
-    "generate": ("service.cli.generate", "ask a server and stream its answer to the terminal"),
+    "generate": ("service.cli.generate", "ask a server, once or in a conversation, and stream its answers"),
+    "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
+    "top": ("service.cli.top", "what a running server does, live on the terminal"),
     "health": ("service.cli.health", "ask a server whether it serves, as a probe does"),
     "drain": ("service.cli.drain", "take a server out of service, or back into it"),
     "profile": ("service.cli.profile", "where a running server spends its time, as stacks for a flame graph"),
     "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
     "convert": ("service.cli.convert", "make safetensors of a model folder with pickled weights"),
-    "cache": ("service.cli.cache", "run a trace through the caches"),
-    "replay": ("service.cli.replay", "do the steps again that led to a fault, from a file that the engine wrote"),
-    "top": ("service.cli.top", "what a running server does, live on the terminal"),
-    "prebuild": ("service.cli.prebuild", "compile what servers would compile, into a folder for all of them"),
-    "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
+    "prebuild": ("service.cli.prebuild", "compile ahead what servers compile at their first start"),
+    "cache": ("service.cli.cache", "replay a trace through the caches: what would they have answered"),
+    "replay": ("service.cli.replay", "repeat the steps that led to a fault, from the file that the engine wrote"),
 }
 
 
@@ -47,11 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     lines = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="whippet",
+        usage="whippet [--help | --version] COMMAND ...",
         description="A gRPC streaming server for one language model.",
         epilog=f"commands:\n{lines}\n\n`whippet COMMAND --help` lists the flags of each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"whippet {version()}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return parser

@@ -27,6 +27,8 @@ from service.cli.interpreter import command, environment
 from service.core.cache_dir import PREBUILT, UnsafeFolder, look, look_ahead
 from service.version import version
 
+_AS_SERVE = "as for `whippet serve`; default: %(default)s"
+_PORT = "say whether it is free; default: %(default)s"
 ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their time
 
 
@@ -47,18 +49,18 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 1 where serving is impossible; 2: wrong usage, or no folder of a model.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="FOLDER", help="check this model, too")
+    parser.add_argument("--model", metavar="FOLDER", help="say how this one would be served")
     model = ModelOptions()
-    parser.add_argument("--device", default=model.device, choices=get_args(Device))
-    parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype))
-    parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization))
-    parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help="as for whippet serve")
-    parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT")
-    parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT")
-    parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT")
-    parser.add_argument("--metrics-listen", default="127.0.0.1:9090", metavar="HOST:PORT")
-    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="as for whippet serve")
-    parser.add_argument("--prebuilt-dir", type=Path, metavar="FOLDER", help="as for whippet serve")
+    parser.add_argument("--device", default=model.device, choices=get_args(Device), help=_AS_SERVE)
+    parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype), help=_AS_SERVE)
+    parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization), help=_AS_SERVE)
+    parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
+    parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
+    parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT", help=_PORT)
+    parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT", help=_PORT)
+    parser.add_argument("--metrics-listen", default="127.0.0.1:9090", metavar="HOST:PORT", help=_PORT)
+    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="as for `whippet serve`")
+    parser.add_argument("--prebuilt-dir", type=Path, metavar="FOLDER", help="as for `whippet serve`")
     parser.add_argument("--digest", action="store_true", help="read all weights and say what --model-digest may demand")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

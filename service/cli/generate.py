@@ -96,12 +96,16 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens; default: what the context leaves")
     parser.add_argument("--min-tokens", type=int, metavar="N", help="no stop of any kind before so many tokens")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
-    parser.add_argument("--top-p", type=float, metavar="P", help="likely tokens of this much probability in all")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="the most likely tokens that have probability P together"
+    )
     parser.add_argument("--top-k", type=int, metavar="K", help="the K most likely tokens; 0 keeps all")
     parser.add_argument("--min-p", type=float, metavar="P", help="no token less likely than P times the best")
     parser.add_argument("--repetition-penalty", type=float, metavar="R", help="of tokens in prompt or answer; 1 is off")
-    parser.add_argument("--presence-penalty", type=float, metavar="R", help="of tokens in the answer; 0 is off")
-    parser.add_argument("--frequency-penalty", type=float, metavar="R", help="the same for each time; 0 is off")
+    parser.add_argument("--presence-penalty", type=float, metavar="R", help="of tokens in the answer, once; 0 is off")
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="R", help="of tokens in the answer, each time; 0 is off"
+    )
     parser.add_argument(
         "--logit-bias",
         action="append",

@@ -45,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--service", default=READY, metavar="NAME", help="'' asks whether the process lives; default: %(default)s"
     )
-    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument(
+        "--timeout", type=float, default=3.0, metavar="SECONDS", help="for an answer; default: %(default)g"
+    )
     return parser
 
 

@@ -35,6 +35,6 @@ def _parser() -> argparse.ArgumentParser:
         "compiler.",
         allow_abbrev=False,
     )
-    parser.add_argument("--into", type=Path, metavar="FOLDER", required=True)
+    parser.add_argument("--into", type=Path, metavar="FOLDER", required=True, help="made where it is not there")
     parser.add_argument("--embedder", action="store_true", help="export the semantic cache's embedder (extra `embed`)")
     return parser

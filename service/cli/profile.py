@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     Server.add_operator_flags(parser)
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long; 60 at most")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="how long, 60 at most; default: %(default)g"
+    )
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="stdout where it is - or left out")
     return parser
 

@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     Server.add_operator_flags(parser)
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="between two looks; 2")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks; default: %(default)s"
+    )
     parser.add_argument("--once", action="store_true", help="one frame, of one interval")
     return parser
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import pathlib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Path = tuple[str, ...]
+
+_WORDS: Mapping[type, str] = {bool: "{true,false}", int: "N", float: "NUMBER", str: "TEXT", pathlib.Path: "PATH"}
 
 # A group that also takes a plain word, and the leaf that it then means: `engine: fake` is `engine: {kind: fake}`.
 PLAIN_WORDS: Mapping[Path, Path] = {("engine",): ("engine", "kind")}
@@ -30,13 +33,13 @@ class Leaf:
 
     @property
     def values(self) -> str:
-        """What may be given, for `--help`: `{auto,cpu,cuda}`, or the name of the type."""
+        """What may be given, for `--help`: `{auto,cpu,cuda}`, or a word for the type."""
         kind = _plain(self.type)
         if get_origin(kind) is Literal:
             return "{" + ",".join(map(str, get_args(kind))) + "}"
         if issubclass(kind, enum.Enum):
             return "{" + ",".join(str(one.value) for one in kind) + "}"
-        return str(kind.__name__)
+        return _WORDS[kind]
 
 
 def spelled(path: Path) -> str:

@@ -22,6 +22,15 @@ from service.config.leaves import PLAIN_WORDS, Leaf, leaves, spelled
 from service.config.settings import BadSettings, Settings
 
 ENV_PREFIX = "WHIPPET_"
+_DESCRIPTION = (
+    "Serves a model over gRPC, until SIGTERM or ctrl-C. Every flag is an environment variable as well "
+    "(--scheduler.max-sequences: WHIPPET_SCHEDULER__MAX_SEQUENCES) and a key of the YAML that --config names; a flag "
+    "counts before the variable, that before the file."
+)
+_EXIT_CODES = (
+    "Exit code: 0 stopped by a signal, every request had ended; 1 requests were cut off, or something broke; 2 a "
+    "setting is wrong; 3 the model cannot be served; 4 a port is taken."
+)
 _MOST_BYTES = 1 << 20  # of the file
 # What Kubernetes injects for a Service whose name is whippet or begins with `whippet-`, as NAME=VALUE.
 _KUBERNETES = re.compile(
@@ -57,7 +66,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _flags(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(prog="whippet serve", description="Serves a model over gRPC.", allow_abbrev=False)
+    parser = _Parser(
+        prog="whippet serve",
+        usage="whippet serve --model FOLDER [--config YAML] [--FLAG VALUE ...]",
+        description=_DESCRIPTION,
+        epilog=_EXIT_CODES,
+        allow_abbrev=False,
+    )
     groups: dict[tuple[str, ...], Any] = {(): parser}
     known = tuple(leaves(Settings))
     for leaf in known:
@@ -77,13 +92,23 @@ def _flags(argv: Sequence[str]) -> dict[str, Any]:
 def _add_flag(group: Any, leaf: Leaf) -> None:
     """`--engine` has `--engine.kind` as its long form, which `--help` does not repeat. A switch alone is turned on."""
     shown = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
-    default = leaf.default.value if isinstance(leaf.default, enum.Enum) else leaf.default
-    text = f"{leaf.help} (default: {default})".strip().replace("%", "%%")
+    text = f"{leaf.help}{_default(leaf.default)}".strip().replace("%", "%%")
     alone: dict[str, Any] = {"nargs": "?", "const": True} if isinstance(leaf.default, bool) else {}
     unset = argparse.SUPPRESS
     group.add_argument(f"--{shown}", dest=leaf.name, metavar=leaf.values, default=unset, help=text, **alone)
     if shown != leaf.name:
         group.add_argument(f"--{leaf.name}", dest=leaf.name, default=unset, help=argparse.SUPPRESS, **alone)
+
+
+def _default(value: object) -> str:
+    """For `--help`. Where there is none, the text says what unset means, or nothing is on."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        value = str(value).lower()
+    if isinstance(value, float):
+        value = f"{value:g}"
+    return f" (default: {value.value if isinstance(value, enum.Enum) else value})"
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, Any]:
