@@ -15,7 +15,6 @@ from engine.execution.graph_decode.captured_steps import CapturedSteps
 from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, can_sample
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
-from engine.kernels.step import StepWeights
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 
@@ -44,7 +43,7 @@ class GraphDecode:
         with torch.inference_mode():
             try:
                 library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
-                read, self._why_one_pass = _with_two_passes(parts, weights.step_weights(parts))
+                read, self._why_one_pass = weights.shared(parts)
                 self._devices = [
                     CapturedSteps(library, read, parts.max_context, parts.max_sequences - first) for first in rows
                 ]
@@ -98,14 +97,3 @@ class GraphDecode:
         """Gives the graphs back."""
         for device in self._devices:
             device.close()
-
-
-def _with_two_passes(parts: Parts, read: StepWeights) -> tuple[StepWeights, str | None]:
-    """The weights with a coarse copy of the head where that is of use and fits, else why it is not."""
-    reason = weights.why_one_pass(parts)
-    if reason is not None:
-        return read, reason
-    try:
-        return weights.with_coarse_copy(read, torch.cuda.mem_get_info(parts.model.placement.device)[0]), None
-    except (Unfit, torch.OutOfMemoryError) as failure:
-        return read, " ".join(str(failure).split())[:300]

@@ -93,6 +93,24 @@ def with_coarse_copy(weights: StepWeights, free: int) -> StepWeights:
     return replace(weights, coarse=coarse)
 
 
+def shared(parts: Parts) -> tuple[StepWeights, str | None]:
+    """The weights with a coarse copy of the head where that is of use and fits, else why it is not; made once for all
+    executors."""
+    if parts.decode.made is None:
+        parts.decode.made = _with_two_passes(parts, step_weights(parts))
+    return parts.decode.made
+
+
+def _with_two_passes(parts: Parts, read: StepWeights) -> tuple[StepWeights, str | None]:
+    reason = why_one_pass(parts)
+    if reason is not None:
+        return read, reason
+    try:
+        return with_coarse_copy(read, torch.cuda.mem_get_info(parts.model.placement.device)[0]), None
+    except (Unfit, torch.OutOfMemoryError) as failure:
+        return read, " ".join(str(failure).split())[:300]
+
+
 def _layer(parts: Parts, index: int, layer: Layer) -> LayerWeights:
     keys, values = parts.pool.layer(index).unbind(0)
     query_gain = key_gain = None

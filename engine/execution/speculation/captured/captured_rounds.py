@@ -27,6 +27,7 @@ LAID = GROUPS[-1]  # rows that every round lays out for the next one, of whateve
 RING = 64  # entries
 _NAP = 20e-6  # seconds between two looks at the ring
 _LOOKS = 64  # after so many the stream is asked
+_TIMINGS, _TOGETHER = 3, 8  # rounds timed at warm-up: so often so many
 _WORDS = 3 * LAID + 5 + MOST_STOPS
 assert (AHEAD + 1) * LAID <= RING
 
@@ -115,14 +116,14 @@ class CapturedRounds:
         self.graphs = True  # False: launches one by one
         self.two_pass = weights.coarse is not None
 
-    def build(self) -> None:
-        """Compiles every round. Raises BuildError."""
+    def build(self, groups: Sequence[int] = GROUPS) -> None:
+        """Compiles the rounds of these groups, side by side. Raises BuildError."""
         wanted = WantedKernels()
-        for group in GROUPS:
+        for group in groups:
             self._chains(wanted, group)
         self._propose(wanted)
         self._library.compile_ahead(wanted)
-        for group in GROUPS:
+        for group in groups:
             self._rounds[group], self._two_pass[group] = self._chains(self._library, group)
         self._start = self._propose(self._library).alone()
 
@@ -169,6 +170,21 @@ class CapturedRounds:
         self._enqueue_start()
         torch.cuda.synchronize()
         progress("graphs", len(wanted), len(wanted))
+
+    def seconds(self, group: int) -> float:
+        """What a round of this group costs beside the attention of its rows: of nobody, and in a row."""
+        (*_, steps) = self._two_pass[group] or self._rounds[group]
+        event: type[torch.cuda.Event] = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
+        found = []
+        for _ in range(_TIMINGS):
+            begin.record()
+            for _ in range(_TOGETHER):
+                self._graph(steps).replay()
+            end.record()
+            end.synchronize()
+            found.append(float(begin.elapsed_time(end)) / 1e3 / _TOGETHER)
+        return min(found)
 
     def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
         found = steps.graphs.get(1)

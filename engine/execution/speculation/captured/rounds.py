@@ -25,7 +25,7 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 
 GROUPS = (1, 2, 4, 8)  # rows of a round
-AHEAD = 3  # rounds launched and not yet read, at most: the longest takes over half a millisecond
+AHEAD = 2  # rounds launched and not yet read, at most: what comes of one decides how long the next but one may be
 MORE = 8  # flag of an entry: the round tells another
 PARKED = MORE | NO_TOKEN  # nothing was fed: there was no page
 _FLAGS, _TOKEN = 0xF, 0xFFFFFF
@@ -110,7 +110,7 @@ class RoundPipeline:
 
     def holds(self, row: Row) -> bool:
         """Whether rounds are under way that move this row on from where the plan takes it up."""
-        return bool(self._under_way) and self._continues(row)
+        return bool(self._under_way) and self.continues(row)
 
     def drain(self, row: Row) -> RowResult:
         """All that is under way for the row, which then leaves. Only what it `holds`."""
@@ -123,7 +123,8 @@ class RoundPipeline:
         self.leave()
         return _report(own)
 
-    def _continues(self, row: Row) -> bool:
+    def continues(self, row: Row) -> bool:
+        """Whether the device left the row where the plan takes it up."""
         own, sequence = self._own, self._sequences.of(row)
         return (
             own is not None
@@ -135,7 +136,7 @@ class RoundPipeline:
     def _current(self, row: Row, most_drafts: int) -> RoundRow | None:
         """The device's row where it is the plan's, with the pages that came since; else None."""
         own = self._own
-        if own is None or not self._continues(row) or own.most_drafts != most_drafts:
+        if own is None or not self.continues(row) or own.most_drafts != most_drafts:
             return None
         known, pages = own.pages, own.sequence.pages
         if len(pages) > known:

@@ -10,14 +10,17 @@ from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, 
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 
-IN_VAIN = 4  # rounds in which nothing was proposed, one after the other, before the row goes back
+PATIENCE = 64  # tokens without a draft until the row goes back: to come and go costs about a step each time
 
 
 class Depths(Protocol):
     """Who says how long drafts should be."""
 
     def depth(self, sequence: SequenceState) -> int:
-        """Tokens to draft of a sequence that decodes alone; 0: none, or the sequence must not have any."""
+        """Tokens to draft next of a sequence that decodes alone."""
+
+    def most(self, sequence: SequenceState) -> int:
+        """The longest draft that it may ever have; 0 where rounds cannot serve it."""
 
     def told(self, sequence: SequenceState, one: RoundTold) -> None:
         """What came of a draft."""
@@ -29,23 +32,23 @@ def group_of(depth: int) -> int:
 
 
 class SingleRow:
-    """Claims the row and does it. Whatever is under way when it gives a row up is delivered before."""
+    """Claims the row and does it. It keeps a row for a while in rounds without a draft, and delivers whatever is under
+    way when it gives one up."""
 
     def __init__(self, pipeline: RoundPipeline, sequences: SequenceTable, depths: Depths) -> None:
         self._pipeline = pipeline
         self._sequences = sequences
         self._depths = depths
-        self._group = 1  # of the row claimed last
-        self._leaving = False  # it is brought what is under way for it, and no more
-        self._in_vain = 0  # rounds
+        self._group = 1  # rows of the next rounds
+        self._leaving = False  # the row is brought what is under way for it, and no more
+        self._until = 0  # the length of the sequence at which it goes back
         self.enabled = True
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """The row, or nothing."""
         mine = tuple(row for row in rows if row.count == 1 and row.sample)
         self._leaving = False
-        self._group = self._wanted(mine)
-        if self._group > 1:
+        if self.enabled and len(mine) == 1 and self._wants(mine[0]):
             return mine
         leaving = tuple(row for row in mine if self._pipeline.holds(row))
         self._leaving = bool(leaving)
@@ -57,17 +60,25 @@ class SingleRow:
         """One id or several."""
         (row,) = rows
         sequence = self._sequences.of(row)
-        found = self._pipeline.drain(row) if self._leaving else self._pipeline.step(row, self._group)
-        for one in self._pipeline.take_told():
-            self._in_vain = 0 if one.proposed else self._in_vain + 1
-            self._depths.told(sequence, one)
-        return {row.key: found}
+        if self._leaving:
+            found = self._pipeline.drain(row)
+        else:
+            found = self._pipeline.step(row, self._group, self._depths.most(sequence))
+        told = self._pipeline.take_told()
+        for one in told:
+            if one.proposed:
+                self._depths.told(sequence, one)
+        proposed, accepted = sum(one.proposed for one in told), sum(one.accepted for one in told)
+        return {row.key: RowResult(found.token_ids, (), proposed, accepted)}
 
-    def _wanted(self, rows: tuple[Row, ...]) -> int:
-        """Rows of the next rounds; 1: rounds are not the way."""
-        if not self.enabled or len(rows) != 1:
-            return 1
-        if self._in_vain >= IN_VAIN:
-            self._in_vain = 0
-            return 1
-        return group_of(self._depths.depth(self._sequences.of(rows[0])))
+    def _wants(self, row: Row) -> bool:
+        """Whether rounds are the way to go on."""
+        sequence = self._sequences.of(row)
+        if not self._depths.most(sequence):
+            return False
+        depth = self._depths.depth(sequence)
+        self._group = group_of(depth)
+        if self._group > 1:
+            self._until = len(sequence.token_ids) + PATIENCE
+            return True
+        return self._pipeline.continues(row) and len(sequence.token_ids) < self._until

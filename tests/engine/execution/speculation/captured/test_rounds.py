@@ -49,7 +49,7 @@ class SlowRounds(SlowMemory):
 
     def __init__(self, seed: int, beside: SlowMemory, sick: int, chance: float) -> None:
         super().__init__(seed, len(beside.slots), sick, beside)
-        self.own, self.chance = DeviceSequence(), chance
+        self.own, self.chance, self.silence = DeviceSequence(), chance, 0.1
         self.ring: dict[int, tuple[int, int]] = {}
         self.written = self.launched = self.parked = 0
         self.most_under_way = 0
@@ -98,7 +98,7 @@ class SlowRounds(SlowMemory):
             return
         rows = max(min(own.held, own.last) - own.newest, 0)
         known = [*own.history]
-        if self.random.random() < 0.1:  # nothing comes to mind
+        if self.random.random() < self.silence:  # nothing comes to mind
             rows = min(rows, 1)
         for _ in range(LAID - 1):
             right = self.random.random() < self.chance
@@ -147,9 +147,11 @@ class Whims:
         self.random, self.depths = random.Random(seed), depths
         self.told_of: list[RoundTold] = []
 
+    def most(self, sequence: SequenceState) -> int:
+        return 0 if sequence.stopping.min_tokens > sequence.output_length else LAID - 1
+
     def depth(self, sequence: SequenceState) -> int:
-        waits = sequence.stopping.min_tokens > sequence.output_length
-        return 0 if waits or not can_sample(sequence) else self.random.choice(self.depths)
+        return self.random.choice(self.depths)
 
     def told(self, sequence: SequenceState, one: RoundTold) -> None:
         self.told_of.append(one)
@@ -211,6 +213,7 @@ def test_whatever_happens_each_answer_is_its_own(
 
 def alone(chance: float, depths: Rows[int], lookahead: int = 40, **stopping: object) -> RoundsLife:
     life = RoundsLife(1, 40, lookahead, -1, chance, depths, 1)
+    life.device.silence = 0.0
     life.take(request([5, 6, 7], **stopping))
     while life.step():
         pass
@@ -223,7 +226,8 @@ def test_a_lone_row_is_written_once_and_rounds_bring_their_tokens() -> None:
     told = life.whims.told_of
     assert life.device.written == 1
     assert life.device.parked == 0
-    assert sum(one.accepted + 1 for one in told) == 119  # the first token was the prompt's
+    # The first token was the prompt's, and the last round may have had no room for a draft.
+    assert sum(one.accepted + 1 for one in told) in (118, 119)
     full = [one for one in told if one.proposed == 7]
     assert len(full) > 10
     assert all(one.accepted == one.proposed for one in told)
@@ -231,7 +235,7 @@ def test_a_lone_row_is_written_once_and_rounds_bring_their_tokens() -> None:
 
 def test_wrong_drafts_cost_rounds_and_no_token() -> None:
     told = alone(0.0, (3,), max_tokens=60).whims.told_of
-    assert len(told) == 59
+    assert len(told) == 58  # the first token was the prompt's, and the last round had no room for a draft
     assert {one.accepted for one in told} == {0}
 
 

@@ -1,0 +1,117 @@
+"""The executor of captured rounds: one sequence that decodes alone on a GPU, with drafts by prompt lookup that never
+leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.execution import device_sampling
+from engine.execution.graph_decode import executor as graph_decode
+from engine.execution.graph_decode import weights
+from engine.execution.graph_decode.pipeline import can_sample
+from engine.execution.speculation.captured.captured_rounds import CapturedRounds
+from engine.execution.speculation.captured.rounds import AHEAD, GROUPS, RoundPipeline, RoundTold
+from engine.execution.speculation.captured.single import SingleRow
+from engine.execution.speculation.control import Candidate, Control
+from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import MOST_DRAFTED
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels.build import BuildError, open_library
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence_state import SequenceState
+
+why_not = graph_decode.why_not
+
+
+class PaidDepths:
+    """How long drafts are: as `control` finds that they pay, where the host sees something to look up. The device looks
+    for itself, a round or two further on."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._control = Control(costs)
+        self._lookup = PromptLookup()
+
+    def most(self, sequence: SequenceState) -> int:
+        """Nothing for rows that need the sampling stages: those count what was chosen row by row."""
+        if not can_sample(sequence) or device_sampling.needed(sequence):
+            return 0
+        return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
+
+    def depth(self, sequence: SequenceState) -> int:
+        """See `single.Depths`."""
+        reach = min(self.most(sequence), self._lookup.reach(sequence))
+        if reach < 1:
+            return 0
+        (depth,) = self._control.depths([Candidate(sequence, self._lookup, reach)], 1, 1)
+        return depth
+
+    def told(self, sequence: SequenceState, one: RoundTold) -> None:
+        """See `single.Depths`."""
+        self._control.told(Candidate(sequence, self._lookup, one.proposed), one.proposed, one.accepted)
+
+
+class CapturedSpeculation:
+    """Decodes the only row of a step that decodes, where drafts pay."""
+
+    lookahead_tokens = AHEAD * GROUPS[-1] - 1
+    max_tokens_per_row = AHEAD * GROUPS[-1]
+
+    def __init__(self, parts: Parts, known: Costs | None = None) -> None:
+        """`known` instead of what would be measured."""
+        self._known = known
+        with torch.inference_mode():
+            try:
+                library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
+                read, self._why_one_pass = weights.shared(parts)
+                self._device = CapturedRounds(library, read, parts.max_context)
+                self._device.build(GROUPS[:1])
+            except BuildError as failure:
+                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        self._sequences = parts.sequences
+        self._pipeline = RoundPipeline(self._device, parts.sequences, parts.max_context)
+        self._single: SingleRow | None = None  # until costs are known
+        self._switches = {"speculation": True, "fused_kernels": True}
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles, captures, and measures what a round costs."""
+        with torch.inference_mode():
+            self._device.warmup(progress)
+            costs = self._known or Costs({group: self._device.seconds(group) for group in GROUPS})
+        self._single = SingleRow(self._pipeline, self._sequences, PaidDepths(costs))
+        self._apply()
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """The one row of one token, where a draft is expected to pay."""
+        return () if self._single is None else self._single.claims(rows)
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        """One id or several."""
+        assert self._single is not None
+        return self._single.run(rows)
+
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """It is off without kernels of our own, and launches and reads the head as `graph_decode` does."""
+        return {"speculation": None, "graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """As `graph_decode`; `speculation`: off, it claims nothing but what is under way."""
+        if name == "graphs":
+            self._device.graphs = enabled
+        elif name == "two_pass_head":
+            self._device.two_pass = enabled
+        elif name in self._switches:
+            self._switches[name] = enabled
+            self._apply()
+
+    def _apply(self) -> None:
+        if self._single is not None:
+            self._single.enabled = all(self._switches.values())
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        self._device.close()

@@ -1,0 +1,118 @@
+"""Captured rounds on a GPU: the ids of no speculation, one by one, whatever is switched meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.driven import GREEDY
+from engine.api import GenerationRequest, Stopping
+from engine.execution.registry import EXECUTORS
+from engine.execution.runner import ModelRunner
+from engine.execution.speculation.captured.executor import CapturedSpeculation
+from engine.execution.speculation.costs import Costs
+from engine.kv.page_pool import PagePool
+from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.worker.build import make_runner
+from tests.engine.execution.graph_decode.test_gpu_executor import nobody, prepared_on_gpu, save, settings_of, texts
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("captured_speculation", "graph_decode", "eager")
+FREE = Costs({1: 1.0, 8: 1.0})  # whatever is guessed is verified
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    folder = save(Path(tmp_path_factory.mktemp("model")) / "qwen3", "qwen3")
+    registry = tuple(one for one in EXECUTORS if one.name in NAMES)
+    forced = replace(registry[0], make=lambda parts: CapturedSpeculation(parts, FREE))
+    prepared = prepared_on_gpu(folder, max_sequences=2, max_context=1000)
+    made = make_runner(
+        settings_of(folder, max_sequences=2, max_context=1000, decoder="graph"),
+        prepared,
+        nobody,
+        (forced, *registry[1:]),
+    )
+    yield made
+    made.close()
+
+
+class Told:
+    """What came of a request."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.proposed = self.accepted = 0
+
+
+def answers(runner: ModelRunner, asked: list[GenerationRequest], flips: int = 0) -> list[Told]:
+    """`flips`: after so many steps speculation is switched, again and again."""
+    info = runner.info
+    limits = Limits(2, 512, info.max_context, lookahead_tokens=info.lookahead_tokens)
+    limits = replace(limits, max_tokens_per_row=info.max_tokens_per_row)
+    scheduler, told, steps = Scheduler(limits, PagePool(info.total_pages)), [Told() for _ in asked], 0
+    waiting = list(enumerate(asked))
+    while waiting or scheduler.live:
+        if waiting and steps >= 20 * waiting[0][0]:  # a prompt by itself, so that its keys are the same to the bit
+            key, request = waiting.pop(0)
+            scheduler.admit(Sequence(request, list(request.token_ids), key=key))
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        steps += 1
+        if flips and steps % flips == 0:
+            runner.set_optimization("speculation", steps // flips % 2 == 0)
+        result = runner.run(plan)
+        for key, row in result.rows.items():
+            told[key].proposed += row.draft_proposed
+            told[key].accepted += row.draft_accepted
+        for event in scheduler.commit(plan, result, 0.0):
+            assert event.failure is None
+            told[event.key].ids += event.token_ids
+    return told
+
+
+def request(ids: list[int], tokens: int, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="",
+        token_ids=tuple(ids),
+        sampling=replace(GREEDY, **sampling),
+        stopping=Stopping(max_tokens=tokens),
+        arrived_at=0.0,
+    )
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.3, "seed": 7}, {"temperature": 1.0, "seed": 8}], ids=str)
+def test_the_ids_are_those_of_no_speculation(runner: ModelRunner, sampling: dict[str, Any]) -> None:
+    proposed = 0
+    for text in texts((1, 5, 16, 33, 130, 255, 400)):
+        asked = [request(3 * text, 300 if len(text) < 200 else 60, **sampling)]
+        runner.set_optimization("speculation", False)
+        (plain,) = answers(runner, asked)
+        assert plain.proposed == 0
+        runner.set_optimization("speculation", True)
+        for flips in (0, 3):
+            (found,) = answers(runner, asked, flips)
+            assert found.ids == plain.ids
+            assert found.accepted <= found.proposed
+            proposed += found.proposed
+        runner.set_optimization("speculation", True)
+    assert proposed > 0
+
+
+def test_a_neighbour_ends_the_rounds_and_changes_nothing(runner: ModelRunner) -> None:
+    one, other = (request(3 * text, tokens) for text, tokens in zip(texts((40, 9)), (200, 50), strict=True))
+    runner.set_optimization("speculation", False)
+    expected = [answers(runner, [each])[0].ids for each in (one, other)]
+    runner.set_optimization("speculation", True)
+    assert [told.ids for told in answers(runner, [one, other])] == expected
+
+
+def test_a_request_that_wants_none_has_none(runner: ModelRunner) -> None:
+    asked = replace(request(4 * texts((9,))[0], 100), draft_limit=0)
+    assert answers(runner, [asked])[0].proposed == 0
