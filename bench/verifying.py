@@ -38,7 +38,7 @@ from engine.scheduling.plan import Admitted, Row, StepPlan
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 
 TOKENS = 512  # of a text
-ROUNDS = 48  # of a timing of the device alone
+ROUNDS = 32  # of a timing of the device alone
 CHANCES = ((0.5, 3), (0.7, 3), (0.9, 3), (0.5, 7), (0.7, 7), (0.9, 7))  # that a guess is right, and guesses a round
 
 
@@ -88,20 +88,23 @@ def plain_steps(library: KernelLibrary, launcher: Launcher, weights: StepWeights
     return statistics.median(times[1:])
 
 
-def step_cost(device: CapturedRounds, state: SequenceState, most: int, group: int) -> float:
-    """Microseconds of a round, back to back on the device, its host not asked."""
+def round_cost(device: CapturedRounds, text: Text, group: int) -> float:
+    """Microseconds of a round, back to back on the device, its host not asked; mean over the text's length."""
     times = []
-    for _ in range(3):
-        device.write(row_state(state), GROUPS[-1] - 1, 0)
-        device.launch(group, most)
-        begin, end = timers()
-        begin.record()
-        for _ in range(ROUNDS):
-            device.launch(group, most)
-        end.record()
-        torch.cuda.synchronize()
+    for done in range(0, TOKENS, TOKENS // 4):
+        _, state = text.begin()
+        state.token_ids += text.plain[:done]
+        for _ in range(2):
+            device.write(row_state(state), GROUPS[-1] - 1, 0)
+            device.launch(group, text.most)
+            begin, end = timers()
+            begin.record()
+            for _ in range(ROUNDS):
+                device.launch(group, text.most)
+            end.record()
+            torch.cuda.synchronize()
         times.append(float(begin.elapsed_time(end)) * 1e3 / ROUNDS)
-    return statistics.median(times[1:])
+    return statistics.mean(times)
 
 
 def row_state(state: SequenceState) -> RowState:
@@ -143,13 +146,19 @@ def expected(chance: float, drafts: int) -> float:
     return sum(chance**i for i in range(drafts + 1))
 
 
+def future_of(text: Text) -> torch.Tensor:
+    """What a forced draft knows."""
+    ids = torch.zeros(text.most, dtype=torch.int32, device="cuda")
+    known = [*text.prompt, *text.plain]
+    ids[: len(known)] = torch.tensor(known, dtype=torch.int32)
+    return ids
+
+
 def forced(
     library: KernelLibrary, weights: StepWeights, text: Text, cost: dict[int, float], plain: float
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table."""
-    ids = torch.zeros(text.most, dtype=torch.int32, device="cuda")
-    known = [*text.prompt, *text.plain]
-    ids[: len(known)] = torch.tensor(known, dtype=torch.int32)
+    ids = future_of(text)
     for chance, drafts in CHANCES:
         rounds = CapturedRounds(library, weights, text.most, Future(ids, chance))
         rounds.build()
@@ -184,8 +193,10 @@ def measure(model: str, form: str, context: int) -> dict[str, Any]:
     rounds = CapturedRounds(library, weights, most)
     rounds.build()  # side by side, also what a plain step is made of
     plain = plain_steps(library, launcher, weights, text)
-    _, state = text.begin()
-    cost = {group: step_cost(rounds, state, most, group) for group in GROUPS}
+    wrong = CapturedRounds(library, weights, most, Future(future_of(text), 0.0))  # so that each brings one token
+    wrong.build()
+    cost = {group: round_cost(wrong, text, group) for group in GROUPS}
+    wrong.close()
     print(f"{model} {form} at {context}: plain step {plain:.1f} µs; round of", end=" ")
     print(", ".join(f"{group}: {each:.1f} ({each / plain:.2f} x)" for group, each in cost.items()), flush=True)
     own = run(rounds, text, 4)

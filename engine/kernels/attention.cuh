@@ -148,10 +148,12 @@ struct HeadVector {
 #pragma unroll
         for (int i = 0; i < kRotated; ++i) low[i] *= f * gain.low[i], high[i] *= f * gain.high[i];
     }
+    // Fused as it says, whatever the compiler likes: keys that are made anew must be those that were stored, to the bit.
     __device__ __forceinline__ void rotate(const Float2 (&turn)[kRotated]) {
 #pragma unroll
         for (int i = 0; i < kRotated; ++i) {
-            const float l = low[i] * turn[i].x - high[i] * turn[i].y, h = high[i] * turn[i].x + low[i] * turn[i].y;
+            const float l = __fmaf_rn(low[i], turn[i].x, -__fmul_rn(high[i], turn[i].y));
+            const float h = __fmaf_rn(high[i], turn[i].x, __fmul_rn(low[i], turn[i].y));
             low[i] = l, high[i] = h;
         }
     }

@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.errors import EngineFailed
+from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, words
 from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
 from engine.execution.speculation.captured.rounds import AHEAD, GROUPS
-from engine.kernels import speculation
+from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary, Kernels, WantedKernels
 from engine.kernels.launch import Launch, Launcher
+from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_step
 from engine.loading.progress import Progress
@@ -79,6 +81,15 @@ def fill(row: RowState, most_drafts: int, number: int) -> State:
     return state
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The steps of a group, of each way to choose; shortest reach first."""
+
+    plain: tuple[Steps, ...]
+    two_pass: tuple[Steps, ...]  # none without a coarse copy of the head
+    sampled: tuple[Steps, ...]  # for a sequence that needs the sampling stages
+
+
 class CapturedRounds:
     """Rounds of every group. Calls go to torch's current stream."""
 
@@ -109,8 +120,9 @@ class CapturedRounds:
         )
         self._ring = words(self._verified.ring)
         self._start: Launch | None = None
-        self._rounds: dict[int, tuple[Steps, ...]] = {}  # by group; shortest reach first
-        self._two_pass: dict[int, tuple[Steps, ...]] = {}
+        self._sampling = sampling.allocate(LAID, weights.head.rows, device)
+        self._draws = False  # whether the sampling stages are needed
+        self._rounds: dict[int, Round] = {}  # by group
         self._looks = 0
         self._idle = False  # all that was launched has ended, so its entries are there
         self.graphs = True  # False: launches one by one
@@ -124,7 +136,7 @@ class CapturedRounds:
         self._propose(wanted)
         self._library.compile_ahead(wanted)
         for group in groups:
-            self._rounds[group], self._two_pass[group] = self._chains(self._library, group)
+            self._rounds[group] = self._chains(self._library, group)
         self._start = self._propose(self._library).alone()
 
     def _propose(self, library: Kernels) -> Launch:
@@ -133,8 +145,7 @@ class CapturedRounds:
             return speculation.lookup(library, self._verified, self._room.places, first)
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
-    def _chains(self, library: Kernels, group: int) -> tuple[tuple[Steps, ...], tuple[Steps, ...]]:
-        """With the plain head, and with two passes where there is a coarse copy."""
+    def _chains(self, library: Kernels, group: int) -> Round:
         properties = torch.cuda.get_device_properties(self._weights.table.device)
         dependent = (properties.major, properties.minor) >= (9, 0)
         buffers = self._room.first(group)
@@ -144,22 +155,27 @@ class CapturedRounds:
         )
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
 
-        def reaches(*, two_pass: bool) -> tuple[Steps, ...]:
+        def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
             plan = ChainPlan(properties.multi_processor_count, dependent=dependent, group=group, two_pass=two_pass)
             found = []
             for longest in lengths:
-                chain = prepare_step(library, self._weights, buffers, replace(plan, longest=longest), ending=ending)
-                found.append(Steps(longest, chain, {}))
+                each = replace(plan, longest=longest)
+                found.append(Steps(longest, prepare_step(library, self._weights, buffers, each, how, ending), {}))
             return distinct(found)
 
-        return reaches(two_pass=False), () if self._weights.coarse is None else reaches(two_pass=True)
+        return Round(
+            plain=reaches(None),
+            two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
+            sampled=reaches(self._sampling.first(group)),
+        )
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
         progress("kernels", 0, 1)
         self.build()
         progress("kernels", 1, 1)
-        wanted = [steps for group in GROUPS for steps in (self._two_pass[group] or self._rounds[group])]
+        made = self._rounds.values()
+        wanted = [steps for each in made for steps in (*(each.two_pass or each.plain), *each.sampled)]
         for done, steps in enumerate(wanted):
             progress("graphs", done, len(wanted))
             self._graph(steps).replay()
@@ -168,12 +184,13 @@ class CapturedRounds:
         for pages in ([0], [0, 0]):
             self.add_pages(0, pages)
         self._enqueue_start()
+        self._sampling.rehearse()
         torch.cuda.synchronize()
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int) -> float:
         """What a round of this group costs beside the attention of its rows: of nobody, and in a row."""
-        (*_, steps) = self._two_pass[group] or self._rounds[group]
+        (*_, steps) = self._rounds[group].two_pass or self._rounds[group].plain
         event: type[torch.cuda.Event] = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
         found = []
@@ -213,6 +230,9 @@ class CapturedRounds:
         self._state.block.copy_(fill(row, most_drafts, number).block, non_blocking=True)
         self._send_history(known)
         self._send_pages(0, row.pages)
+        self._draws = sampled.needed(row.sequence, len(row.unreported))
+        for at in range(LAID if self._draws else 0):
+            sampled.place(self._sampling, at, row.sequence, row.unreported)
         self._enqueue_start()
 
     def add_pages(self, first: int, pages: Sequence[int]) -> None:
@@ -231,8 +251,9 @@ class CapturedRounds:
     def launch(self, group: int, longest: int) -> None:
         """A round of so many rows."""
         self._idle = False
-        made = self._two_pass[group] if self.two_pass and self._two_pass[group] else self._rounds[group]
-        steps = next(steps for steps in made if steps.longest >= longest)
+        made = self._rounds[group]
+        plain = made.two_pass if self.two_pass and made.two_pass else made.plain
+        steps = next(steps for steps in (made.sampled if self._draws else plain) if steps.longest >= longest)
         if self.graphs:
             self._graph(steps).replay()
         else:
@@ -257,4 +278,3 @@ class CapturedRounds:
         """Gives the graphs back."""
         torch.cuda.synchronize()
         self._rounds.clear()
-        self._two_pass.clear()

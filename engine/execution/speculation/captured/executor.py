@@ -36,8 +36,9 @@ class PaidDepths:
         self._lookup = PromptLookup()
 
     def most(self, sequence: SequenceState) -> int:
-        """Nothing for rows that need the sampling stages: those count what was chosen row by row."""
-        if not can_sample(sequence) or device_sampling.needed(sequence):
+        """Nothing where tokens are counted: each row of a round would need the counts of those before it."""
+        row = device_sampling.sampled_row(sequence)
+        if not can_sample(sequence) or (row is not None and row.marked):
             return 0
         return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
 
