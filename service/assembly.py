@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 
-from engine.api import EngineState
 from engine.client import EngineClient, texts_digest
 from engine.errors import InvalidModel
 from engine.settings import CPU_SEQUENCES
@@ -96,16 +95,17 @@ def build(
     guard = identity.guard
     traces = start_traces(settings.traces, settings.served_name)
     instruments = Instruments(settings.log.tenants, traces.observers, traces.counts, traces.sample)
-    cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments)
+    spoken = protocols(settings)
+    counted = frozenset[str]().union(*(protocol.counted for protocol in spoken))
+    cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments, counted)
     limits, observers = settings.limits, instruments.observers
     watch = StallWatch(settings.stream.stall_timeout)
     prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
     orders = Inbox(SMALL, refusals)
-    spoken = protocols(settings)
     data = [protocol.data_services(cases, guard, prompts, watch, observers) for protocol in spoken]
     operators = [protocol.admin_services(cases, guard, orders, observers) for protocol in spoken]
     health = Health(
-        lambda: engine.state is EngineState.READY and not cases.drain.begun,
+        lambda: not cases.objection,
         lambda: engine.alive,
         [name for one in data for name in one.generating],
     )
@@ -154,6 +154,7 @@ def _use_cases(
     processes: TextProcesses,
     refusals: Counter[str],
     instruments: Instruments,
+    counted: frozenset[str],
 ) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
@@ -193,5 +194,6 @@ def _use_cases(
         flusher=Flusher(caches, guard.tenants),
         profiler=Profiler(engine),
         instruments=instruments,
+        counted=counted,
     )
     return cases, engine

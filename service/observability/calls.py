@@ -61,11 +61,11 @@ class CallCounts:
             if seconds is not None:
                 histogram.add(seconds)
 
-    def ended(self, service: str) -> Counter[str]:
-        """Calls of a service, by code."""
+    def ended(self, methods: Collection[str]) -> Counter[str]:
+        """Calls of these methods together, by code."""
         found: Counter[str] = Counter()
         for (method, code), count in self._requests.items():
-            if method.startswith(f"{service}/"):
+            if method in methods:
                 found[code] += count
         return found
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import grpc
 
-from engine.api import Engine
+from engine.api import Engine, EngineState
 from service.core.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.flush import Flusher
@@ -46,6 +46,16 @@ class UseCases:
     flusher: Flusher
     profiler: Profiler
     instruments: Instruments
+    counted: frozenset[
+        str
+    ]  # methods that all protocols together count as load: `whippet.v1.GenerationService/Generate`
+
+    @property
+    def objection(self) -> str:
+        """Why callers are to go elsewhere; empty where they may come."""
+        if self.drain.begun:
+            return "the server is draining"
+        return "" if self.engine.state is EngineState.READY else str(self.engine.unavailable())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,10 @@ class Services:
 
 class WireProtocol(Protocol):
     """One way to call this server."""
+
+    @property
+    def counted(self) -> frozenset[str]:
+        """Methods of the data port whose calls are load: not those that probe or look."""
 
     def data_services(
         self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers

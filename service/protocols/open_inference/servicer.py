@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import grpc
 
-from engine.api import EngineState
 from service.core.delivery import AnswerMessage
 from service.core.request import Origin, PromptFacts
 from service.observability.record import Observers
@@ -50,19 +49,15 @@ class OpenInferenceServicer:
         self._watch = watch
         self._observers = observers
 
-    @property
-    def _ready(self) -> bool:
-        return self._cases.engine.state is EngineState.READY and not self._cases.drain.begun
-
     async def server_live(self, request: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._ready)
+        return pb.ServerReadyResponse(ready=not self._cases.objection)
 
     async def model_ready(self, request: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
         known = request.name == self._cases.model.name and request.version in ("", VERSION)
-        return pb.ModelReadyResponse(ready=known and self._ready)
+        return pb.ModelReadyResponse(ready=known and not self._cases.objection)
 
     async def server_metadata(self, request: pb.ServerMetadataRequest, call: Call) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="whippet", version=version())

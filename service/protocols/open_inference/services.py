@@ -18,6 +18,8 @@ _GENERATE: Rights = frozenset((Right.GENERATE,))
 class OpenInference:
     """The protocol of `protos/inference`."""
 
+    counted = frozenset((f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"))
+
     def data_services(
         self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers
     ) -> Services:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from engine.api import EngineState, FinishReason, SamplingParams, TokenLogprob
+from engine.api import FinishReason, SamplingParams, TokenLogprob
 from engine.settings import PAGE_SIZE
 from service.core.delivery import AnswerMessage
 from service.core.model import ModelDescription
@@ -85,11 +85,8 @@ def _defaults(params: SamplingParams) -> str:
 
 
 def health(cases: UseCases) -> pb.HealthCheckResponse:
-    if cases.drain.begun:
-        return pb.HealthCheckResponse(message="the server is draining")
-    if cases.engine.state is not EngineState.READY:
-        return pb.HealthCheckResponse(message=str(cases.engine.unavailable()))
-    return pb.HealthCheckResponse(healthy=True)
+    objection = cases.objection
+    return pb.HealthCheckResponse(healthy=not objection, message=objection)
 
 
 def server_info(cases: UseCases) -> pb.GetServerInfoResponse:

@@ -24,6 +24,8 @@ _LOOK: Rights = frozenset((Right.VIEW, Right.ADMIN))  # at what is there beside 
 class VllmEngine:
     """The protocol of `protos/vllm/grpc/engine`."""
 
+    counted = frozenset((f"{ENGINE}/Generate",))
+
     def data_services(
         self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers
     ) -> Services:

@@ -12,7 +12,6 @@ from service.observability.histogram import Histogram
 from service.pb.whippet.v1 import admin_pb2
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1.render import put_duration
-from service.protocols.whippet_v1.rights import GENERATION
 from service.version import version
 
 _STATES = {
@@ -34,7 +33,7 @@ def load(cases: UseCases) -> admin_pb2.GetLoadResponse:
     response.queued_requests = slots.waiting
     response.queue_limit = slots.total - slots.capacity
     response.max_sequences = slots.capacity
-    response.ended_calls.update(cases.instruments.calls.ended(GENERATION))
+    response.ended_calls.update(cases.instruments.calls.ended(cases.counted))
     response.refused_requests.update(slots.refusals)
     for name, histogram in cases.instruments.calls.seconds().items():
         response.seconds[name].CopyFrom(_distribution(histogram))

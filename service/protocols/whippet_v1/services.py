@@ -19,6 +19,8 @@ RESOURCES = ResourceTypes(model="whippet.v1.Model", request="whippet.v1.Generate
 class WhippetV1:
     """The protocol of `protos/whippet/v1`."""
 
+    counted = frozenset(f"{GENERATION}/{name}" for name in RIGHTS[GENERATION])
+
     def data_services(
         self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers
     ) -> Services:

@@ -206,6 +206,16 @@ def test_the_server_tells_of_itself(server: Server) -> None:
     assert nobody.code is grpc.StatusCode.UNIMPLEMENTED
 
 
+def test_its_answers_count_as_load_and_its_probes_do_not(server: Server) -> None:
+    def ended() -> int:
+        return server.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=60).ended_calls["OK"]
+
+    before = ended()  # a call is counted before its answer leaves
+    stub(server).HealthCheck(pb.HealthCheckRequest(), timeout=60)
+    whole(server, question())
+    assert ended() == before + 1
+
+
 @pytest.fixture(scope="module")
 def slow(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two tenants; an answer of 4,000 tokens takes minutes. It has the demo model's tokenizer."""
