@@ -16,6 +16,7 @@ from whippet_client.endpoint import MOST_ATTEMPTS, service_config
 
 EXAMPLES = ROOT / "examples"
 PROTOS = ROOT / "protos"
+BUF = ROOT / ".tools" / "node_modules" / ".bin" / "buf"
 NODE = shutil.which("node") or "node"
 # Command → what it needs in its environment.
 COMMANDS = {
@@ -82,6 +83,26 @@ def test_the_contract_makes_stubs_where_its_options_say(tmp_path: Path) -> None:
     assert {"GenerateRequest.java", "ErrorReason.java", "GenerationProto.java"} <= {one.name for one in java.iterdir()}
     assert "namespace Whippet.V1 {" in (tmp_path / "csharp" / "Generation.cs").read_text()
     assert "@interface WHPGenerateRequest " in next((tmp_path / "objc").rglob("Generation.pbobjc.h")).read_text()
+
+
+def test_buf_generate_makes_the_same_stubs(tmp_path: Path) -> None:
+    """Without a plugin from elsewhere."""
+    for maker in ("protoc", "buf"):
+        for language in ("go", "java"):
+            (tmp_path / maker / language).mkdir(parents=True)
+    make_stubs(tmp_path / "protoc", "--go_out=go", "--go-grpc_out=go", "--java_out=java")
+    go = [{"local": name, "out": "go"} for name in ("protoc-gen-go", "protoc-gen-go-grpc")]
+    (tmp_path / "buf.gen.json").write_text(
+        json.dumps({"version": "v2", "plugins": [*go, {"protoc_builtin": "java", "out": "java"}]})
+    )
+    flags = ("--template", tmp_path / "buf.gen.json", "--path", PROTOS / "whippet", "-o", tmp_path / "buf")
+    subprocess.run([BUF, "generate", ROOT, *flags], check=True, timeout=120)
+    by_protoc, by_buf = (
+        {str(path.relative_to(tmp_path / maker)) for path in (tmp_path / maker).rglob("*.*")}
+        for maker in ("protoc", "buf")
+    )
+    assert by_buf == by_protoc
+    assert len(by_buf) > 100
 
 
 @pytest.mark.slow

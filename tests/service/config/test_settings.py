@@ -159,6 +159,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "quantization": "--quantization=int8",
         "max_sequences": "--scheduler.max-sequences=9",
         "max_batch_tokens": "--scheduler.max-batch-tokens=99",
+        "target_tpot": "--scheduler.target-tpot=20",
         "max_context": "--scheduler.max-context=99",
         "kv_bytes": "--scheduler.kv-bytes=99999999",
         "threads": "--scheduler.threads=3",
