@@ -1,12 +1,15 @@
 """Cuts an answer into messages: how many tokens one holds, how long one may wait, and that only one is sent at a time.
 
 What a message looks like on the wire is the protocol's business: it gives an `Outlet`.
+
+A message costs a front several times what a token does. So who asked for no certain size gets each token at once while
+few are served, and all that has come by the time it is its turn while many are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.api import TokenLogprob
@@ -14,6 +17,8 @@ from service.core.parsing.answer import CallDelta
 from service.core.request import Delivery, Ending, PromptFacts, Request
 
 _UNBOUNDED = 1 << 62  # tokens
+MANY = 16  # live requests, up to which a message a token takes a small part of any engine's step
+_MOST = 1024  # tokens in a message that has no certain size
 _EACH_TOKEN = Delivery(1, 0.0)
 _MOST_SCORES = 4096  # tokens of the prompt in a message, and candidates for their places
 _WHOLE = Delivery(1024, 0.1)
@@ -55,6 +60,10 @@ class Sink(Protocol):
         """How many tokens, or how old a first one, it takes to wake the reader of the engine's stream."""
 
     @property
+    def limit(self) -> int:
+        """Tokens of which a message may be sure to hold no more. Parts of more than that have cuts."""
+
+    @property
     def room(self) -> int:
         """Tokens that may be added before the next flush."""
 
@@ -82,7 +91,7 @@ class Whole:
 
     def __init__(self, outlet: Outlet, request: Request) -> None:
         self.batch = _WHOLE_WITH_STOPS if request.stops.strings else _WHOLE
-        self.room = _UNBOUNDED
+        self.limit = self.room = _UNBOUNDED
         self._outlet = outlet
         self._keep_ids = _sends_ids(request)
         self._text: list[str] = []
@@ -132,13 +141,16 @@ class Whole:
 class Messages:
     """The messages of a streamed answer."""
 
-    def __init__(self, outlet: Outlet, request: Request, gather: bool) -> None:
-        """`gather`: the answer's source does not batch tokens, so that they wait here for their message to fill."""
+    def __init__(self, outlet: Outlet, request: Request, gather: bool, live: Callable[[], int]) -> None:
+        """`gather`: the answer's source does not batch tokens, so that they wait here for their message to fill.
+        `live`: how many requests there are."""
         # An answer that a stop string may end is read token by token, and waits here too.
         stops = request.stops.strings
         self.batch = _EACH_TOKEN if stops else request.delivery
         self._outlet = outlet
-        self._limit = request.delivery.max_tokens
+        self.limit = request.delivery.max_tokens
+        self._elastic = request.delivery.elastic
+        self._live = live
         self._delay = request.delivery.max_delay if stops or gather else 0.0
         self._keep_ids = _sends_ids(request)
         self._candidates = request.output.prompt_logprobs or 0
@@ -152,7 +164,8 @@ class Messages:
 
     @property
     def room(self) -> int:
-        return self._limit - self._count
+        most = _MOST if self._elastic and self._live() > MANY else self.limit
+        return most - self._count
 
     async def begin(self, prompt: PromptFacts) -> None:
         self._prompt = prompt
@@ -172,7 +185,7 @@ class Messages:
             self._ids.extend(ids)
             self._logprobs.extend(logprobs)
         self._count += len(ids)
-        if self._count >= self._limit or not self._delay:
+        if self._count >= self.limit or not self._delay:
             return True
         if self._timer is None:
             self._start_timer()

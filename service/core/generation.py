@@ -54,7 +54,7 @@ class Generator:
     async def stream(self, request: Request, origin: Origin, outlet: Outlet) -> None:
         """The answer in messages as the request's `delivery` says. Raises what `status` knows."""
         origin.record.streamed = True
-        await self._run(request, origin, lambda end, gather: Messages(end, request, gather), outlet)
+        await self._run(request, origin, lambda end, gather: Messages(end, request, gather, self._live), outlet)
 
     async def _run(
         self, request: Request, origin: Origin, make_sink: Callable[[Outlet, bool], Sink], outlet: Outlet
@@ -93,7 +93,7 @@ class Generator:
         parser = self._model.answer_parser(request, found.engine_request.token_ids)
         sink = call.make_sink(outlet if parser is None else ParsedOutlet(outlet, parser), found.gather)
         marks: Mapping[int, str] = {} if parser is None else self._model.marks(request)
-        async with self._sources.open(found, origin, sink.batch, sink.room, call.charge) as source:
+        async with self._sources.open(found, origin, sink.batch, sink.limit, call.charge) as source:
             call.attach(source)
             try:
                 await _Reading(found, source, sink, record, self._clock, marks).run(call.prompt)
@@ -122,6 +122,9 @@ class Generator:
             )
         finally:
             note_all(origin.record, records)
+
+    def _live(self) -> int:
+        return self._admission.live
 
     def _lowered(self, request: Request, tenant: str) -> Request:
         """With the highest priority that the tenant may have, where it asks for more."""
@@ -220,7 +223,7 @@ class _Reading:
         text = part.text if self._want_text else ""
         start, begin = 0, 0
         while start < total:
-            if not sink.room:
+            if sink.room < 1:
                 await sink.flush()
             stop = min(start + sink.room, total)
             end = len(text) if stop == total or not text else part.cuts[stop - 1]

@@ -72,6 +72,7 @@ class Delivery:
 
     max_tokens: int
     max_delay: float  # seconds
+    elastic: bool = False  # while many are served, tokens that came meanwhile go together, however many
 
 
 @dataclass(frozen=True, slots=True)

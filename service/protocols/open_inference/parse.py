@@ -69,7 +69,7 @@ def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) 
         output=Output(True, False, None),
         priority=Priority.NORMAL,
         time_budget=None,
-        delivery=Delivery(1, 0.0),
+        delivery=Delivery(1, 0.0, elastic=True),
         cache=CacheUse(),
         seeded=wishes.seeded,
         constraint=wishes.constraint(),

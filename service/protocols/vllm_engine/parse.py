@@ -32,7 +32,7 @@ from service.protocols.wishes import (
 )
 
 _SAMPLING = "sampling_params."
-_EACH_TOKEN = Delivery(1, 0.0)
+_EACH_TOKEN = Delivery(1, 0.0, elastic=True)
 # Fields of the use cases, as this protocol calls them.
 NAMES = {
     TokenPrompt.field: "tokenized.input_ids",

@@ -59,7 +59,7 @@ _ACCESS = {
 
 # Of a message without them.
 _OUTPUT = Output(text=True, token_ids=False, logprobs=None)
-_DELIVERY = Delivery(1, 0.0)
+_DELIVERY = Delivery(1, 0.0, elastic=True)
 _CACHE = CacheUse()
 
 
@@ -219,11 +219,12 @@ def _time_budget(message: GenerationMessage, found: Violations) -> float | None:
 
 
 def _delivery(given: pb.DeliveryOptions, found: Violations) -> Delivery:
-    tokens = given.max_tokens_per_message if given.HasField("max_tokens_per_message") else 1
+    elastic = not given.HasField("max_tokens_per_message")
+    tokens = 1 if elastic else given.max_tokens_per_message
     found.number("delivery.max_tokens_per_message", tokens, 1, MAX_TOKENS_PER_MESSAGE)
     if not given.HasField("max_delay"):
-        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0)
-    return Delivery(tokens, _duration("delivery.max_delay", given.max_delay, MAX_DELAY, found))
+        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0, elastic)
+    return Delivery(tokens, _duration("delivery.max_delay", given.max_delay, MAX_DELAY, found), elastic)
 
 
 def _cache(given: pb.CacheOptions, found: Violations) -> CacheUse:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import Finish, FinishReason, Priority, SamplingParams, Start, TokenEvents
 from service.config.settings import LimitOptions, OptimizationOptions
-from service.core.admission import Admission
+from service.core.admission import Admission, Ticket
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.lookup import AnswerSources
-from service.core.delivery import AnswerMessage
+from service.core.delivery import MANY, AnswerMessage
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.request import CacheSource, CacheUse, Delivery, Ending, Origin, Output, PromptFacts, Request, Stops
@@ -191,9 +191,12 @@ class Recorder:
         self.messages: list[tuple[str, bytes]] = []
         self.prompt: PromptFacts | None = None
         self.ending: Ending | None = None
+        self.crowd: list[Ticket] = []  # who go when the answer begins
 
     async def begin(self, prompt: PromptFacts) -> None:
         self.prompt = prompt
+        for ticket in self.crowd:
+            ticket.__exit__(None, None, None)
 
     async def send(self, message: AnswerMessage) -> None:
         await asyncio.sleep(0)
@@ -313,4 +316,38 @@ async def test_a_stored_answer_is_cut_for_a_reader_of_smaller_messages() -> None
     assert numbers(await front.read(case.request, "first")) == [6]
     fine = replace(case.request, delivery=Delivery(1, 0.0))
     assert [text for text, _ in (await stored(front, fine)).messages] == ["a", "", "", "", "🙂", "b"]
+    await front.caches.aclose()
+
+
+def crowd(front: Front, count: int) -> list[Ticket]:
+    """So many others who are live."""
+    return [front.admission.admit("others", str(number), None) for number in range(count)]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_while_many_are_served_what_came_together_goes_together(cached: bool) -> None:
+    case = replace(PLAIN, sizes=(2, 1), delivery=Delivery(1, 0.0, elastic=True))
+    for others, sizes in ((MANY - 1, [1] * 6), (MANY, [2, 1, 3])):
+        front = Front(case, cached)
+        crowd(front, others)
+        assert numbers(await front.read(case.request, "r")) == sizes
+        await front.caches.aclose()
+    front, strict = Front(case, cached), replace(case.request, delivery=Delivery(1, 0.0))
+    crowd(front, MANY)
+    assert numbers(await front.read(strict, "r")) == [1] * 6
+    await front.caches.aclose()
+
+
+async def test_a_stored_answer_is_cut_when_the_crowd_has_gone_meanwhile() -> None:
+    case = replace(PLAIN, sizes=(6,), delivery=Delivery(9, FOREVER))
+    front = Front(case, cached=True)
+    await front.read(case.request, "first")
+    elastic = replace(case.request, delivery=Delivery(1, 0.0, elastic=True))
+    assert numbers(await stored(front, elastic)) == [1] * 6
+    others = crowd(front, MANY)
+    assert numbers(await front.read(elastic, "r")) == [6]
+    recorder = Recorder()
+    recorder.crowd = others
+    await front.generator.stream(replace(elastic, request_id="s"), Origin("t", 0.0, None), recorder)
+    assert numbers(recorder) == [1] * 6
     await front.caches.aclose()
