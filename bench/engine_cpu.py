@@ -29,7 +29,7 @@ from engine.kv.page_pool import PagePool
 from engine.settings import EngineSettings
 from engine.worker.build import build
 
-STREAMS = 8
+STREAMS = (1, 8, 16, 64)  # at once; as many as the engine takes unless it is told otherwise
 Arm = Callable[[], float]  # one turn → tokens per second
 
 
@@ -83,16 +83,16 @@ def arms(arguments: argparse.Namespace) -> dict[str, Arm]:
     """What takes turns."""
     tokens = arguments.tokens
     cores = torch.get_num_threads()
-    settings = EngineSettings(model=arguments.model, device="cpu", threads=arguments.threads, max_sequences=STREAMS)
+    settings = EngineSettings(model=arguments.model, device="cpu", threads=arguments.threads)
     runner = build(settings, lambda stage, done, total: None)
     own = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
-    shape = (STREAMS, arguments.prompt)
+    shape = (max(STREAMS), arguments.prompt)
     prompts = torch.randint(0, runner.info.vocab_size, shape, generator=generator).tolist()
-    found: dict[str, Arm] = {
-        f"whippet, {own} threads, 1 stream": with_threads(own, lambda: ours(runner, prompts[:1], tokens)),
-        f"whippet, {own} threads, {STREAMS} streams": with_threads(own, lambda: ours(runner, prompts, tokens)),
-    }
+    found: dict[str, Arm] = {}
+    for count in STREAMS:
+        name = f"whippet, {own} threads, {count} stream{'s' if count > 1 else ''}"
+        found[name] = with_threads(own, partial(ours, runner, prompts[:count], tokens))
     for name in ("float32", "bfloat16"):
         model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, name))
         model.eval()

@@ -205,6 +205,12 @@ def engine_cpu(results: Results) -> str:
     return table(["", "tokens/s"], rows)
 
 
+def many_cpu(results: Results, streams: int) -> str:
+    """Times as fast as transformers at its best one after the other."""
+    ratios = results["engine-many-cpu"]["ratios"]
+    return fixed(next(row["median"] for name, row in ratios.items() if f" {streams} streams /" in name))
+
+
 def front_cpu(results: Results) -> str:
     """Throughput of the front."""
     rows = []
@@ -393,6 +399,8 @@ RENDERERS: Mapping[str, Renderer] = {
     "soaking-cpu": soaking,
     "throughput.next-day": next_day,
     "decode.revision": lambda r: str(r["decode-h100"][0]["revision"]),
+    "engine.many": lambda r: many_cpu(r, 16),
+    "engine.most": lambda r: many_cpu(r, 64),
     "engine.revision": lambda r: str(r["engine-cpu"]["sha"]),
     "front.revision": lambda r: str(r["front-cpu"].get("sha") or r["front-cpu"]["git"]),
     "front.event": lambda r: fixed(r["front-cpu"]["figures"]["engine event to client bytes, ms"]["p50"], 2),
