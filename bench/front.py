@@ -173,7 +173,7 @@ def paths(rounds: int, keep: Keep) -> None:
 def crowd(rounds: int, keep: Keep) -> None:
     """256 streams: at the pace of an engine that makes 40,000 tokens a second, and as fast as the fake engine goes.
     What arrives while the front is busy goes into one message, so that a front that is late sends fewer of them."""
-    wide = ("--scheduler.max-sequences=256", "--fake.total-pages=20000")
+    wide = ("--scheduler.max-sequences=256", "--fake.total-pages=20000", "--limits.connection-calls=256")
     for name, pace in (("paced", ("--fake.step-time=0.0055",)), ("as fast as it goes", ())):
         with server(*wide, *pace) as (address, pid):
             for number in range(rounds):
