@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from engine.constraints.grammars import Grammars
@@ -26,7 +26,8 @@ class _Held:
 
     matcher: LLMatcher
     stops: tuple[int, ...]
-    mask: Future[bytearray] | None = None  # of the next token
+    making: Future[None] | None = None  # of `mask`
+    mask: bytearray = field(default_factory=bytearray)  # of the next token
 
 
 class Constraints:
@@ -37,6 +38,7 @@ class Constraints:
         self._grammars = Grammars(folder)
         self._held: dict[int, _Held] = {}  # by the sequence's key
         self._threads: ThreadPoolExecutor | None = None
+        self._most_threads = max(1, min(_THREADS, usable_cores() - 1))
 
     def compile(self, grammar: str) -> Future[None]:
         """Done once the grammar can be used without delay. Fails where there can be no constraints at all."""
@@ -48,10 +50,7 @@ class Constraints:
             self._enter(plan)
         if not self._held:
             return
-        for row in plan.rows:
-            held = self._held.get(row.key)
-            if held is not None and row.sample and held.mask is None:
-                held.mask = self._pool().submit(self._mask, held)
+        self._make([self._held[row.key] for row in plan.rows if row.sample and row.key in self._held])
 
     def constrained(self, key: int) -> bool:
         """Whether that sequence has a constraint."""
@@ -60,9 +59,10 @@ class Constraints:
     def mask(self, key: int) -> bytearray:
         """One bit for each token that may come next, from the lowest bit of the first byte on. Waits for it."""
         held = self._held[key]
-        if held.mask is None:
-            held.mask = self._pool().submit(self._mask, held)
-        return held.mask.result()
+        self._make([held])
+        if held.making is not None:
+            held.making.result()
+        return held.mask
 
     def stuck(self, key: int) -> RowResult:
         """Of a sequence for which no token is left: it ends, well where its grammar may end here."""
@@ -87,8 +87,7 @@ class Constraints:
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
-            threads = max(1, min(_THREADS, usable_cores() - 1))
-            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="constraints")
+            self._threads = ThreadPoolExecutor(self._most_threads, thread_name_prefix="constraints")
         return self._threads
 
     def _enter(self, plan: StepPlan) -> None:
@@ -106,6 +105,20 @@ class Constraints:
             matcher.consume_tokens(list(said))
         return _Held(matcher, admitted.stopping.stop_token_ids)
 
+    def _make(self, wanted: list[_Held]) -> None:
+        """Begins to make their masks: a wake-up of a thread may cost more than a mask, so there is one a thread."""
+        due = [held for held in wanted if held.making is None]
+        parts = min(self._most_threads, len(due))
+        for part in range(parts):
+            mine = due[part::parts]
+            making = self._pool().submit(self._make_now, mine)
+            for held in mine:
+                held.making = making
+
+    def _make_now(self, part: list[_Held]) -> None:
+        for held in part:
+            held.mask = self._mask(held)
+
     def _mask(self, held: _Held) -> bytearray:
         """Stop tokens are allowed where the grammar may end, and nowhere else."""
         matcher = held.matcher
@@ -122,9 +135,9 @@ class Constraints:
 
     def _follow(self, held: _Held, brought: RowResult) -> RowResult:
         matcher, ids = held.matcher, brought.token_ids
-        if held.mask is not None:
-            held.mask.result()  # from here on nobody else is at the matcher
-            held.mask = None
+        if held.making is not None:
+            held.making.result()  # from here on nobody else is at the matcher
+            held.making = None
         if ids[-1] in held.stops:  # it ends here, whatever the grammar thinks of this token
             return brought
         if not matcher.consume_tokens(list(ids)):

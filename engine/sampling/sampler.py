@@ -170,16 +170,20 @@ class Sampler:
         if barred:
             rows, ids = (self._integers([pair[index] for pair in barred]) for index in range(2))
             logits.index_put_((rows, ids), torch.tensor(NEVER, device=self._device))
-        for row in batch.constrained:
-            self._bar(logits[row], self._constraints.mask(batch.sequences[row].key))
+        if batch.constrained:
+            self._bar(logits, batch)
         return logits
 
-    def _bar(self, logits: torch.Tensor, mask: bytearray) -> None:
-        """Leaves of a row [vocab] what the mask allows; ids beyond the mask have no text."""
-        packed = torch.frombuffer(mask, dtype=torch.uint8).to(self._device)
-        allowed = (packed.unsqueeze(1) >> self._bits & 1).view(-1)[: self._vocab]
-        logits[: allowed.shape[0]].masked_fill_(allowed == 0, NEVER)
-        logits[allowed.shape[0] :] = NEVER
+    def _bar(self, logits: torch.Tensor, batch: BatchParams) -> None:
+        """Leaves of constrained rows what their masks allow; ids beyond a mask have no text."""
+        masks = [self._constraints.mask(batch.sequences[row].key) for row in batch.constrained]
+        packed = torch.frombuffer(bytearray().join(masks), dtype=torch.uint8).to(self._device).view(len(masks), -1)
+        barred = (packed.unsqueeze(2) >> self._bits & 1 == 0).view(len(masks), -1)[:, : self._vocab]
+        rows = self._integers(list(batch.constrained))
+        left = torch.full((len(masks), self._vocab), NEVER, device=self._device)
+        known = barred.shape[1]
+        left[:, :known] = logits.index_select(0, rows)[:, :known].masked_fill_(barred, NEVER)
+        logits.index_copy_(0, rows, left)
 
     def _penalise(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
         rows = [row for row, sequence in enumerate(batch.sequences) if _penalised(sequence.sampling)]

@@ -9,11 +9,11 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
+from bench.constrained import EOS, Answering, asked, demo, grammar, tokenizer
 from bench.schemas import schemas
 from engine.api import Constraint, FinishReason
 from engine.ipc.events import Failure
 from engine.scheduling.plan import Runner
-from tests.engine.constrained import EOS, Answering, asked, demo, grammar, tokenizer
 
 PERSON = json.dumps(
     {

@@ -100,6 +100,13 @@ class Answering:
         return list(told.values())
 
 
-def demo(sequences: int = 8) -> Runner:
-    settings = EngineSettings(model=str(DEMO), device="cpu", dtype="float32", threads=1, max_sequences=sequences)
+def demo(sequences: int = 8, speculation: bool = True) -> Runner:
+    settings = EngineSettings(
+        model=str(DEMO),
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        max_sequences=sequences,
+        speculation=speculation,
+    )
     return build(settings, lambda phase, done, total: None, Constraints(str(DEMO)))
