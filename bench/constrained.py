@@ -55,7 +55,7 @@ def asked(constraint: Constraint | None, seed: int = 0, tokens: int = 400, **cha
 
 
 @dataclass
-class Told:
+class Outcome:
     """What came of a request."""
 
     ids: list[int] = field(default_factory=list)
@@ -84,8 +84,8 @@ class Answering:
         self.scheduler = Scheduler(limits, PagePool(pages or info.total_pages))
         self._keys = itertools.count(1)
 
-    def answer(self, requests: Items[GenerationRequest]) -> list[Told]:
-        told = {next(self._keys): Told() for _ in requests}
+    def answer(self, requests: Items[GenerationRequest]) -> list[Outcome]:
+        told = {next(self._keys): Outcome() for _ in requests}
         for key, request in zip(told, requests, strict=True):
             self.scheduler.admit(Sequence(request, list(request.token_ids), key=key))
         while self.scheduler.live:

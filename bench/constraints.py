@@ -22,7 +22,7 @@ from typing import Any
 import jsonschema
 
 from bench.about import device, revision
-from bench.constrained import DEMO, EOS, Answering, Told, asked, demo, grammar, tokenizer
+from bench.constrained import DEMO, EOS, Answering, Outcome, asked, demo, grammar, tokenizer
 from bench.schemas import Schema, schemas
 from engine.api import FinishReason
 from engine.constraints.grammars import Grammars
@@ -138,9 +138,9 @@ def summary(name: str, values: list[float]) -> dict[str, float]:
     }
 
 
-def answered(engine: Answering, made: list[Schema], tokens: int) -> tuple[dict[str, Any], list[Told]]:
+def answered(engine: Answering, made: list[Schema], tokens: int) -> tuple[dict[str, Any], list[Outcome]]:
     """The engine's answers to all of them at temperature 1, judged."""
-    told: list[Told] = []
+    told: list[Outcome] = []
     for start in range(0, len(made), 8):
         batch = made[start : start + 8]
         forms = [grammar("json_schema", json.dumps(schema)) for schema in batch]

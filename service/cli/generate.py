@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from service.cli import constraint
 from service.cli.channel import (
     INTERRUPTED,
     USAGE,
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="", metavar="NAME", help="default: the model that is served")
     _add_sampling(parser)
+    constraint.add_flags(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--json", action="store_true", help="print one JSON object once the answer is complete")
     Server.add_flags(parser)
@@ -153,6 +155,7 @@ def _request(flags: argparse.Namespace) -> pb.GenerateStreamRequest:
                 stop_token_ids=flags.stop_token,
                 ignore_eos=flags.ignore_eos,
             ),
+            constraint=constraint.constraint_of(flags),
         )
         if flags.template_argument:
             request.chat.template_arguments.update(dict(flags.template_argument))

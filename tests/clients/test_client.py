@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import subprocess
 import sys
 
@@ -102,6 +103,16 @@ async def test_a_deadline_ends_a_call(server: Server) -> None:
         with pytest.raises(DeadlineExceeded):
             await client.stream("late", max_tokens=LONG, timeout=0.05).text()
     await asyncio.to_thread(server.idle)
+
+
+async def test_an_answer_keeps_to_what_is_asked_for(server: Server) -> None:
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    async with AsyncClient(server.data, timeout=60) as client:
+        told = await client.generate("hello", json_schema={**schema, "additionalProperties": False}, max_tokens=80)
+        assert isinstance(json.loads(told.text)["on"], bool)
+        assert (await client.generate("hello", choice=["left"])).text == "left"
+        with pytest.raises(TypeError, match="only one of"):
+            await client.generate("hello", choice=["left"], regex="a")
 
 
 async def test_refusals_are_read(server: Server) -> None:

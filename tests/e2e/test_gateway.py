@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -43,6 +45,21 @@ def usage(found: Any) -> tuple[int, int]:
 
 def counted(answer: pb.GenerateResponse) -> tuple[int, int]:
     return answer.finish.usage.prompt_tokens, answer.finish.usage.completion_tokens
+
+
+def test_an_answer_of_a_schema(gateway: Gateway) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+        "required": ["city", "size"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}}
+    whole = gateway.chat("Hello", model="demo", max_tokens=80, response_format=form).json["choices"][0]
+    assert whole["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(whole["message"]["content"]), schema)
+    wrong = {"type": "json_schema", "json_schema": {"name": "place", "schema": {"type": "strin"}}}
+    assert gateway.chat("Hello", model="demo", max_tokens=8, response_format=wrong).status >= 400
 
 
 def test_chat(gateway: Gateway, ours: GenerationServiceStub) -> None:
@@ -94,7 +111,7 @@ def test_log_probabilities(gateway: Gateway, ours: GenerationServiceStub) -> Non
 
 @pytest.mark.parametrize(
     ("field", "wish"),
-    [("sampling_params.n", {"n": 2}), ("sampling_params.json_schema", {"response_format": {"type": "json_object"}})],
+    [("sampling_params.n", {"n": 2})],
 )
 def test_what_is_lacking_is_named_to_the_one_who_asked(gateway: Gateway, field: str, wish: dict[str, Any]) -> None:
     answer = gateway.chat("Hello", model="demo", max_tokens=2, **wish)

@@ -50,6 +50,11 @@ class Options(ChatOptions, total=False):
     presence_penalty: float
     frequency_penalty: float
     seed: int
+    json_schema: str | Mapping[str, object]  # what the answer must look like: one of these five
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
     text: bool  # whether the answer's text is sent
     token_ids: bool  # whether its token ids are
     logprobs: int
@@ -65,6 +70,7 @@ _SAMPLING = (
 )
 _STOPPING = ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
 _CHAT = ("template_arguments", "add_generation_prompt", "continue_final_message")
+_CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 _OUTPUT = ("text", "token_ids", "logprobs")
 
 
@@ -87,8 +93,21 @@ def generate_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateR
         request.priority = _PRIORITIES[options["priority"]]
     if "time_budget" in options:
         request.time_budget.FromNanoseconds(round(options["time_budget"] * 1e9))
+    _set_constraint(request, given)
     _refuse(given.keys() - {"stop", "priority", "time_budget"})
     return request
+
+
+def _set_constraint(request: pb.GenerateRequest, given: dict[str, object]) -> None:
+    asked = {name: given.pop(name) for name in _CONSTRAINTS if name in given}
+    if len(asked) > 1:
+        raise TypeError(f"only one of {', '.join(asked)} can be asked for")
+    for kind, value in asked.items():
+        if kind == "json_schema" and not isinstance(value, str):
+            value = json.dumps(value)
+        if kind == "choice":
+            value = pb.Choice(options=value)  # type: ignore[arg-type]
+        request.constraint.CopyFrom(pb.Constraint(**{kind: value}))  # type: ignore[arg-type]
 
 
 def stream_request(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:

@@ -73,6 +73,27 @@ def test_only_what_is_given_is_set(run: Run, host: Host) -> None:
     assert host.request.stopping == pb.StoppingOptions(stop_token_ids=[3, 4], ignore_eos=True)
 
 
+def test_what_the_answer_must_look_like(run: Run, host: Host, tmp_path: Path) -> None:
+    file = tmp_path / "rules"
+    file.write_text("{}")
+    for flags, expected in (
+        (["--json-schema", str(file)], pb.Constraint(json_schema="{}")),
+        (["--grammar", str(file)], pb.Constraint(grammar="{}")),
+        (["--regex", "[0-9]"], pb.Constraint(regex="[0-9]")),
+        (["--choice", "a", "--choice", "b"], pb.Constraint(choice=pb.Choice(options=["a", "b"]))),
+        (["--json-object"], pb.Constraint(json_object=True)),
+    ):
+        run("x", *flags)
+        assert host.request.constraint == expected
+    run("x")
+    assert not host.request.HasField("constraint")
+    code, _, err = run("x", "--json-schema", str(tmp_path / "none"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "No such file" in err
+    code, _, err = run("x", "--regex", "a", "--choice", "b")
+    assert code == 2
+
+
 def test_chat(run: Run, host: Host) -> None:
     run("hi", "--chat")
     assert host.request.chat == pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
