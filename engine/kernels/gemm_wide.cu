@@ -5,60 +5,7 @@
 // warp waits for another but where the engine is to write over what others may still read, two stages later.
 #include "gemm_wide.cuh"
 #include "store.cuh"
-
-// ---- products of a warpgroup ---------------------------------------------------------------------------------------
-
-// Registers written before it are seen by the products after it.
-__device__ __forceinline__ void before_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-// Sixteen columns of all tokens: rows of 128 bytes, eight of them 1024 bytes, their segments of 16 bytes permuted.
-__device__ __forceinline__ u64 operand(const u8* at) {
-    return u64((shared_address(at) & 0x3FFFFu) >> 4) | (u64(1) << 16) | (u64(64) << 32) | (u64(1) << 62);
-}
-
-// d [64 rows, tokens] (+)= a · tokens; lanes hold both as for `mma`.
-#if OP_TOKENS == 128
-__device__ __forceinline__ void multiply(float (&d)[64], const u32 (&a)[4], u64 tokens, bool more) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-        "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
-          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(int(more)));
-}
-#else
-__device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 tokens, bool more) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(int(more)));
-}
-#endif
+#include "warpgroup.cuh"
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 
@@ -91,7 +38,8 @@ struct Sums {
                 before_products();
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    multiply(part, a[i], operand(stage + j / 2 * kTokens * 128 + (j % 2 * 2 + i) * 32), i > 0 || j > q * kEach);
+                    multiply<false>(part, a[i], operand(stage + j / 2 * kTokens * 128 + (j % 2 * 2 + i) * 32, 16),
+                                    i > 0 || j > q * kEach);
                 end_products();
             }
             if (q == kGroups - 1) ahead();
@@ -114,7 +62,7 @@ struct Sums {
         }
         before_products();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) multiply(of, a[i], operand(stage + i * 32), true);
+        for (int i = 0; i < 4; ++i) multiply<false>(of, a[i], operand(stage + i * 32, 16), true);
         end_products();
         wait_products<1>();
     }
