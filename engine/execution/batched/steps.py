@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from functools import partial
@@ -16,6 +15,7 @@ from engine.execution.batched.pipeline import MOST_AHEAD, Changes
 from engine.execution.batched.row_mail import RowMail
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass
+from engine.execution.patience import Patience
 from engine.execution.step_state import Parts
 from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
@@ -28,8 +28,6 @@ from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
 RING = 2 * MOST_AHEAD  # steps whose entries are kept
-_NAP = 20e-6  # seconds between two looks at the ring
-_LOOKS = 64  # after so many the stream is asked
 
 
 class BatchedSteps:
@@ -55,8 +53,7 @@ class BatchedSteps:
         }
         self._recorder = Recorder(device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether some ask for the stages
-        self._looks = 0
-        self._idle = False  # all that was launched has ended, so its entries are there
+        self._patience = Patience()
         self.graphs = True  # False: launches one by one
 
     def warmup(self, progress: Progress) -> None:
@@ -96,7 +93,7 @@ class BatchedSteps:
 
     def launch(self, rows: int) -> None:
         """One step of the first `rows` row states."""
-        self._idle = False
+        self._patience.launched()
         sampled = self._rows.sampled(rows)
         if self.graphs:
             self._graphs[rows, sampled].replay()
@@ -113,13 +110,7 @@ class BatchedSteps:
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""
-        if self._idle:
-            raise EngineFailed("the device ended its steps without a token")
-        self._looks += 1
-        if self._looks % _LOOKS:
-            time.sleep(_NAP)
-        else:
-            self._idle = torch.cuda.current_stream().query()  # raises what went wrong on the device
+        self._patience.wait()
 
     def close(self) -> None:
         """Gives the graphs back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.pipeline import BUCKETS, MOST_STOPS, SIZES, RowState, bucket
+from engine.execution.patience import Patience
 from engine.kernels import sampling
 from engine.kernels.attention import MANY_TOKENS
 from engine.kernels.build import KernelLibrary, Kernels, WantedKernels
@@ -27,8 +27,6 @@ RING = 64  # entries; more than can be under way
 # Tokens; attention is launched no wider than the longest row needs, which costs a little, and beyond the last of these
 # another way.
 REACHES = (512, 1024, MANY_TOKENS)
-_NAP = 20e-6  # seconds between two looks at the ring
-_LOOKS = 64  # after so many the stream is asked
 _WORDS = 7 + MOST_STOPS  # of a row
 
 
@@ -146,8 +144,7 @@ class CapturedSteps:
         vocabulary, device = weights.head.rows, weights.table.device
         self._sampling = sampling.allocate(self._sizes[-1], vocabulary, device)  # all buckets', one at a time
         self._draws = False  # whether the sampling stages are needed here
-        self._looks = 0
-        self._idle = False  # all that was launched has ended, so its entries are there
+        self._patience = Patience()
         self.graphs = True  # False: launches one by one
         self.two_pass = weights.coarse is not None  # where no row needs the sampling stages; the tokens are the same
 
@@ -255,7 +252,7 @@ class CapturedSteps:
 
     def launch(self, steps: int, longest: int) -> None:
         """Steps of all rows."""
-        self._idle = False
+        self._patience.launched()
         here = self._current
         plain = here.two_pass if self.two_pass and here.two_pass else here.reaches
         reach = next(reach for reach in (here.sampled if self._draws else plain) if reach.longest >= longest)
@@ -272,13 +269,7 @@ class CapturedSteps:
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""
-        if self._idle:
-            raise EngineFailed("the device ended its steps without a token")
-        self._looks += 1
-        if self._looks % _LOOKS:
-            time.sleep(_NAP)
-        else:
-            self._idle = torch.cuda.current_stream().query()  # raises what went wrong on the device
+        self._patience.wait()
 
     def close(self) -> None:
         """Gives the graphs back."""

@@ -1,0 +1,34 @@
+"""How the host waits for what steps on a GPU tell it through pinned memory."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from engine.errors import EngineFailed
+
+_NAP = 20e-6  # seconds between two looks
+_LOOKS = 64  # after so many the stream is asked, which costs more
+
+
+class Patience:
+    """Of one device's steps, which all go to torch's current stream."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._idle = False  # all that was launched has ended, so what it told is there
+
+    def launched(self) -> None:
+        """A step is under way."""
+        self._idle = False
+
+    def wait(self) -> None:
+        """A moment. Raises where nothing is under way, and what went wrong on the device."""
+        if self._idle:
+            raise EngineFailed("the device ended its steps without a token")
+        self._looks += 1
+        if self._looks % _LOOKS:
+            time.sleep(_NAP)
+        else:
+            self._idle = torch.cuda.current_stream().query()
