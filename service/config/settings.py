@@ -71,7 +71,7 @@ class LimitOptions:
     connection_age: float | None = setting(
         None, "seconds until a client is asked to connect anew, streams go on; unset: never", ge=0.1, le=2_000_000
     )
-    connection_calls: int = setting(128, "calls of one connection at once", ge=1, le=65_536)
+    connection_calls: int = setting(256, "calls of one connection at once", ge=1, le=65_536)
     message_bytes: int = setting(4_194_304, "the largest message of a caller", ge=65_536, le=1 << 30)
     live_message_bytes: int = setting(268_435_456, "messages that are read (half of it) or answered (half)", ge=1 << 20)
 

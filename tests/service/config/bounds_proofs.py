@@ -128,7 +128,7 @@ async def readers(settings: Settings, tools: Tools) -> int:
 
 PROOFS = {
     "limits.connections": Proof("3", open_connections, becomes(6, 3)),
-    "limits.connection-calls": Proof("7", most_calls, becomes(128, 7)),
+    "limits.connection-calls": Proof("7", most_calls, becomes(256, 7)),
     "limits.connection-age": Proof("0.1", is_sent_away, becomes(False, True)),
     "limits.message-bytes": Proof(
         "65536", answer_to_100_kb, becomes(grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
