@@ -3,6 +3,7 @@ draft, all on the device. A `rounds.RoundDevice`."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,6 +172,7 @@ class CapturedRounds:
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
+        gc.collect()  # a graph that is dropped during a capture would spoil it
         progress("kernels", 0, 1)
         self.build()
         progress("kernels", 1, 1)

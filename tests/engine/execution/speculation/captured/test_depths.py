@@ -1,0 +1,64 @@
+"""How long the drafts of captured rounds are: which rows may have any, and how acceptance and cost decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.driven import GREEDY
+from engine.api import Stopping
+from engine.execution.speculation.captured.executor import PaidDepths
+from engine.execution.speculation.captured.rounds import RoundTold
+from engine.execution.speculation.costs import Costs
+from engine.scheduling.plan import Admitted
+from engine.scheduling.sequence_state import SequenceState, begin
+
+H100 = Costs({1: 504.0, 2: 542.0, 4: 597.0, 8: 723.0})  # microseconds of a round of Qwen3-0.6B
+
+
+def sequence(ids: Ids[int] = (1, 2, 3, 4, 1, 2, 3), **changes: Any) -> SequenceState:
+    stopping = Stopping(max_tokens=400, min_tokens=changes.pop("min_tokens", 0), stop_token_ids=(9,))
+    limits = {name: changes.pop(name) for name in ("draft_limit", "logprobs") if name in changes}
+    return begin(Admitted(0, 0, tuple(ids), len(ids), replace(GREEDY, **changes), stopping, **limits))
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({}, 7),
+        ({"temperature": 0.8, "top_p": 0.9, "top_k": 5}, 7),
+        ({"logit_bias": ((3, 1.0),)}, 7),
+        ({"draft_limit": 3}, 3),
+        ({"draft_limit": 50}, 7),
+        ({"draft_limit": 0}, 0),
+        ({"logprobs": 2}, 0),
+        ({"repetition_penalty": 1.1}, 0),
+        ({"min_tokens": 5}, 0),
+    ],
+)
+def test_who_may_have_how_long_a_draft(changes: dict[str, Any], most: int) -> None:
+    state = sequence(**changes)
+    depths = PaidDepths(H100)
+    assert depths.most(state) == most
+    assert 0 <= depths.depth(state) <= most
+
+
+def test_nothing_to_look_up_is_no_draft() -> None:
+    assert PaidDepths(H100).depth(sequence(range(10))) == 0
+
+
+def test_right_drafts_grow_and_wrong_ones_end() -> None:
+    depths, state = PaidDepths(H100), sequence()
+    for _ in range(20):
+        depths.told(state, RoundTold(7, 7))
+    assert depths.depth(state) == 7
+    for _ in range(60):
+        depths.told(state, RoundTold(7, 0))
+    assert depths.depth(state) == 0
+
+
+def test_dear_rounds_are_not_worth_a_draft() -> None:
+    assert PaidDepths(Costs({1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0})).depth(sequence()) == 0
