@@ -78,7 +78,7 @@ class Generator:
             ticket.lookup_ended()
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
-            prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header)
+            prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header, ids[0])
             call = _Call(prompt, make_sink, bill.charge, ticket.attach)
             if request.answers == 1:
                 await self._deliver(found, origin, outlet, call)

@@ -156,6 +156,7 @@ class PromptFacts:
     model: str
     prompt_tokens: int
     cache: str  # the header `x-cache`
+    first_id: int = 0  # of the prompt
 
 
 class CacheSource(enum.Enum):

@@ -109,11 +109,34 @@ def test_log_probabilities(gateway: Gateway, ours: GenerationServiceStub) -> Non
         )
 
 
-@pytest.mark.parametrize(
-    ("field", "wish"),
-    [("sampling_params.n", {"n": 2})],
-)
-def test_what_is_lacking_is_named_to_the_one_who_asked(gateway: Gateway, field: str, wish: dict[str, Any]) -> None:
-    answer = gateway.chat("Hello", model="demo", max_tokens=2, **wish)
-    assert answer.status >= 400
-    assert field in answer.body
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_answers(gateway: Gateway, ours: GenerationServiceStub, stream: bool) -> None:
+    alone = []
+    for seed in (11, 12):
+        request = pb.GenerateRequest()
+        request.CopyFrom(HELLO)
+        request.sampling.temperature, request.sampling.seed, request.stopping.max_tokens = 1, seed, MOST
+        alone.append(ours.Generate(request, timeout=90))
+    wishes = {"model": "demo", "max_tokens": MOST, "temperature": 1, "seed": 11, "n": 2}
+    if stream:
+        events = gateway.chat("Hello", **wishes, stream=True).events
+        choices = [choice for event in events for choice in event["choices"]]
+        texts = ["".join(one["delta"].get("content") or "" for one in choices if one["index"] == n) for n in (0, 1)]
+    else:
+        whole = gateway.chat("Hello", **wishes).json
+        texts = [one["message"]["content"] for one in sorted(whole["choices"], key=lambda one: one["index"])]
+        assert usage(whole)[1] == sum(counted(one)[1] for one in alone)
+    assert texts == [one.text for one in alone]
+
+
+def test_two_completions_behind_their_prompt(gateway: Gateway, ours: GenerationServiceStub) -> None:
+    expected = native(ours, TEXT).text
+    wishes = {"model": "demo", "prompt": TEXT.text, "max_tokens": MOST, "temperature": 0}
+    found = gateway.ask("completions", **wishes, n=2, echo=True).json
+    assert [one["text"] for one in found["choices"]] == [TEXT.text + expected] * 2
+
+
+def test_what_is_refused_is_named_to_the_one_who_asked(gateway: Gateway) -> None:
+    answer = gateway.ask("completions", model="demo", prompt="Hello", max_tokens=0)
+    assert answer.status == 400
+    assert "sampling_params.max_tokens" in answer.body

@@ -38,7 +38,7 @@ class AsyncStream(AsyncIterator[pb.GenerateStreamResponse]):
         self._call = call
         self._cancelled = False
         self.prompt_info: pb.PromptInfo | None = None  # with the first message
-        self.finish: pb.Finish | None = None  # with the last: why it ended, usage, timings
+        self.finish: pb.Finish | None = None  # of the first answer: why it ended, usage, timings
 
     def __aiter__(self) -> AsyncStream:
         return self
@@ -58,13 +58,13 @@ class AsyncStream(AsyncIterator[pb.GenerateStreamResponse]):
             raise StopAsyncIteration
         if message.HasField("prompt_info"):
             self.prompt_info = message.prompt_info
-        if message.HasField("finish"):
+        if message.HasField("finish") and not message.index:
             self.finish = message.finish
         return message
 
     async def text(self) -> str:
-        """What is still to come of it, whole."""
-        return "".join([message.text async for message in self])
+        """What is still to come of it, whole; of several answers, of the first."""
+        return "".join([message.text async for message in self if not message.index])
 
     async def initial_metadata(self) -> dict[str, str]:
         """`x-request-id` and `x-cache`; they come with the first message."""

@@ -58,6 +58,9 @@ class Options(ChatOptions, total=False):
     text: bool  # whether the answer's text is sent
     token_ids: bool  # whether its token ids are
     logprobs: int
+    prompt_logprobs: int
+    skip_special_tokens: bool  # in text
+    n: int  # answers to the one prompt
     priority: Literal["background", "normal", "interactive"]
     time_budget: float  # seconds, after which the answer ends with what there is
     max_tokens_per_message: int  # of a stream
@@ -71,7 +74,7 @@ _SAMPLING = (
 _STOPPING = ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
 _CHAT = ("template_arguments", "add_generation_prompt", "continue_final_message")
 _CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
-_OUTPUT = ("text", "token_ids", "logprobs")
+_OUTPUT = ("text", "token_ids", "logprobs", "prompt_logprobs", "skip_special_tokens")
 
 
 def generate_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateRequest:
@@ -86,7 +89,7 @@ def generate_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateR
     _set(request.stopping, given, _STOPPING)
     _set(request.output, given, _OUTPUT)
     _set(request.delivery, given, ("max_tokens_per_message",))
-    _set(request, given, ("model", "request_id"))
+    _set(request, given, ("model", "request_id", "n"))
     if "stop" in options:
         request.stopping.stop_strings[:] = options["stop"]
     if "priority" in options:

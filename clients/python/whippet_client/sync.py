@@ -34,7 +34,7 @@ class Stream(Iterator[pb.GenerateStreamResponse]):
         self._call = call
         self._cancelled = False
         self.prompt_info: pb.PromptInfo | None = None  # with the first message
-        self.finish: pb.Finish | None = None  # with the last: why it ended, usage, timings
+        self.finish: pb.Finish | None = None  # of the first answer: why it ended, usage, timings
 
     def __iter__(self) -> Stream:
         return self
@@ -49,13 +49,13 @@ class Stream(Iterator[pb.GenerateStreamResponse]):
             raise error_of(cast(grpc.Call, error)) from None
         if message.HasField("prompt_info"):
             self.prompt_info = message.prompt_info
-        if message.HasField("finish"):
+        if message.HasField("finish") and not message.index:
             self.finish = message.finish
         return message
 
     def text(self) -> str:
-        """What is still to come of it, whole."""
-        return "".join(message.text for message in self)
+        """What is still to come of it, whole; of several answers, of the first."""
+        return "".join(message.text for message in self if not message.index)
 
     def initial_metadata(self) -> dict[str, str]:
         """`x-request-id` and `x-cache`; they come with the first message."""

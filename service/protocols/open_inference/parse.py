@@ -12,7 +12,7 @@ from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.sampling import Parameters, from_json, from_parameters
 from service.protocols.open_inference.tensors import LACKING, OUTPUTS, TEXT, Value, read_inputs
-from service.protocols.wishes import read_request_id, read_sampling, read_stops
+from service.protocols.wishes import read_answers, read_request_id, read_sampling, read_stops
 
 VERSION = "1"
 _SAMPLING = "sampling_parameters"
@@ -21,6 +21,7 @@ NAMES = {
     TextPrompt.field: TEXT,
     "stopping.max_tokens": f"{_SAMPLING}.max_tokens",
     "stopping.min_tokens": f"{_SAMPLING}.min_tokens",
+    "n": f"{_SAMPLING}.n",
 }
 _EMPTY_FINAL = "triton_enable_empty_final_response"  # a parameter: in a stream the last response says so anyhow
 
@@ -66,14 +67,17 @@ def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) 
         prompt=TextPrompt(text),
         sampling=read_sampling(wishes.sampling(), facts, found, f"{_SAMPLING}."),
         stops=read_stops(wishes.stops(), facts, found, f"{_SAMPLING}."),
-        output=Output(True, False, None),
+        output=Output(True, False, None, skip_special=wishes.skip_special),
         priority=Priority.NORMAL,
         time_budget=None,
         delivery=Delivery(1, 0.0, elastic=True),
         cache=CacheUse(),
         seeded=wishes.seeded,
         constraint=wishes.constraint(),
+        answers=read_answers(wishes.answers, None, found, f"{_SAMPLING}.n"),
     )
+    if streams and request.answers > 1:
+        found.add(f"{_SAMPLING}.n", "must be 1 in ModelStreamInfer: ModelInfer gives several answers")
     outputs = _outputs(message, inputs, found)
     found.raise_any()
     return Question(request, message.id, facts.name, streamed, "" if without_prompt else text, outputs)

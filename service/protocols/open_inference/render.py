@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.api import FinishReason
 from service.core.delivery import AnswerMessage
-from service.core.request import Ending, ModelFacts
+from service.core.request import ModelFacts
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.parse import VERSION, Question
 from service.protocols.open_inference.tensors import INPUTS, OUTPUTS, add_output
@@ -12,35 +14,31 @@ from service.protocols.open_inference.tensors import INPUTS, OUTPUTS, add_output
 _REASONS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop", FinishReason.LENGTH: "length"}
 
 
-def whole(message: AnswerMessage, question: Question) -> pb.ModelInferResponse:
-    """An answer that is not streamed."""
-    return _response(question.before + message.text, message, question)
+def whole(messages: Sequence[AnswerMessage], question: Question) -> pb.ModelInferResponse:
+    """What is not streamed: an element for each answer."""
+    return _response(sorted(messages, key=lambda one: one.number), question)
 
 
 def piece(message: AnswerMessage, question: Question) -> pb.ModelStreamInferResponse:
     """In a stream: of an answer, or all of it."""
-    response = _response(question.before + message.text, message, question)
+    response = _response([message], question)
     response.parameters["triton_final_response"].bool_param = message.ending is not None
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
-def _response(text: str, message: AnswerMessage, question: Question) -> pb.ModelInferResponse:
+def _response(messages: Sequence[AnswerMessage], question: Question) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse(model_name=question.model, model_version=VERSION, id=question.id)
-    values: dict[str, str | int] = {"text_output": text}
-    if message.ending is not None:
-        values |= _counts(message.ending)
-    for name, value in values.items():
-        if name in question.outputs:
-            add_output(response, name, value)
-    return response
-
-
-def _counts(ending: Ending) -> dict[str, str | int]:
-    return {
-        "finish_reason": _REASONS[ending.reason],
-        "num_input_tokens": ending.prompt_tokens,
-        "num_output_tokens": ending.completion_tokens,
+    endings = [message.ending for message in messages if message.ending is not None]
+    values: dict[str, Sequence[str | int]] = {
+        "text_output": [question.before + message.text for message in messages],
+        "finish_reason": [_REASONS[one.reason] for one in endings],
+        "num_input_tokens": [one.prompt_tokens for one in endings[:1]],
+        "num_output_tokens": [one.completion_tokens for one in endings],
     }
+    for name, elements in values.items():
+        if name in question.outputs and elements:
+            add_output(response, name, elements)
+    return response
 
 
 def failed(request_id: str, message: str) -> pb.ModelStreamInferResponse:

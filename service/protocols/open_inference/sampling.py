@@ -30,6 +30,7 @@ _KNOWN = {
     "stop_token_ids",
     "logit_bias",
     "n",
+    "skip_special_tokens",
 }
 
 
@@ -63,8 +64,15 @@ class Parameters:
         for name in values:
             if name not in _KNOWN:
                 raise Unimplemented(prefix + name[:64], f"{prefix}{name[:64]}: this server does not serve it")
-        if self._whole("n") not in (None, 1):
-            raise Unimplemented(f"{prefix}n", f"{prefix}n: this server gives one answer")
+
+    @property
+    def answers(self) -> int:
+        n = self._whole("n")
+        return 1 if n is None else n
+
+    @property
+    def skip_special(self) -> bool:
+        return self._truth("skip_special_tokens", True)
 
     @property
     def seeded(self) -> bool:
@@ -133,8 +141,8 @@ class Parameters:
             return None
         return int(given) if isinstance(given, str) and given.strip().lstrip("-").isdecimal() else int(value)
 
-    def _truth(self, name: str) -> bool:
-        value = self._values.get(name, False)
+    def _truth(self, name: str, unset: bool = False) -> bool:
+        value = self._values.get(name, unset)
         if value not in (True, False, "true", "false", "True", "False"):
             self._found.add(self._prefix + name, "must be true or false")
         return value in (True, "true", "True")

@@ -72,7 +72,7 @@ class OpenInferenceServicer:
         return read_infer(message, self._cases.model.facts(), streams=False)
 
     async def infer(self, question: Question, call: Call) -> pb.ModelInferResponse:
-        outlet = WholeOutlet(call.context, lambda found: render.whole(found[0], question))
+        outlet = WholeOutlet(call.context, lambda found: render.whole(found, question))
         with fields_called(NAMES):
             await self._cases.generator.answer(question.request, call.origin, outlet)
         return outlet.response

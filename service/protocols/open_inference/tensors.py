@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
@@ -72,11 +72,10 @@ def _typed(contents: pb.InferTensorContents, datatype: str) -> Value | None:
     return elements[0] if len(elements) == 1 else None
 
 
-def add_output(response: pb.ModelInferResponse, name: str, value: str | int) -> None:
-    """With its element among the raw ones."""
-    response.outputs.add(name=name, datatype=OUTPUTS[name], shape=[1])
-    if isinstance(value, int):
-        response.raw_output_contents.append(_LENGTH.pack(value))
-    else:
-        data = value.encode()
-        response.raw_output_contents.append(_LENGTH.pack(len(data)) + data)
+def add_output(response: pb.ModelInferResponse, name: str, values: Sequence[str | int]) -> None:
+    """With its elements among the raw ones."""
+    response.outputs.add(name=name, datatype=OUTPUTS[name], shape=[len(values)])
+    raw = [value if isinstance(value, int) else value.encode() for value in values]
+    response.raw_output_contents.append(
+        b"".join(_LENGTH.pack(one) if isinstance(one, int) else _LENGTH.pack(len(one)) + one for one in raw)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.api import Priority
 from service.core.errors import Unimplemented
@@ -23,6 +24,7 @@ from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from service.protocols.wishes import (
     SamplingWish,
     StopWish,
+    read_answers,
     read_constraint,
     read_logprobs,
     read_request_id,
@@ -38,9 +40,9 @@ NAMES = {
     TokenPrompt.field: "tokenized.input_ids",
     "stopping.max_tokens": f"{_SAMPLING}max_tokens",
     "stopping.min_tokens": f"{_SAMPLING}min_tokens",
+    "n": f"{_SAMPLING}n",
 }
 _LACKING = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
-_LACKING_SAMPLING = ("prompt_logprobs", "truncate_prompt_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,16 @@ def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> Question:
         request_id=read_request_id(message.request_id, found),
         prompt=_prompt(message, facts, found),
         sampling=read_sampling(_sampling_wish(given), facts, found, _SAMPLING),
-        stops=read_stops(_stop_wish(given), facts, found, _SAMPLING),
-        output=Output(False, True, _logprobs(given, found)),
+        stops=read_stops(_stop_wish(given), facts, found, _SAMPLING, scored=given.HasField("prompt_logprobs")),
+        output=Output(
+            False, True, _logprobs("logprobs", given, found), True, _logprobs("prompt_logprobs", given, found)
+        ),
         priority=Priority.NORMAL,
         time_budget=None,
         delivery=_EACH_TOKEN,
         cache=CacheUse(),
         seeded=given.HasField("seed"),
+        answers=_answers(given, found),
         constraint=_constraint(given, found),
     )
     found.raise_any()
@@ -84,9 +89,8 @@ def _lacking(message: pb.GenerateRequest) -> Iterator[str]:
         yield "data_parallel_rank"
     if given.HasField("structural_tag"):
         yield f"{_SAMPLING}structural_tag"
-    if given.n > 1:
-        yield f"{_SAMPLING}n"
-    yield from (_SAMPLING + field for field in _LACKING_SAMPLING if given.HasField(field))
+    if given.HasField("truncate_prompt_tokens"):
+        yield f"{_SAMPLING}truncate_prompt_tokens"
 
 
 def _prompt(message: pb.GenerateRequest, facts: ModelFacts, found: Violations) -> Prompt:
@@ -136,5 +140,10 @@ def _constraint(given: pb.SamplingParams, found: Violations) -> ConstraintText |
     return read_constraint(kind, texts, found, _SAMPLING + kind)
 
 
-def _logprobs(given: pb.SamplingParams, found: Violations) -> int | None:
-    return read_logprobs(given.logprobs if given.HasField("logprobs") else None, found, f"{_SAMPLING}logprobs")
+def _logprobs(name: Literal["logprobs", "prompt_logprobs"], given: pb.SamplingParams, found: Violations) -> int | None:
+    return read_logprobs(getattr(given, name) if given.HasField(name) else None, found, _SAMPLING + name)
+
+
+def _answers(given: pb.SamplingParams, found: Violations) -> int:
+    most = given.max_tokens if given.HasField("max_tokens") else None
+    return read_answers(given.n or 1, most, found, f"{_SAMPLING}n")

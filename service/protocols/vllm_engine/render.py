@@ -22,9 +22,10 @@ _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_
 
 
 def chunk(message: AnswerMessage, question: Question, prompt_tokens: int) -> pb.GenerateResponse:
-    """Tokens of a streamed answer."""
+    """Tokens of a streamed answer, or what is said of the prompt before it."""
     response = pb.GenerateResponse()
     one = response.chunk
+    one.index = message.number
     one.token_ids.extend(message.token_ids)
     one.prompt_tokens, one.completion_tokens = prompt_tokens, len(message.token_ids)
     if message.logprobs:
@@ -32,13 +33,14 @@ def chunk(message: AnswerMessage, question: Question, prompt_tokens: int) -> pb.
     return response
 
 
-def complete(message: AnswerMessage, question: Question, ending: Ending) -> pb.GenerateResponse:
-    """The last message, with what the one before it had, or with everything."""
+def complete(message: AnswerMessage, question: Question, ending: Ending, prompt_tokens: int) -> pb.GenerateResponse:
+    """The last message of an answer, with what the one before it had, or with everything."""
     response = pb.GenerateResponse()
     one = response.complete
+    one.index = message.number
     one.output_ids.extend(message.token_ids)
     one.finish_reason = _REASONS[ending.reason]
-    one.prompt_tokens, one.cached_tokens = ending.prompt_tokens, ending.cached_tokens
+    one.prompt_tokens, one.cached_tokens = prompt_tokens, ending.cached_tokens
     one.completion_tokens = ending.completion_tokens
     if message.logprobs:
         one.output_logprobs.CopyFrom(logprobs(message, question))
@@ -56,11 +58,22 @@ def logprobs(message: AnswerMessage, question: Question) -> pb.OutputLogProbs:
     return pb.OutputLogProbs(
         token_logprobs=[one.logprob for one in values],
         token_ids=message.token_ids,
-        top_logprobs=[
-            pb.TopLogProbs(values=[logprob for _, logprob in one.top], token_ids=[token_id for token_id, _ in one.top])
-            for one in tops
-        ],
+        top_logprobs=[_top(one) for one in tops],
     )
+
+
+def input_logprobs(ids: Sequence[int], values: Sequence[TokenLogprob], question: Question) -> pb.InputLogProbs:
+    """Of the whole prompt, the first token of which has none."""
+    tops = [pb.TopLogProbs(), *map(_top, values)] if question.request.output.prompt_logprobs else ()
+    return pb.InputLogProbs(
+        token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=one.logprob) for one in values)],
+        token_ids=ids,
+        top_logprobs=tops,
+    )
+
+
+def _top(one: TokenLogprob) -> pb.TopLogProbs:
+    return pb.TopLogProbs(values=[logprob for _, logprob in one.top], token_ids=[token_id for token_id, _ in one.top])
 
 
 def model_info(described: ModelDescription) -> pb.GetModelInfoResponse:

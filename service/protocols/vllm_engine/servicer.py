@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+from engine.api import TokenLogprob
 from service.core.delivery import AnswerMessage
 from service.core.errors import UnknownRequest
 from service.core.request import PromptFacts
@@ -26,18 +27,35 @@ class _Outlet:
     def __init__(self, writer: Writer, question: Question) -> None:
         self._writer = writer
         self._question = question
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._first_id = 0
+        self._scored_ids: list[int] = []  # of the prompt
+        self._scores: list[TokenLogprob] = []
 
     async def begin(self, prompt: PromptFacts) -> None:
-        self._prompt_tokens = prompt.prompt_tokens
+        self._prompt_tokens, self._first_id = prompt.prompt_tokens, prompt.first_id
         await send_headers(self._writer.context, prompt)
 
     async def send(self, message: AnswerMessage) -> None:
-        question = self._question
-        if question.streamed and message.token_ids:
-            await self._writer.write(render.chunk(message, question, self._prompt_tokens).SerializeToString())
+        question, prompt_tokens, writer = self._question, self._prompt_tokens, self._writer
+        scores = self._prompt_scores(message) if message.prompt_ids else None
+        if question.streamed and (message.token_ids or scores is not None):
+            response = render.chunk(message, question, prompt_tokens)
+            if scores is not None:
+                response.chunk.input_logprobs.CopyFrom(scores)
+            await writer.write(response.SerializeToString())
         if message.ending is not None:
-            await self._writer.write(render.complete(message, question, message.ending).SerializeToString())
+            response = render.complete(message, question, message.ending, prompt_tokens)
+            if scores is not None and not question.streamed:
+                response.complete.input_logprobs.CopyFrom(scores)
+            await writer.write(response.SerializeToString())
+
+    def _prompt_scores(self, message: AnswerMessage) -> pb.InputLogProbs | None:
+        """Of the whole prompt, with the message that completes them: this protocol has one place for them."""
+        self._scored_ids.extend(message.prompt_ids)
+        self._scores.extend(message.prompt_logprobs)
+        if len(self._scored_ids) < self._prompt_tokens - 1:
+            return None
+        return render.input_logprobs([self._first_id, *self._scored_ids], self._scores, self._question)
 
 
 class VllmEngineServicer:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from engine.api import FinishReason, TokenEvents
+from engine.api import FinishReason, TokenEvents, TokenLogprob
 from engine.client.inbox import Stream
 from engine.errors import DeadlineExceeded, EngineUnavailable, Quarantined
 from engine.fake import plain_request
@@ -168,3 +168,20 @@ async def test_who_gave_up_while_the_step_went_on_is_a_suspect_too() -> None:
         desk.streams.judge(MarkedStep((key,), alone=True), 1, unavailable)
     with pytest.raises(Quarantined):
         desk.streams.open(plain_request((1,)))
+
+
+async def test_what_was_said_of_a_prompt_is_not_said_again() -> None:
+    desk = Desk()
+    scores = tuple(TokenLogprob(-float(number), ()) for number in range(4))
+    stream = desk.streams.open(plain_request((1, 2, 3, 4, 5), prompt_logprobs=0))
+    desk.streams.deliver([Event(1, prompt_logprobs=scores[:2])])
+    assert (await anext(stream)).prompt_logprobs == scores[:2]
+    desk.streams.lose(unavailable)
+    desk.streams.acquit()
+    desk.streams.resume()
+    desk.streams.deliver([Event(2, prompt_logprobs=scores[:1])])
+    desk.streams.deliver([Event(2, prompt_logprobs=scores[1:3])])
+    desk.streams.deliver([Event(2, (7,), (), FINISH, prompt_logprobs=scores[3:])])
+    told = await anext(stream)
+    assert told.prompt_logprobs == scores[2:]
+    assert told.token_ids == (7,)

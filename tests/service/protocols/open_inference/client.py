@@ -69,6 +69,8 @@ def stream() -> dict[str, Any]:
 wish = {"temperature": 0, "max_tokens": 8}
 known = {"exclude_input_in_output": True}
 counting = {**known, **{f"return_{name}": True for name in ("finish_reason", "num_input_tokens", "num_output_tokens")}}
+drawn = {"max_tokens": 8, "temperature": 1}
+three = infer(inputs("hello", known, n=3, seed=5, **drawn)).as_numpy("text_output")
 counted = infer(inputs("hello", counting, **wish), request_id="seven")
 json.dump(
     {
@@ -87,6 +89,8 @@ json.dump(
             .get_response()
             .outputs
         ],
+        "three": [one.decode() for one in three],
+        "alone": [text(infer(inputs("hello", known, seed=seed, **drawn))) for seed in (5, 6, 7)],
         "stream": stream(),
         "constrained": [
             text(infer(inputs("x", known, **{name: shape, "max_tokens": 8})))
@@ -110,7 +114,7 @@ json.dump(
             "output": refusal(infer, inputs("x"), outputs=[triton.InferRequestedOutput("finish_reason")]),
             "sampling": refusal(infer, inputs("x", temperature=-1, top_k=1.5, min_tokens=True, stop=[1])),
             "option": refusal(infer, inputs("x", guided_json="{}")),
-            "several": refusal(infer, inputs("x", n=2)),
+            "several": refusal(infer, inputs("x", n=17)),
             "json": refusal(infer, [tensor("text_input", b"x"), tensor("sampling_parameters", b"[1]")]),
             "both": refusal(infer, inputs("x"), parameters={"top_k": 1}),
             "streamed": refusal(infer, inputs("x", {"stream": True})),

@@ -59,6 +59,11 @@ def test_an_answer_is_the_same_as_by_the_other_protocol(seen: Any, answer: str) 
     assert seen["only"] == ["finish_reason"]
 
 
+def test_several_answers_are_elements_of_one_tensor(seen: Any) -> None:
+    assert seen["three"] == seen["alone"]
+    assert len(set(seen["three"])) == 3
+
+
 def test_a_stream_has_one_answer_after_the_other(seen: Any, answer: str) -> None:
     *pieces, whole = seen["stream"]["pieces"]
     assert "".join(text for _, text, _ in pieces) == answer
@@ -88,7 +93,7 @@ def test_a_stream_has_one_answer_after_the_other(seen: Any, answer: str) -> None
         ("option", "UNIMPLEMENTED", "sampling_parameters.guided_json"),
         ("constraint", "INVALID_ARGUMENT", "sampling_parameters.structured_outputs.regex"),
         ("constraints", "INVALID_ARGUMENT", "sampling_parameters.structured_outputs"),
-        ("several", "UNIMPLEMENTED", "sampling_parameters.n"),
+        ("several", "INVALID_ARGUMENT", "sampling_parameters.n"),
         ("json", "INVALID_ARGUMENT", "inputs[sampling_parameters]"),
         ("both", "INVALID_ARGUMENT", "parameters.top_k"),
         ("streamed", "INVALID_ARGUMENT", "inputs[stream]"),

@@ -86,6 +86,39 @@ def test_chunks_have_all_tokens_and_the_end_repeats_the_last(server: Server) -> 
     assert (end.complete.finish_reason, end.complete.completion_tokens) == ("length", 8)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_said_of_the_prompt_comes_once_and_whole(server: Server, stream: bool) -> None:
+    ids = list(b"a prompt that is longer than a page of tokens" * 6)
+    asked = ask("", 2, token_ids={"ids": ids}, output={"prompt_logprobs": 20})
+    expected = server.generation.Generate(asked, timeout=60).prompt_logprobs
+    messages = answers(server, question(stream, ids, prompt_logprobs=20, max_tokens=2))
+    told = [getattr(one, one.WhichOneof("response") or "").input_logprobs for one in messages]
+    (found,) = [one for one in told if one.token_ids]
+    assert told.index(found) == 0
+    assert list(found.token_ids) == ids
+    assert not found.token_logprobs[0].HasField("value")
+    assert [one.value for one in found.token_logprobs[1:]] == [one.logprob for one in expected]
+    assert [list(one.token_ids) for one in found.top_logprobs] == [
+        [],
+        *([top.token_id for top in one.top] for one in expected),
+    ]
+    (end,) = answers(server, question(False, ids, prompt_logprobs=0, max_tokens=0))
+    assert (len(end.complete.input_logprobs.token_ids), len(end.complete.output_ids)) == (len(ids), 0)
+    assert not end.complete.input_logprobs.top_logprobs
+
+
+def test_several_answers_are_told_apart(server: Server) -> None:
+    alone = [list(whole(server, question(temperature=1.0, seed=number)).output_ids) for number in (3, 4, 5)]
+    ends = [one.complete for one in answers(server, question(temperature=1.0, seed=3, n=3))]
+    assert [list(one.output_ids) for one in sorted(ends, key=lambda one: one.index)] == alone
+    assert {one.prompt_tokens for one in ends} == {len(IDS)}
+    messages = answers(server, question(stream=True, temperature=1.0, seed=3, n=3))
+    chunks = [one.chunk for one in messages if one.HasField("chunk")]
+    assert [[i for one in chunks if one.index == number for i in one.token_ids] for number in range(3)] == alone
+    assert sorted(one.complete.index for one in messages if one.HasField("complete")) == [0, 1, 2]
+    assert "sampling_params.n" in refused(stub(server).Generate, question(n=17)).fields
+
+
 def test_text_is_tokenized_here(server: Server) -> None:
     request = question()
     request.text = "hello"
@@ -125,9 +158,7 @@ LACKING = {
     "extra_mm_inputs": {"extra_mm_inputs": [{}]},
     "media_refs": {"media_refs": {}},
     "data_parallel_rank": {"data_parallel_rank": 1},
-    "sampling_params.n": {"sampling_params": {"n": 2}},
     "sampling_params.structural_tag": {"sampling_params": {"structural_tag": "x"}},
-    "sampling_params.prompt_logprobs": {"sampling_params": {"prompt_logprobs": 0}},
     "sampling_params.truncate_prompt_tokens": {"sampling_params": {"truncate_prompt_tokens": -1}},
 }
 
