@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from bench.about import revision
-from bench.kernels import H100_BANDWIDTH, timers
+from bench.kernels import H100_BANDWIDTH, median_us
 from engine.kernels import batch_attention as many
 from engine.kernels import prefill
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import KernelLibrary, open_library
 from engine.kernels.gemm import GpuShape, gpu_shape
-from engine.kernels.launch import Launch, Launcher
+from engine.kernels.launch import Launcher
 
 LAYOUTS = {"qwen3-0.6b": Heads(16, 8, 128, False), "mistral-7b": Heads(32, 8, 128, False)}
 EVEN = [
@@ -42,25 +40,6 @@ EVEN = [
 ]
 L2_BYTES = 400e6  # what a replay reads at least, so that little of it is found in the L2
 TENSOR_RATE = 989e12  # multiplications and additions a second, bfloat16, dense
-
-
-def median_us(launcher: Launcher, launches: Sequence[Launch], each: int) -> float:
-    """Of one of `each` equal parts."""
-    launcher.enqueue(launches)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launcher.enqueue(launches)
-    graph.replay()
-    times = []
-    for _ in range(9):
-        begin, end = timers()
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(float(begin.elapsed_time(end)) * 1e3 / each)
-    return statistics.median(times)
 
 
 def decode(library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: list[int], shape: many.Grid) -> float:

@@ -113,6 +113,25 @@ def timers() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return event(enable_timing=True), event(enable_timing=True)
 
 
+def median_us(launcher: Launcher, launches: Sequence[Launch], each: int) -> float:
+    """Of one of `each` equal parts, in a graph: the median of nine replays."""
+    launcher.enqueue(launches)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launcher.enqueue(launches)
+    graph.replay()
+    times = []
+    for _ in range(9):
+        begin, end = timers()
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(float(begin.elapsed_time(end)) * 1e3 / each)
+    return statistics.median(times)
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """What a rate was made of."""

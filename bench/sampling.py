@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from bench.about import revision
-from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, random_weights, timers
+from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, median_us, random_weights
 from engine.kernels import batch_sampling as many_rows
 from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary, open_library
@@ -51,24 +49,6 @@ def make_logits(kind: str, batch: int, vocabulary: int) -> torch.Tensor:
     return noise * 2 - 8 + 18 * torch.rand(batch, vocabulary, device="cuda") ** 200
 
 
-def microseconds(launcher: Launcher, chain: Sequence[Launch]) -> float:
-    """Of one chain among many."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(TIMES):
-            launcher.enqueue(chain)
-    graph.replay()
-    times = []
-    for _ in range(9):
-        begin, end = timers()
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(float(begin.elapsed_time(end)) * 1e3 / TIMES)
-    return statistics.median(times)
-
-
 def prepared(library: KernelLibrary, row: SampledRow, logits: torch.Tensor) -> tuple[Sampling, tuple[Launch, ...]]:
     """The stages for a batch of rows that are all alike."""
     batch, vocabulary = logits.shape
@@ -92,7 +72,8 @@ def measure(library: KernelLibrary, launcher: Launcher, batches: list[int], voca
             for name, row in ROWS.items():
                 _, chain = prepared(library, row, logits)
                 upto = {
-                    one.kernel.name: round(microseconds(launcher, chain[: at + 1]), 2) for at, one in enumerate(chain)
+                    one.kernel.name: round(median_us(launcher, chain[: at + 1] * TIMES, TIMES), 2)
+                    for at, one in enumerate(chain)
                 }
                 told = "  ".join(f"{stage} {time:.1f}" for stage, time in upto.items())
                 print(f"{batch:3} {kind:6} {name:38} µs up to {told}", flush=True)
@@ -117,7 +98,8 @@ def measure_many(
                 state = torch.frombuffer(bytearray(packed * batch), dtype=torch.int32).view(batch, -1).to(device)
                 place = torch.full((batch,), 500, dtype=torch.int32, device=device)
                 best = torch.zeros(batch, dtype=torch.int64, device=device)
-                found = round(microseconds(launcher, [many_rows.sample(library, state, Parts(logits), place, best)]), 1)
+                one = many_rows.sample(library, state, Parts(logits), place, best)
+                found = round(median_us(launcher, [one] * TIMES, TIMES), 1)
                 print(f"{batch:3} {kind:6} {name:38} {found:8.1f} µs", flush=True)
                 records.append({"batch": batch, "logits": kind, "row": name, "us": found})
     return records
