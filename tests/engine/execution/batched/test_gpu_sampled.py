@@ -21,7 +21,7 @@ from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
-from tests.engine.execution.graph_decode.test_gpu_draws import CONFIG, GAP, KINDS, VOCABULARY, nobody
+from tests.engine.execution.sampled_kinds import CONFIG, GAP, KINDS, VOCABULARY, nobody
 from tests.engine.judged import judge
 
 pytestmark = pytest.mark.gpu

@@ -12,88 +12,25 @@ from hypothesis import strategies as some
 
 from engine.errors import EngineFailed
 from engine.execution.batched.executor import Batched
-from engine.execution.batched.pipeline import AHEAD, MOST_AHEAD, BatchPipeline, Changes
+from engine.execution.batched.pipeline import AHEAD, MOST_AHEAD, BatchPipeline
 from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import DecodePipeline
 from engine.scheduling.plan import Row, RowResult, StepPlan
 from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
+from tests.engine.execution.batched.slow_batches import BUCKETS, SlowBatches
 from tests.engine.execution.slow_device import (
     SICK,
-    DeviceRow,
     Life,
     SlowDevice,
-    SlowMemory,
     SlowRunner,
     answer,
     request,
 )
 from tests.engine.stepped import holding, put
 
-BUCKETS = (2, 4, 6, 12)
-IDLE = 128
 LOOKAHEAD = Batched.lookahead_tokens
-
-
-class SlowBatches(SlowMemory):
-    """Row states and steps. What is told of a row twice at once, or moved while told, is a mistake."""
-
-    def __init__(self, seed: int, pages: int, sick: int = -1, buckets: tuple[int, ...] = BUCKETS) -> None:
-        super().__init__(seed, pages, sick)
-        self.rows = [DeviceRow() for _ in range(buckets[-1])]
-        self.entries: dict[int, list[int]] = {}
-        self.launched: list[int] = []  # rows of each step
-        self.told: list[Changes] = []
-        self.stepped = 0
-
-    def change(self, changes: Changes) -> None:
-        self.told.append(changes)
-        named = [*changes.left, *(own.index for own in changes.entered), *(index for index, _, _ in changes.paged)]
-        entered = [
-            (own.index, own.sequence, own.first, own.last, tuple(own.sequence.pages[: own.pages]))
-            for own in changes.entered
-        ]
-        froms = {to: source for to, source in changes.moved}
-        assert len(set(named)) == len(named)
-        assert not set(froms) & set(froms.values())
-
-        def do() -> None:
-            for index in changes.left:
-                self.rows[index].position = -1
-            for index, first, pages in changes.paged:
-                self.rows[index].pages.update(enumerate(pages, first))
-            for index, sequence, first, last, pages in entered:
-                stops, limits = sequence.stopping.stop_token_ids, sequence.stopping
-                free_from = sequence.prompt_length + limits.min_tokens
-                own = DeviceRow(sequence.token_ids[first], first, last, stops, free_from)
-                own.pages.update(enumerate(pages))
-                self.rows[index] = own
-            for to, source in changes.moved:
-                self.rows[to], self.rows[source] = self.rows[source], DeviceRow()
-
-        self.queue.append(do)
-
-    def launch(self, rows: int) -> None:
-        assert rows in BUCKETS
-        self.launched.append(rows)
-        number = len(self.launched)
-
-        def step() -> None:
-            self.stepped += 1
-            assert self.stepped == number
-            moved = self.rows[:rows]
-            self.entries[number] = [self.move_on(own) if own.position >= 0 else IDLE << 24 for own in moved]
-            self.entries.pop(number - 2 * MOST_AHEAD, None)
-            assert all(own.position < 0 for own in self.rows[rows:]), "a row outside the bucket"
-
-        self.queue.append(step)
-
-    def poll(self, number: int, rows: int) -> Rows[int] | None:
-        self.work()
-        found = self.entries.get(number)
-        assert found is None or len(found) == rows
-        return found
 
 
 class Batches:

@@ -32,7 +32,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
-from tests.engine.execution.batched.test_pipeline import BUCKETS, SlowBatches
+from tests.engine.execution.batched.slow_batches import BUCKETS, SlowBatches
 from tests.engine.execution.slow_device import DeviceRow, Life, SlowDevice, SlowRunner, after, request
 from tests.engine.stepped import holding, put
 
