@@ -410,6 +410,8 @@ RENDERERS: Mapping[str, Renderer] = {
     ),
     "quality.tokens": lambda r: whole(r["quality-cpu"]["figures"]["whippet-awq-32"]["tokens"]),
     "quality.revision": lambda r: str(r["quality-cpu"]["commit"]),
+    "constraints.answers": lambda r: "{valid} of {finished}".format(**r["constraints-cpu"][0]),
+    "constraints.gain": lambda r: f"{r['constraints-cpu'][0]['tokens'] / r['constraints-cpu'][0]['steps']:.1f}",
     "quantized.revision": lambda r: str(r["quantized-cpu"]["sha"]),
     "cache.entries": lambda r: whole(r["cache-cpu"]["entries"]),
     "cache.revision": lambda r: str(r["cache-cpu"]["lookups_sha"]),
