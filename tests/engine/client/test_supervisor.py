@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -73,6 +74,15 @@ async def works_again(client: EngineClient, restarts: int = 1) -> None:
     assert len(await ids_of(client.submit(plain_request((1, 2), 10)))) == 10
 
 
+async def recovers(client: EngineClient) -> None:
+    """After a hang. Where the timeout is short, a slow machine may take the next process for hung as well."""
+    while True:
+        await until(lambda: client.restarts > 0 and client.state is EngineState.READY)
+        with contextlib.suppress(EngineUnavailable):
+            assert len(await ids_of(client.submit(plain_request((1, 2), 10)))) == 10
+            return
+
+
 async def test_killed_in_mid_stream() -> None:
     async with running() as client:
         streams = [client.submit(plain_request((1, number), 4000)) for number in range(5)]
@@ -112,7 +122,7 @@ async def test_a_stopped_process_is_a_hang() -> None:
         with pytest.raises(EngineUnavailable):
             await ids_of(stream)
         assert 1.3 < time.monotonic() - started < PATIENCE
-        await works_again(client)
+        await recovers(client)
         assert not alive(pid)
 
 
@@ -121,7 +131,7 @@ async def test_a_switch_that_nobody_answers_is_a_hang() -> None:
         os.kill(pid_of(client), signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
             await client.set_optimization("batching", False)
-        await works_again(client)
+        await recovers(client)
 
 
 async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
@@ -131,20 +141,22 @@ async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
             await ids_of(client.submit(plain_request((0, Fault.HANG, 3))))
         with pytest.raises(EngineUnavailable):
             await bystander
-        await works_again(client)
+        await recovers(client)
 
 
 async def test_neither_idleness_nor_a_paused_reader_nor_a_busy_front_is_a_hang() -> None:
-    client = EngineClient(replace(FAKE, hang_timeout=1.5), stream_buffer=2000)
-    await client.start()
-    await asyncio.sleep(1.8)
-    stream = client.submit(plain_request((1,), 400))
-    await until(lambda: client.load.paused == 1)
-    await asyncio.sleep(1.8)
-    time.sleep(2.5)  # noqa: ASYNC251
+    clients = [EngineClient(replace(FAKE, hang_timeout=3.0), stream_buffer=2000) for _ in range(2)]
+    for client in clients:
+        await client.start()
+    idle, paused = clients
+    stream = paused.submit(plain_request((1,), 400))
+    await until(lambda: paused.load.paused == 1)
+    await asyncio.sleep(3.5)
+    time.sleep(4.0)  # noqa: ASYNC251
     assert len(await ids_of(stream)) == 400
-    assert client.restarts == 0
-    await client.close()
+    assert idle.restarts == paused.restarts == 0
+    for client in clients:
+        await client.close()
 
 
 async def test_switches_outlive_the_process() -> None:
