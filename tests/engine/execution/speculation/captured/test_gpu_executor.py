@@ -61,7 +61,13 @@ class Told:
 def answers(runner: ModelRunner, asked: list[GenerationRequest], flips: int = 0) -> list[Told]:
     """`flips`: after so many steps speculation is switched, again and again."""
     info = runner.info
-    limits = Limits(2, 512, info.max_context, lookahead_tokens=info.lookahead_tokens)
+    limits = Limits(
+        max_sequences=2,
+        max_batch_tokens=512,
+        max_context=info.max_context,
+        lookahead_tokens=info.lookahead_tokens,
+        max_tokens_per_row=info.max_tokens_per_row,
+    )
     limits = replace(limits, max_tokens_per_row=info.max_tokens_per_row)
     scheduler, told, steps = Scheduler(limits, PagePool(info.total_pages)), [Told() for _ in asked], 0
     waiting = list(enumerate(asked))
