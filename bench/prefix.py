@@ -84,7 +84,13 @@ class Engine:
         index = PrefixIndex(pool, kv_identity(info, pages.layout), prefixes)
         self.store = None if tier is None else open_tier(tier, pages.layout)[0]
         self.tier = None if self.store is None else BlockTier(self.store, pages, index)
-        limits = Limits(max_sequences=info.max_sequences, max_batch_tokens=512, max_context=info.max_context)
+        limits = Limits(
+            max_sequences=info.max_sequences,
+            max_batch_tokens=512,
+            max_context=info.max_context,
+            lookahead_tokens=info.lookahead_tokens,
+            max_tokens_per_row=info.max_tokens_per_row,
+        )
         self.scheduler = Scheduler(limits, pool, prefixes=index, tier=self.tier)
         self._keys = 0
 

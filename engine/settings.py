@@ -68,6 +68,9 @@ class ModelOptions:
         "auto", "`int8` quantizes plain weights while loading; auto: as the folder has them"
     )
     seed: int = setting(0, "of dummy weights", ge=0)
+    draft_model: str | None = setting(
+        None, "folder of a smaller model with the same tokenizer, which guesses what the model will say"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.constraints.constraints import Constraints
+from engine.execution.speculation.draft_model import DraftModel
 from engine.kernels.step import StepWeights
 from engine.kv.kv_cache import KvCache
 from engine.linear.plain_copies import PlainCopies
@@ -37,3 +38,4 @@ class Parts:
     constraints: Constraints = field(default_factory=Constraints)
     plain: PlainCopies = field(default_factory=PlainCopies)
     decode: DecodeWeights = field(default_factory=DecodeWeights)
+    draft: DraftModel | None = None

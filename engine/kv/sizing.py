@@ -24,15 +24,21 @@ class Room:
 
 
 def make_room(
-    settings: EngineSettings, sequences: int, model_context: int, shape: KvShape, placement: Placement, free_bytes: int
+    settings: EngineSettings,
+    sequences: int,
+    model_context: int,
+    shape: KvShape,
+    placement: Placement,
+    free_bytes: int,
+    beside: int = 0,
 ) -> Room:
     """Pages for so many sequences of the longest context, as far as `free_bytes` of the device's memory go, unless the
-    settings say how many bytes. Raises Unsupported."""
+    settings say how many bytes. `beside`: what a draft model keeps for each page, in bytes. Raises Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:
         raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")
     context = wanted or model_context
-    page_bytes = shape.page_bytes(placement.dtype)
+    page_bytes = shape.page_bytes(placement.dtype) + beside
     budget = settings.kv_bytes if settings.kv_bytes is not None else _share(free_bytes, placement)
     enough = sequences * -(-context // PAGE_SIZE)
     pages = min(budget // page_bytes, enough)

@@ -31,6 +31,7 @@ from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import PAGE_SIZE, EngineSettings
+from engine.worker.draft import Drafting, read_draft
 from engine.worker.hardware import (
     CpuFeatures,
     cpu_features,
@@ -85,13 +86,12 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
-    cpu = cpu_features()
-    quantized = form.in_memory is not None
-    dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
-    narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
-    placement = Placement(dtype, device, _products(cpu, progress) if narrow else None)
-    what = Loading(config, form, placement)
-    _check_size(folder, config, form, placement)
+    draft = read_draft(Path(settings.draft_model), folder, config) if settings.draft_model else None
+    what = _loading(settings, config, form, device, progress)
+    own = None if draft is None else _loading(settings, draft.config, draft.form, device, progress)
+    _check_size(folder, what)
+    if draft is not None and own is not None:
+        _check_size(draft.folder, own)
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:
@@ -99,7 +99,10 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
             if device.type == "cuda":
                 keep_little(device)
             loaded = load(settings, folder, what, progress)
-            return _assemble(settings, config, loaded, placement, constraints or Constraints(settings.model))
+            drafting = None
+            if draft is not None and own is not None:
+                drafting = Drafting(draft, load(settings, draft.folder, own, progress), own.placement)
+            return _assemble(settings, what, loaded, drafting, constraints or Constraints(settings.model))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
     except RuntimeError as error:
@@ -108,11 +111,22 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
         raise Unsupported(_no_room(folder, device, error)) from error
 
 
-def _check_size(folder: Path, config: ModelConfig, form: Format, placement: Placement) -> None:
+def _loading(
+    settings: EngineSettings, config: ModelConfig, form: Format, device: torch.device, progress: Progress
+) -> Loading:
+    """Where the weights of a folder go, and as what."""
+    cpu, quantized = cpu_features(), form.in_memory is not None
+    dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
+    narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
+    return Loading(config, form, Placement(dtype, device, _products(cpu, progress) if narrow else None))
+
+
+def _check_size(folder: Path, what: Loading) -> None:
     """Before anything is allocated: memory that the system promises and does not have ends the process. Raises
     Unsupported."""
-    item = 0.5 if form.in_memory is not None else placement.dtype.itemsize  # bytes a weight, or somewhat more
-    least = int(item * sum(math.prod(shape) for shape in dense_tensors(config).values()))
+    placement = what.placement
+    item = 0.5 if what.form.in_memory is not None else placement.dtype.itemsize  # bytes a weight, or somewhat more
+    least = int(item * sum(math.prod(shape) for shape in dense_tensors(what.config).values()))
     free = free_bytes(placement.device)
     if least > free:
         raise Unsupported(_no_room(folder, placement.device, f"the weights take {least} bytes, {free} are free"))
@@ -128,19 +142,23 @@ def _products(cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
 
 
 def _assemble(
-    settings: EngineSettings, config: ModelConfig, loaded: Loaded, placement: Placement, constraints: Constraints
+    settings: EngineSettings, what: Loading, loaded: Loaded, drafting: Drafting | None, constraints: Constraints
 ) -> Prepared:
-    shape, device, weights = KvShape(config.layers, config.kv_heads, config.head_dim), placement.device, loaded.weights
+    config, placement, device, weights = what.config, what.placement, what.placement.device, loaded.weights
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     plain = plain_copies(linears, sequences, free_bytes(device)) if device.type == "cuda" else PlainCopies()
-    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free_bytes(device))
+    beside = 0 if drafting is None else drafting.page_bytes
+    free = free_bytes(device)
+    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)
     if settings.max_sequences is None and device.type == "cuda":
         sequences = with_pages(sequences, room.pages)
     model = Transformer(config, weights, rope_table(config.rope, room.max_context, device), placement)
     pool = KvCache(shape, room.pages, placement.activations, heads_outside=device.type == "cpu")
     sampler = Sampler(config.vocab_size, sequences, device, constraints)
-    parts = Parts(model, pool, sampler, sequences, room.max_context, constraints=constraints, plain=plain)
+    draft = None if drafting is None else drafting.make(room, sequences)
+    parts = Parts(model, pool, sampler, sequences, room.max_context, constraints=constraints, plain=plain, draft=draft)
     return Prepared(parts, room, loaded.digest, loaded.weight_format)
 
 
@@ -178,7 +196,8 @@ def make_runner(
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
         unused=unused(choice),
-        proposers=proposers(any(name == "speculation" for name, _ in choice.executors), draft=False),
+        proposers=proposers(any(name == "speculation" for name, _ in choice.executors), parts.draft is not None),
+        draft_model=Path(settings.draft_model).resolve().name if settings.draft_model else "",
     )
     runner = ModelRunner(info, parts, executors)
     for name in SWITCHES:

@@ -70,7 +70,7 @@ class StepRecorder:
         folder: Path | None = None,
         most_steps: int = MOST_STEPS,
     ) -> None:
-        self._settings = replace(settings, model="", shared_tier=None)
+        self._settings = replace(settings, model="", draft_model=None, shared_tier=None)
         self._info = info
         self._page_bytes = page_bytes
         self._folder = Path(tempfile.gettempdir()) if folder is None else folder

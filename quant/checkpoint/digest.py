@@ -42,10 +42,10 @@ class WeightsDigest:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def of_texts(folder: Path) -> str:
-    """SHA-256 over the lines `file name, its SHA-256` of TEXTS; a file that is not there is told from an empty one."""
+def of_texts(folder: Path, names: tuple[str, ...] = TEXTS) -> str:
+    """SHA-256 over the lines `file name, its SHA-256` of these files; a file that is not there is told from an empty one."""
     whole = hashlib.sha256()
-    for file in (folder / name for name in TEXTS):
+    for file in (folder / name for name in names):
         # is_file: nothing that could be waited for is opened, such as a FIFO
         whole.update(f"{file.name} {_of_file(file) if file.is_file() else 'none'}\n".encode())
     return whole.hexdigest()

@@ -67,9 +67,9 @@ class Control:
         record = self._record(one)
         record.tried = record.tried * _MEMORY + accepted + (accepted < proposed)
         record.accepted = record.accepted * _MEMORY + accepted
-        if record.probing:
-            record.rest = _FIRST_REST if accepted else min(2 * record.rest, _LAST_REST)
-            record.resumes_at = len(one.sequence.token_ids) + (1 if accepted else record.rest)
+        if record.probing and not accepted:
+            record.rest = min(2 * record.rest, _LAST_REST)
+            record.resumes_at = len(one.sequence.token_ids) + record.rest
 
     def rate(self, one: Candidate) -> float:
         """How likely the proposer's next token is thought to be accepted."""

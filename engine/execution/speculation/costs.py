@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import torch
+
 SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
+Clock = Callable[[], float]  # seconds
 _REPEATS = 4  # the best of them counts, since others use the machine too
 _PATIENCE = 2.0  # seconds, after which no more is tried
 
@@ -34,7 +37,7 @@ class Costs:
         return seconds[below] + (tokens - sizes[below]) * slope
 
 
-def measure(step: Callable[[int], None], most: int) -> Costs:
+def measure(step: Callable[[int], None], most: int, clock: Clock) -> Costs:
     """Costs of `step`, which feeds so many tokens, up to `most` of them."""
     known: dict[int, float] = {}
     began = time.perf_counter()
@@ -42,16 +45,21 @@ def measure(step: Callable[[int], None], most: int) -> Costs:
         if size > most or time.perf_counter() - began > _PATIENCE:
             break
         step(size)  # what is set up at a first call
-        known[size] = _timed(step, size)
+        known[size] = _timed(step, size, clock)
     for _ in range(_REPEATS):  # size after size each time, so that what is slow for a while is slow for all
         for size in known:
             if time.perf_counter() - began > _PATIENCE:
                 break
-            known[size] = min(known[size], _timed(step, size))
+            known[size] = min(known[size], _timed(step, size, clock))
     return Costs(known)
 
 
-def _timed(step: Callable[[int], None], size: int) -> float:
-    began = time.perf_counter()
+def clock_of(device: torch.device) -> Clock:
+    """What tells a step's time there. That of the thread alone where it does all the work: others do not disturb it."""
+    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _timed(step: Callable[[int], None], size: int, clock: Clock) -> float:
+    began = clock()
     step(size)
-    return time.perf_counter() - began
+    return clock() - began

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.execution.speculation.costs import Costs, measure
+from engine.execution.speculation.costs import Costs, clock_of, measure
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
 from engine.kv.kv_cache import KvCache
 from engine.model.attention import RowSpan, StepAttention
@@ -58,7 +58,7 @@ class DraftModel:
 
     def measure(self) -> None:
         """A step for so many rows."""
-        self._costs = measure(self._rehearse, min(self._pool.pages * PAGE_SIZE, 64))
+        self._costs = measure(self._rehearse, self._pool.pages * PAGE_SIZE, clock_of(self._model.placement.device))
 
     def seconds(self, rows: int, depth: int) -> float:
         """A step a token. What it has not seen of a prompt is not counted: that comes once."""
@@ -69,7 +69,15 @@ class DraftModel:
         return MOST_DRAFTED
 
     def propose(self, wishes: Items[Wish]) -> list[Draft]:
-        """Token by token, those that want more of them together."""
+        """Token by token, those that want more of them together. Where that fails, it has computed nothing of them."""
+        try:
+            return self._propose(wishes)
+        except BaseException:
+            for wish in wishes:
+                self._followed.pop(wish.sequence.slot, None)
+            raise
+
+    def _propose(self, wishes: Items[Wish]) -> list[Draft]:
         drafts: list[list[int]] = [[] for _ in wishes]
         followed = [self._follow(wish.sequence) for wish in wishes]
         fed = [self._catch_up(one) for one in followed]

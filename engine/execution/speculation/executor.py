@@ -28,6 +28,10 @@ def why_not(parts: Parts) -> str | None:
     return None
 
 
+def _proposers(parts: Parts) -> tuple[Proposer, ...]:
+    return (PromptLookup(),) if parts.draft is None else (PromptLookup(), parts.draft)
+
+
 class Speculation:
     """Takes a whole step where a draft in it is expected to pay, else nothing."""
 
@@ -38,7 +42,7 @@ class Speculation:
         """`proposers`, best first; `known` instead of what would be measured."""
         self._parts = parts
         self._eager = Eager(parts)
-        self._proposers = (PromptLookup(),) if proposers is None else proposers
+        self._proposers = _proposers(parts) if proposers is None else proposers
         self._known = known
         self._control: Control | None = None
         self._drafted: tuple[tuple[Candidate, int], ...] = ()  # of the step that was claimed last
@@ -53,8 +57,12 @@ class Speculation:
         with torch.inference_mode():
             for proposer in self._proposers:
                 proposer.measure()
-            known = self._known or costs.measure(self._eager.rehearse, self._parts.pool.pages * PAGE_SIZE)
+            known = self._known or self._measured()
         self._control = Control(known)
+
+    def _measured(self) -> Costs:
+        clock = costs.clock_of(self._parts.model.placement.device)
+        return costs.measure(self._eager.rehearse, self._parts.pool.pages * PAGE_SIZE, clock)
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """All or none: what else is in the step shares the pass over the weights."""

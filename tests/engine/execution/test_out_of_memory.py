@@ -73,7 +73,13 @@ class Starved:
 def answers(runner: Runner | Starved, pages: Runner) -> dict[int, list[Event]]:
     info = runner.info
     pool = PagePool(info.total_pages)
-    limits = Limits(max_sequences=4, max_batch_tokens=16, max_context=info.max_context)
+    limits = Limits(
+        max_sequences=4,
+        max_batch_tokens=16,
+        max_context=info.max_context,
+        lookahead_tokens=info.lookahead_tokens,
+        max_tokens_per_row=info.max_tokens_per_row,
+    )
     index = PrefixIndex(pool, kv_identity(info, pages.pages.layout), enabled=True)
     scheduler = Scheduler(limits, pool, True, index)
     found: dict[int, list[Event]] = {}
@@ -95,12 +101,14 @@ def answers(runner: Runner | Starved, pages: Runner) -> dict[int, list[Event]]:
     return found
 
 
+def ids(events: list[Event]) -> list[int]:
+    return [token_id for event in events for token_id in event.token_ids]
+
+
 def test_a_hundred_steps_without_memory_change_no_id(runner: Runner) -> None:
     expected = answers(runner, runner)
     starved = Starved(runner)
     found = answers(starved, runner)
     assert starved.failures > 100
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert {key: [event.token_ids for event in events] for key, events in found.items()} == {
-        key: [event.token_ids for event in events] for key, events in expected.items()
-    }
+    assert {key: ids(events) for key, events in found.items()} == {key: ids(events) for key, events in expected.items()}

@@ -119,7 +119,14 @@ class Talk:
 
     def __init__(self, runner: ModelRunner, pages: int, budget: int, prefix: bool) -> None:
         self.runner = runner
-        limits = Limits(max_sequences=4, max_batch_tokens=budget, max_context=min(512, pages * 16))
+        info = runner.info
+        limits = Limits(
+            max_sequences=4,
+            max_batch_tokens=budget,
+            max_context=min(512, pages * 16),
+            lookahead_tokens=info.lookahead_tokens,
+            max_tokens_per_row=info.max_tokens_per_row,
+        )
         pool = PagePool(pages)
         self.scheduler = Scheduler(limits, pool, prefixes=PrefixIndex(pool, enabled=prefix))
         self.key = 0

@@ -226,6 +226,7 @@ PROOFS = {
     "load-format": Proof("dummy", model("weights_digest"), base=MODEL),
     "quantization": Proof("int8", model("weight_format"), base=MODEL),
     "seed": Proof("7", model("weights_digest"), base=(*MODEL, "--load-format=dummy")),
+    "draft-model": Proof(f"{MODELS}/demo-draft", model("draft_model"), becomes("", "demo-draft"), MODEL),
     "scheduler.max-sequences": Proof("3", model("max_sequences"), becomes(64, 3), MODEL),
     "scheduler.max-batch-tokens": Proof("16", steps, becomes(12, 15)),
     "scheduler.target-tpot": Proof(  # no step is as fast as that, so one sequence runs at a time

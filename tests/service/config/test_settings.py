@@ -164,6 +164,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "kv_bytes": "--scheduler.kv-bytes=99999999",
         "threads": "--scheduler.threads=3",
         "seed": "--seed=9",
+        "draft_model": "--draft-model=y",
         "batching": "--optimizations.batching=off",
         "graphs": "--optimizations.graphs=off",
         "fused_kernels": "--optimizations.fused-kernels=off",

@@ -1,0 +1,82 @@
+"""A draft model beside its target: which is refused, how it is counted, that answers stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.errors import InvalidModel, Unsupported
+from engine.execution.registry import EXECUTORS
+from engine.execution.trials import PLAIN
+from engine.settings import EngineSettings
+from engine.worker.build import make_runner, prepare
+from tests.contract.test_executors import generate, progress, requests
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    def make(name: str, tokenizer: str = "{}", **changes: object) -> Path:
+        made = tmp_path / name
+        made.mkdir()
+        (made / "config.json").write_text(json.dumps({**PLAIN, **changes}))
+        (made / "tokenizer.json").write_text(tokenizer)
+        return made
+
+    return make
+
+
+def settings_of(target: Path, draft: Path | None = None) -> EngineSettings:
+    return EngineSettings(
+        model=str(target),
+        draft_model=None if draft is None else str(draft),
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        max_sequences=8,
+        kv_bytes=512 << 10,
+    )
+
+
+def test_answers_are_those_without_a_draft(folder: Folder) -> None:
+    target, draft = folder("target"), folder("draft", num_hidden_layers=1, hidden_size=32)
+    plain, drafted = settings_of(target), settings_of(target, draft)
+    one, two = prepare(plain, progress), prepare(drafted, progress)
+    assert one.digest == two.digest
+    assert two.room.pages < one.room.pages, "the draft's pages are counted"
+    asked = requests(8)
+    runners = [make_runner(settings, made, progress) for settings, made in ((plain, one), (drafted, two))]
+    assert generate(runners[0], asked, 40, 64) == generate(runners[1], asked, 40, 64)
+    assert [runner.info.draft_model for runner in runners] == ["", "draft"]
+    reasons = [{one.name: one.why_not for one in runner.info.proposers} for runner in runners]
+    assert reasons == [
+        {"prompt_lookup": "", "draft_model": "draft-model names none"},
+        {"prompt_lookup": "", "draft_model": ""},
+    ]
+
+
+def test_a_draft_that_does_not_fit_is_refused_by_one_line(folder: Folder) -> None:
+    target = folder("target")
+    for draft, said in (
+        (folder("other", tokenizer='{"other": 1}'), "its tokenizer.json is not that of"),
+        (folder("small", vocab_size=300), "its vocabulary has 300 tokens, that of .* has 320"),
+    ):
+        with pytest.raises(Unsupported, match=f"draft-model .*{draft.name}: {said}") as refused:
+            prepare(settings_of(target, draft), progress)
+        assert len(str(refused.value).splitlines()) == 1
+    empty = folder("empty")
+    shutil.rmtree(empty)
+    with pytest.raises(InvalidModel, match="empty"):
+        prepare(settings_of(target, empty), progress)
+
+
+def test_where_nobody_verifies_the_reason_is_told(folder: Folder) -> None:
+    target = folder("target")
+    settings = settings_of(target)
+    info = make_runner(settings, prepare(settings, progress), progress, EXECUTORS[-1:]).info
+    assert [one.why_not for one in info.proposers] == ["no executor in use verifies drafts"] * 2
