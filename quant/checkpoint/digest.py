@@ -43,7 +43,7 @@ class WeightsDigest:
 
 
 def of_texts(folder: Path, names: tuple[str, ...] = TEXTS) -> str:
-    """SHA-256 over the lines `file name, its SHA-256` of these files; a file that is not there is told from an empty one."""
+    """SHA-256 over the lines `file name, its SHA-256` of files; one that is not there is told from an empty one."""
     whole = hashlib.sha256()
     for file in (folder / name for name in names):
         # is_file: nothing that could be waited for is opened, such as a FIFO
