@@ -33,6 +33,12 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+CASES = [
+    *(("plain", name) for name in ("lookup", "draft", "both", "prophet", "half", "wrong")),
+    *((form, name) for form in ("int8", "bfloat16") for name in ("both", "half")),
+]
+
+
 class Tally:
     """A `Runner` in front of another, and how many draft tokens it verified."""
 
@@ -55,7 +61,7 @@ def speculating(settings: EngineSettings, prepared: Prepared, *proposers: Propos
     return make_runner(settings, prepared, progress, (made, EAGER))
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Prepared]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(dict(EAGER.trial)))
@@ -100,7 +106,7 @@ def proposers(name: str, prepared: Prepared, told: dict[tuple[int, ...], list[in
     return kinds[name]
 
 
-@pytest.mark.parametrize("name", ["lookup", "draft", "both", "prophet", "half", "wrong"])
+@pytest.mark.parametrize(("model", "name"), CASES, indirect=["model"])
 def test_answers_are_those_without(model: tuple[EngineSettings, Prepared], name: str) -> None:
     """Greedy and sampled, with penalties, biases, filters, stop tokens that are barred at first, and log-probabilities,
     together, in chunks, short of pages, and one after the other."""
