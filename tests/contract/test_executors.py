@@ -17,7 +17,6 @@ from engine.api import GenerationRequest, Objection, Stopping, TokenLogprob
 from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose, leaders
-from engine.execution.speculation.captured.executor import CapturedSpeculation
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.executor import Speculation
 from engine.execution.step_state import Parts, Unfit
@@ -83,8 +82,8 @@ class Trial:
         """Of this entry and eager."""
 
         def make(parts: Parts) -> Counted:
-            forced = {"speculation": Speculation, "captured_speculation": CapturedSpeculation}.get(self.entry.name)
-            made = self.entry.make(parts) if forced is None else forced(parts, known=FREE)
+            forced = self.entry.name == "speculation"
+            made = Speculation(parts, known=FREE) if forced else self.entry.make(parts)
             self.made.append(Counted(made))
             return self.made[-1]
 
@@ -213,7 +212,7 @@ def test_each_executor_agrees_with_eager(trial: Trial) -> None:
             judge(parts, request, found[request.request_id].ids, gap)
     runner.close()
     assert trial.made[-1].sampled > 8
-    assert trial.made[-1].widest > 4 or trial.entry.name == "captured_speculation"  # one row alone
+    assert trial.made[-1].widest > 4
 
 
 def test_log_probabilities_are_eagers(trial: Trial) -> None:
@@ -316,7 +315,6 @@ def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[En
     found = choose("graph", plain[1].parts, (refused, leader, last))
     assert [name for name, _ in found.executors] == ["graph", "eager"]
     assert found.missing == (Objection(decoder="beside", reason="not today"),)
-    assert any(one.name == "captured_speculation" and one.decoder == "graph" for one in EXECUTORS)
 
 
 def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSettings, Prepared]) -> None:
