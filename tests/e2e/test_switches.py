@@ -55,7 +55,7 @@ def test_each_switch_fifty_times_under_load(
     with grpc.insecure_channel(running.admin) as channel, ThreadPoolExecutor(len(PROMPTS)) as pool:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         before = admin.ListOptimizations(admin_pb2.ListOptimizationsRequest(), timeout=60).optimizations
-        assert len(before) == 8
+        assert len(before) == 9
         streams = [pool.submit(ask, prompt) for prompt in PROMPTS]
         slowest = 0.0
         try:

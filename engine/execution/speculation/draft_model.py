@@ -58,7 +58,8 @@ class DraftModel:
 
     def measure(self) -> None:
         """A step for so many rows."""
-        self._costs = measure(self._rehearse, self._pool.pages * PAGE_SIZE, clock_of(self._model.placement.device))
+        most = min(self._pool.pages * PAGE_SIZE, self._model.rope.shape[0])
+        self._costs = measure(self._rehearse, most, clock_of(self._model.placement.device))
 
     def seconds(self, rows: int, depth: int) -> float:
         """A step a token. What it has not seen of a prompt is not counted: that comes once."""

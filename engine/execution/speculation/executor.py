@@ -62,7 +62,8 @@ class Speculation:
 
     def _measured(self) -> Costs:
         clock = costs.clock_of(self._parts.model.placement.device)
-        return costs.measure(self._eager.rehearse, self._parts.pool.pages * PAGE_SIZE, clock)
+        most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
+        return costs.measure(self._eager.rehearse, most, clock)
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """All or none: what else is in the step shares the pass over the weights."""

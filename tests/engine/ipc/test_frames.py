@@ -58,6 +58,9 @@ events = st.builds(
     st.none() | finishes,
     st.none() | st.sampled_from(Failure),
     st.none() | st.builds(Start, cached_tokens=keys, queue=floats, prefill=floats),
+    draft_proposed=keys,
+    draft_accepted=keys,
+    prompt_logprobs=st.lists(logprobs, max_size=3).map(tuple),
 )
 requests = st.builds(
     plain_request,

@@ -116,9 +116,11 @@ async def test_the_semantic_cache_is_told_which_token_asks() -> None:
         sampling=sampling,
         seeded=False,
         stops=stops,
-        output=SimpleNamespace(logprobs=None),
+        output=SimpleNamespace(logprobs=None, prompt_logprobs=None, skip_special=True),
         cache=CacheUse(),
         time_budget=None,
+        constraint=None,
+        answers=1,
     )
     asked = GenerationRequest(
         request_id="r", token_ids=(1,), sampling=sampling, stopping=Stopping(max_tokens=9), arrived_at=0.0
