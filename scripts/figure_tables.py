@@ -103,9 +103,10 @@ def readme(results: Results) -> str:
         rows.append(
             [f"first token, ms: {MODELS[model]}", first, fixed(peer(results, model, VLLM)["first_token_ms"]), "", ""]
         )
-    for model in (QWEN, MISTRAL_AWQ):
-        ours_many, vllm = (streams(results, model, engine)["64"] for engine in (OURS, VLLM))
-        rows.append([f"64 streams at once: {MODELS[model]}", whole(ours_many), whole(vllm), "", ""])
+    for count in ("16", "64", "256"):
+        for model in (QWEN, MISTRAL_AWQ):
+            ours_many, vllm = measured(results, model, "grpc", f"n{count}"), streams(results, model, VLLM)[count]
+            rows.append([f"{count} streams at once: {MODELS[model]}", rate_of(ours_many), whole(vllm), "", ""])
     return table(["", OURS, *PEERS], rows)
 
 
@@ -162,14 +163,29 @@ def streams(results: Results, model: tuple[str, str], engine: str) -> Mapping[st
     return {str(count): float(rate) for count, rate in found["streams"].items()}
 
 
+def measured(results: Results, model: tuple[str, str], path: str, workload: str) -> Mapping[str, Any] | None:
+    """The newest record of Whippet's on an H100; `path` is offline or grpc."""
+    folder = model[0] + ("-awq" if model[1].startswith("awq") else "")
+    wanted = (folder, path, workload)
+    found = [one for one in results["throughput-h100"] if (one["model"], one["path"], one["workload"]) == wanted]
+    return next((one for one in reversed(found) if "H100" in one["device"]), None)
+
+
+def rate_of(record: Mapping[str, Any] | None, unit: str = "output_tokens_per_second") -> str:
+    """Of a record, where there is one."""
+    return whole(record and float(record[unit]))
+
+
 def streams_h100(results: Results) -> str:
-    """Many streams, beside vLLM in one run."""
-    rows = results["streams-h100"]["output_tokens_per_second"]
-    counts = sorted({count for row in rows for count in row["streams"]}, key=int)
+    """Many streams, in the engine, through gRPC, and vLLM's."""
+    counts = list(streams(results, QWEN, VLLM))
     cells = []
-    for row in rows:
-        title = f"{MODELS[row['model'], row['weights']]}: {row['engine']}"
-        cells.append([title, *(whole(row["streams"].get(count)) for count in counts)])
+    for model in (QWEN, MISTRAL_AWQ):
+        peers = streams(results, model, VLLM)
+        cells.append([f"{MODELS[model]}: {VLLM}, offline", *(whole(peers[count]) for count in counts)])
+        for path, how in (("offline", "engine"), ("grpc", "through gRPC")):
+            rates = (rate_of(measured(results, model, path, f"n{count}")) for count in counts)
+            cells.append([f"{MODELS[model]}: {OURS}, {how}", *rates])
     return table(["streams at once", *counts], cells)
 
 
@@ -183,15 +199,26 @@ def first_h100(results: Results) -> str:
     return table(["tokens of the prompt", *(f"{int(c):,}" for c in CONTEXTS)], cells)
 
 
+WORKLOADS = {  # as `bench.workloads` calls what the peers were measured with
+    "256 requests, 100 to 1,024 tokens in and out at random": ("mixed256", "output_tokens_per_second"),
+    "1,024 requests of 128 tokens in and 128 out": ("short1024", "requests_per_second"),
+}
+
+
 def throughput_h100(results: Results) -> str:
-    """Peers' throughput with all requests handed over at once."""
+    """Throughput with all requests handed over at once."""
     rows = []
     for row in results["peers-h100"]["throughput"]:
-        unit = "output tokens/s" if "output_tokens_per_second" in row else "requests/s"
-        rates = row.get("output_tokens_per_second") or row["requests_per_second"]
-        for name, rate in rates.items():
-            rows.append([f"{MODELS[row['model'], row['weights']]}, {row['workload']}", name, f"{rate:,} {unit}"])
-    return table(["", "peer", ""], rows)
+        model = (row["model"], row["weights"])
+        workload, key = WORKLOADS[row["workload"]]
+        unit = key.removesuffix("_per_second").replace("_", " ") + "/s"
+        rates = {name: whole(rate) for name, rate in row[key].items()}
+        for path, how in (("offline", "engine"), ("grpc", "through gRPC")):
+            rates[f"{OURS}, {how}"] = rate_of(measured(results, model, path, workload), key)
+        rows += [
+            [f"{MODELS[model]}, {row['workload']}", name, f"{rate} {unit}"] for name, rate in rates.items() if rate
+        ]
+    return table(["", "", ""], rows)
 
 
 # One machine without a GPU
