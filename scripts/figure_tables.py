@@ -20,6 +20,7 @@ MODELS = {
     MISTRAL_INT8: "Mistral-7B, 8-bit made while loading",
 }
 CONTEXTS = ("128", "1024", "8192")
+MANY = ("16", "64", "256")
 PEERS = ("vLLM 0.26", "nano-vllm", "transformers 5.17, compiled")
 VLLM, OURS = "vLLM 0.26", "Whippet"
 
@@ -103,10 +104,10 @@ def readme(results: Results) -> str:
         rows.append(
             [f"first token, ms: {MODELS[model]}", first, fixed(peer(results, model, VLLM)["first_token_ms"]), "", ""]
         )
-    for count in ("16", "64", "256"):
-        for model in (QWEN, MISTRAL_AWQ):
-            ours_many, vllm = measured(results, model, "grpc", f"n{count}"), streams(results, model, VLLM)[count]
-            rows.append([f"{count} streams at once: {MODELS[model]}", rate_of(ours_many), whole(vllm), "", ""])
+    for model in (QWEN, MISTRAL_AWQ):
+        ours_many = joined(rate_of(measured(results, model, "grpc", f"n{count}")) for count in MANY)
+        vllm = joined(whole(streams(results, model, VLLM)[count]) for count in MANY)
+        rows.append([f"{' · '.join(MANY)} streams at once: {MODELS[model]}", ours_many, vllm, "", ""])
     return table(["", OURS, *PEERS], rows)
 
 
@@ -173,7 +174,7 @@ def measured(results: Results, model: tuple[str, str], path: str, workload: str)
 
 def rate_of(record: Mapping[str, Any] | None, unit: str = "output_tokens_per_second") -> str:
     """Of a record, where there is one."""
-    return whole(record and float(record[unit]))
+    return "" if record is None else whole(float(record[unit]))
 
 
 def streams_h100(results: Results) -> str:
