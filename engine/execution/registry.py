@@ -3,8 +3,8 @@
 Each executor says in `claims` which of a step's rows it takes, of those that the ones before it left; all work on the
 same pages and the same stream. One that brings several ids a row does so as far as the row's pages reach.
 
-`speculation` takes whole steps, in which it expects some rows to bring several ids. To come, in front of all, once it
-has started beside the others on a GPU: `speculation.captured`, for the only row of a step that decodes.
+`speculation` takes whole steps, in which it expects some rows to bring several ids; `captured_speculation` the only row
+of a step that decodes, where drafts pay.
 
 Rows of one token are `graph_decode`'s while they are few, then `batched`'s. `batched` comes last of the three, so that
 what it launches ahead is under way while the host takes in the step.
@@ -23,6 +23,7 @@ from engine.execution.batched import executor as batched
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_prefill import executor as graph_prefill
 from engine.execution.speculation import executor as speculation
+from engine.execution.speculation.captured import executor as captured
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
@@ -73,6 +74,9 @@ class ExecutorEntry:
 
 
 EXECUTORS: tuple[ExecutorEntry, ...] = (
+    ExecutorEntry(
+        "captured_speculation", "graph", captured.why_not, captured.CapturedSpeculation, trials.KERNELS, optional=True
+    ),
     ExecutorEntry("graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS),
     ExecutorEntry("graph_prefill", "graph", forward_pass.why_not, graph_prefill.make, trials.KERNELS),
     ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS),

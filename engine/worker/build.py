@@ -196,7 +196,7 @@ def make_runner(
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
         unused=unused(choice),
-        proposers=proposers(any(name == "speculation" for name, _ in choice.executors), parts.draft is not None),
+        proposers=proposers(any("speculation" in executor.switches for executor in executors), parts.draft is not None),
         draft_model=Path(settings.draft_model).resolve().name if settings.draft_model else "",
     )
     runner = ModelRunner(info, parts, executors)

@@ -130,7 +130,7 @@ def examine(settings: EngineSettings, digest: bool = False) -> Report:
         if parts is not None:
             report.model = _model(settings, form, parts, digest)
             report.optimizations = _switches(parts, report)
-        verifies = any(one.chosen and one.name == "eager" for one in report.decoders)
+        verifies = any(one.chosen for one in report.decoders)
         report.proposers = [
             Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifies, False)
         ]
@@ -217,7 +217,7 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
     else:
-        reasons = {"two_pass_head": why_one_pass(parts), "speculation": "the graph decoder verifies no drafts"}
+        reasons = {"two_pass_head": why_one_pass(parts)}
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 
