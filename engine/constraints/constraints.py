@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from engine.constraints.grammars import Grammars
 from engine.cores import usable_cores
 from engine.scheduling.plan import Admitted, Row, RowEnd, RowResult, StepPlan
+from engine.scheduling.sequence_state import SequenceState
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -70,14 +71,32 @@ class Constraints:
         sound = not matcher.is_error() and matcher.is_accepting()
         return RowResult((), end=RowEnd.COMPLETE if sound else RowEnd.STUCK)
 
+    def ended(self, results: dict[int, RowResult], sequences: Iterable[SequenceState]) -> dict[int, RowResult]:
+        """Results that were chosen within masks; the same, where one has no token told for what reason: because none is
+        left, or because the logits were no numbers."""
+        for one in sequences:
+            if one.key in self._held and not results[one.key].token_ids and not self._any_left(one):
+                results[one.key] = self.stuck(one.key)
+        return results
+
+    def _any_left(self, sequence: SequenceState) -> bool:
+        mask = self.mask(sequence.key)
+        if sequence.stopping.min_tokens > sequence.output_length:
+            mask = _barred(mask, sequence.stopping.stop_token_ids)
+        return any(mask)
+
     def follow(self, rows: Iterable[Row], results: dict[int, RowResult]) -> dict[int, RowResult]:
         """Takes in what a step brought; the same, with what the grammars force behind it."""
         if not self._held:
             return results
+        going = []
         for row in rows:
             held = self._held.get(row.key)
             if row.sample and held is not None and results[row.key].token_ids:
-                results[row.key] = self._follow(held, results[row.key])
+                result = results[row.key] = self._follow(held, results[row.key])
+                if result.end is None and result.token_ids[-1] not in held.stops:
+                    going.append(held)
+        self._make(going)  # for what these sample next, while their results are taken in
         return results
 
     def close(self) -> None:
@@ -152,3 +171,12 @@ class Constraints:
         if not forced and end is None:
             return brought
         return RowResult((*ids, *forced), brought.logprobs, forced=len(forced), end=end)
+
+
+def _barred(mask: bytearray, tokens: Iterable[int]) -> bytearray:
+    """Without these."""
+    left = bytearray(mask)
+    for token in tokens:
+        if token // 8 < len(left):
+            left[token // 8] &= ~(1 << token % 8)
+    return left

@@ -3,6 +3,15 @@
 #pragma once
 #include "common.cuh"
 
+// A row's mask has a bit for each token, set where it may be chosen, from the lowest bit of the first word on.
+__host__ __device__ constexpr int mask_words(int vocabulary) { return ceil_div(vocabulary, 32); }
+
+// The word of a token, to be asked for ahead. masks [batch, words]; null: every token may be chosen.
+__device__ __forceinline__ u32 mask_word(const u32* masks, int m, int id, int vocabulary) {
+    return masks == nullptr ? 0xFFFFFFFFu : load_shared_state(masks + u64(m) * mask_words(vocabulary) + id / 32);
+}
+__device__ __forceinline__ bool allowed(u32 word, int id) { return (word >> (id & 31) & 1u) != 0; }
+
 struct Drawing {
     float heat;  // 0 is greedy
     int place;   // where the chosen token will stand; 0: an idle row

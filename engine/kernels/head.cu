@@ -10,8 +10,8 @@ constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a t
 
 extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     head(const u16* x, const float* squares, const u8* weights, const u32* scales, const float* row_scale,
-         const float* temperature, const u64* noise_key, const int* position, float* logits, u64* best,
-         float eps, int trigger) {
+         const float* temperature, const u64* noise_key, const int* position, const u32* masks, float* logits,
+         u64* best, float eps, int trigger) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ G::Shared shared;
     __shared__ float factor[OP_BATCH];
@@ -38,6 +38,12 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         if (m < OP_BATCH) drawing[i].load(temperature, noise_key, position, m);
     }
     for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
+        u32 mask[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int o = threadIdx.x + i * kConsumers, m = o / G::kRows, row = first * 8 + o % G::kRows;
+            mask[i] = m < OP_BATCH && row < OP_ROWS ? mask_word(masks, m, row, OP_ROWS) : 0u;
+        }
         g.group();
         if (first == g.first_tile) g.await();
 #pragma unroll
@@ -48,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
                 float v = g.total(m, n) * factor[m];
                 if constexpr (OP_FORMAT == kInt8) v *= load_constant(row_scale + row);
                 if (logits != nullptr) logits[u64(m) * OP_ROWS + row] = v;
+                if (!allowed(mask[i], row)) continue;
                 const u64 c = candidate(drawing[i].score(v, drawing[i].noise(row)), row);
                 mine[i] = c > mine[i] ? c : mine[i];
             }

@@ -26,8 +26,8 @@ __device__ __forceinline__ void each_of_block(Visit&& visit) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    adjust(const Row* rows, const int* position, const float* logits, const float* bias, const u32* marks, float* adjusted,
-           Part* parts, u64* counts, u64* masses, u32* listed, u32* arrived, u64* best, int trigger) {
+    adjust(const Row* rows, const int* position, const float* logits, const float* bias, const u32* marks, const u32* masks,
+           float* adjusted, Part* parts, u64* counts, u64* masses, u32* listed, u32* arrived, u64* best, int trigger) {
     __shared__ float highs[kThreads / 32], lows[kThreads / 32];
     const int m = blockIdx.y;
     if (trigger == 0) let_next_start();
@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const float more = (row.uses & kBiased) ? bias[start + id] : 0.f;
         const u32 mark = (row.uses & kMarked) ? load_shared_state(marks + start + id) : 0u;
         if (row.uses & (kBiased | kMarked)) v = adjusted_logit(row, v, more, mark, barred);
+        if (!allowed(mask_word(masks, m, id, kVocabulary), id)) v = minus_infinity();
         adjusted[start + id] = v;
         high = fmaxf(high, v);
         if (is_finite(v)) low = fminf(low, v);

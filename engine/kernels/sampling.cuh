@@ -3,7 +3,7 @@
 // heat = (logit - best) / temperature; weight = exp(heat) in units of 2^-42, a whole number, so that sums do not depend on
 // their order. A bin is a stretch of heat, 0 the hottest; tokens at -inf are in none. A key orders like the heat.
 #pragma once
-#include "common.cuh"
+#include "drawing.cuh"
 
 constexpr int kVocabulary = OP_VOCABULARY;
 constexpr int kBins = 2048;

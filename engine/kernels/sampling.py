@@ -179,7 +179,12 @@ def sampling(library: Kernels, state: Sampling, choice: Choice, places: RowPages
     histogram: dict[str, Argument] = {"counts": state.counts, "masses": state.masses}
     chosen: dict[str, Argument] = {"listed": state.listed, "best": choice.best}
     listed: dict[str, Argument] = {"list": state.candidates, "cuts": state.cuts, **chosen}
-    given: dict[str, Argument] = {"logits": state.logits, "bias": state.bias, "marks": state.marks}
+    given: dict[str, Argument] = {
+        "logits": state.logits,
+        "bias": state.bias,
+        "marks": state.marks,
+        "masks": choice.masks,
+    }
     stages: tuple[tuple[str, Shape, dict[str, Argument]], ...] = (
         ("adjust", shared, {"arrived": state.arrived, **given, **histogram, **chosen}),
         ("bins", shared, {"arrived": state.arrived, "cuts": state.cuts, **histogram}),

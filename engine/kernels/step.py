@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -95,6 +96,7 @@ class StepBuffers:
                 best=choice.best[:rows],
                 assured=None if choice.assured is None else choice.assured[:rows],
                 logits=None if choice.logits is None else choice.logits[:rows],
+                masks=None if choice.masks is None else choice.masks[:rows],
             ),
             stream=Normed(stream.residual[:rows], stream.scaled[:rows], stream.squares[:rows], stream.eps),
             qkv=self.qkv[:rows],
@@ -188,9 +190,27 @@ def prepare_step(
     """One step, to be enqueued again and again. Rows that `sampled` has parameters for choose by those; without it the
     head chooses for all, and the step is shorter. `ending`: what takes the chosen tokens over and lays out the next
     ones, where that is not `advance`. Raises BuildError."""
+    layers = _layers(library, weights, buffers, plan)
+    return _chained(itertools.chain(layers, _choosing(library, weights, buffers, plan, sampled, ending)), plan)
+
+
+def prepare_layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> tuple[Launch, ...]:
+    """The first part of a step: all but the choice. Done again, it needs `prepare_start` before it. Raises
+    BuildError."""
+    return _chained(_layers(library, weights, buffers, plan), plan)
+
+
+def prepare_choice(
+    library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None = None
+) -> tuple[Launch, ...]:
+    """The rest of a step. Raises BuildError."""
+    return _chained(_choosing(library, weights, buffers, plan, sampled), plan)
+
+
+def _chained(stages: Iterable[Launch], plan: ChainPlan) -> tuple[Launch, ...]:
     launches = []
-    for index, launch in enumerate(_stages(library, weights, buffers, plan, sampled, ending)):
-        # The first lets its successor start only once the step before has ended.
+    for index, launch in enumerate(stages):
+        # The first lets its successor start only once the chain before has ended.
         one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
         launches.append(one if plan.dependent else one.alone())
     return tuple(launches)
@@ -220,15 +240,8 @@ def first_norm(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
     return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
 
 
-def _stages(
-    library: Kernels,
-    weights: StepWeights,
-    buffers: StepBuffers,
-    plan: ChainPlan,
-    sampled: Sampling | None,
-    ending: Sequence[Launch] | None,
-) -> Iterator[Launch]:
-    """Launches in order."""
+def _layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> Iterator[Launch]:
+    """From the embedded tokens to the last residual."""
     stream = buffers.stream
     embedding = Embedding(weights.angles, weights.eps)
     attend = AttentionOp(
@@ -257,7 +270,6 @@ def _stages(
         update = ResidualUpdate(buffers.inner, stream, next_gain, down.bias)
         how = plan.tiling("down", down.matrix)
         yield ops.linear_residual(library, update, down.matrix, how)
-    yield from _choosing(library, weights, buffers, plan, sampled, ending)
 
 
 def _choosing(

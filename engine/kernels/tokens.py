@@ -30,6 +30,7 @@ class Choice:
     best: torch.Tensor  # int64 [batch], zero between steps
     logits: torch.Tensor | None = None  # float32 [batch, vocabulary]; None: they are not kept
     assured: torch.Tensor | None = None  # int32 [batch], as `best`: a score that some token reaches; two passes need it
+    masks: torch.Tensor | None = None  # int32 [batch, words]: a bit for each token that may be chosen; None: all may
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Ro
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
         "position": places.position,
+        "masks": choice.masks,
         "logits": choice.logits,
         "best": choice.best,
         "eps": x.eps,
@@ -106,6 +108,7 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
         "position": places.position,
+        "masks": choice.masks,
         "assured": choice.assured,
         "best": choice.best,
         "eps": x.eps,

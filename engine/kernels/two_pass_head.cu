@@ -27,6 +27,7 @@ constexpr int kConsumers = OP_WARPS * 32;
 constexpr int kEach = ceil_div(OP_BATCH * Scan::kRows, kConsumers);  // outputs a thread has in a group
 constexpr int kAll = ceil_div(OP_COLUMNS, kConsumers * 8);           // runs of eight columns a thread has of an activation
 constexpr float kLarge = 1e30f;  // beyond, a sum may overflow on its way: no bound holds
+constexpr u32 kReached = 0x00800000u;  // by every finite score, as `ordered`
 constexpr float kSmall = 1e-30f;  // what numbers below the normal ones may add to a sum
 static_assert(OP_COLUMNS % 8 == 0, "columns");
 
@@ -67,8 +68,8 @@ struct Between {
 
 extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
     two_pass_head(const u16* x, const float* squares, const u8* weights, const u8* coarse, const u32* margins,
-                  const float* temperature, const u64* noise_key, const int* position, u32* assured, u64* best, float eps,
-                  int trigger) {
+                  const float* temperature, const u64* noise_key, const int* position, const u32* masks, u32* assured,
+                  u64* best, float eps, int trigger) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ Scan::Shared shared;
     __shared__ Again::Shared shared_again;
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
     __shared__ int listed;
     float(*upper)[kBlockRows] = reinterpret_cast<float(*)[kBlockRows]>(ring + OP_RING_BYTES);
     if (trigger == 0) let_next_start();
-    if (threadIdx.x < OP_BATCH) squared[threadIdx.x] = 0.f, reached[threadIdx.x] = 0, block_best[threadIdx.x] = 0;
+    if (threadIdx.x < OP_BATCH) squared[threadIdx.x] = 0.f, reached[threadIdx.x] = kReached, block_best[threadIdx.x] = 0;
     if (threadIdx.x == 0) listed = 0;
     Scan g(coarse, nullptr, x, shared, ring);
     g.fill();
@@ -101,13 +102,14 @@ extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
             if (m < OP_BATCH) drawing[i].load(temperature, noise_key, position, m);
         }
         add_squares(x, squared);
-        u32 told = 0, elsewhere = 0;  // of row threadIdx.x
+        u32 told = kReached, elsewhere = 0;  // of row threadIdx.x
         for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
-            u32 margin[kEach];
+            u32 margin[kEach], mask[kEach];
 #pragma unroll
             for (int i = 0; i < kEach; ++i) {
-                const int row = first * 8 + (threadIdx.x + i * kConsumers) % Scan::kRows;
+                const int o = threadIdx.x + i * kConsumers, m = o / Scan::kRows, row = first * 8 + o % Scan::kRows;
                 margin[i] = row < OP_ROWS ? load_constant(margins + row) : 0u;
+                mask[i] = m < OP_BATCH && row < OP_ROWS ? mask_word(masks, m, row, OP_ROWS) : 0u;
             }
             const bool last = first + OP_TILES >= g.last_tile;
             if (last && threadIdx.x < OP_BATCH) elsewhere = load_shared_state(assured + threadIdx.x);
@@ -128,13 +130,13 @@ extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
                 const int o = threadIdx.x + i * kConsumers;
                 const int m = o / Scan::kRows, n = o % Scan::kRows, row = first * 8 + n;
                 if (m >= OP_BATCH) continue;
-                const bool there = row < OP_ROWS && first + n / 8 < g.last_tile;
+                const bool there = row < OP_ROWS && first + n / 8 < g.last_tile, open = allowed(mask[i], row);
                 const Between logit(g.total(m, n), margin[i], length[i], factor[m]);
                 const float noise = there ? drawing[i].noise(row) : 0.f;
                 // Nobody asks for an idle row: no bound reaches it.
                 const u32 low = drawing[i].place > 0 ? ordered(drawing[i].score(logit.low, noise)) : 0xFFFFFFFFu;
-                upper[m][row - g.first_tile * 8] = drawing[i].score(logit.high, noise);
-                if (there && low > mine[i]) {
+                upper[m][row - g.first_tile * 8] = open ? drawing[i].score(logit.high, noise) : minus_infinity();
+                if (there && open && low > mine[i]) {
                     mine[i] = low;
                     atomicMax(&reached[m], low);
                 }
@@ -170,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
             Drawing drawing;
             drawing.load(temperature, noise_key, position, m);
             const int row = again.map.first + list[at];
+            if (!allowed(mask_word(masks, m, row, OP_ROWS), row)) continue;
             atomicMax(&block_best[m], candidate(drawing.score(again.total(m, n) * factor[m], drawing.noise(row)), row));
         }
         again.next_group();

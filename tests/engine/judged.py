@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from engine.sampling.noise import seed_key
 from engine.scheduling.sequence import Sequence
 from tests.engine.stepped import known, put
 
+NEVER = -1e4  # a logit that no noise makes the best
+
 
 def moved(row: SampledRow, by: int) -> SampledRow:
     """The filters a little wider (1) or narrower (-1): a token at their border may be in or out by rounding."""
@@ -26,10 +29,15 @@ def moved(row: SampledRow, by: int) -> SampledRow:
 
 
 def judge(
-    parts: Parts, request: GenerationRequest, ids: Items[int], gap: float, logprobs: Items[TokenLogprob] = ()
+    parts: Parts,
+    request: GenerationRequest,
+    ids: Items[int],
+    gap: float,
+    logprobs: Items[TokenLogprob] = (),
+    within: Callable[[int], torch.Tensor] | None = None,
 ) -> None:
     """Each token is among what eager's logits leave, and the best of it but for `gap` logits, given those before it.
-    Overwrites the first pages."""
+    `within`: bool [vocabulary], what may follow so many tokens. Overwrites the first pages."""
     eager, device = Eager(parts), parts.model.placement.device
     state = allocate(1, parts.model.config.vocab_size, device)
     for at, token in enumerate(ids):
@@ -40,6 +48,8 @@ def judge(
         with torch.inference_mode():
             logits = eager.logits([known(one, start, len(before) - start)])
         assert logits is not None
+        if within is not None:
+            logits = logits.masked_fill(~within(at).to(device), NEVER)
         row = sampled.sampled_row(sequence)
         if row is None:
             row = SampledRow(temperature=request.sampling.temperature, noise_key=seed_key(request.sampling.seed))

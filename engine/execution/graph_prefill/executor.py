@@ -105,7 +105,7 @@ class GraphPrefill:
         drawn: list[tuple[Row, int]] = []
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
-        vocabulary = self._parts.model.config.vocab_size
+        vocabulary, alone = self._parts.model.config.vocab_size, self._parts.constraints.constrained
         for one in passes(rows, self._parts.sequences, self._sizes[-1], vocabulary):
             self._replay(one)
             ended = [chunk for chunk in one.chunks if chunk.whole and chunk.row.sample]
@@ -124,7 +124,9 @@ class GraphPrefill:
                 if chunk.last != known:
                     self._mail.arrived[1].fill_(chunk.last + 1)
                     known = chunk.last
-                drawn.append((chunk.row, self._one.draw(chunk.sequence)))
+                key = chunk.row.key
+                mask = self._parts.constraints.mask(key) if alone(key) else None
+                drawn.append((chunk.row, self._one.draw(chunk.sequence, mask)))
         return self._sampled(kept) | self._read(drawn, together)
 
     def _sampled(self, kept: Rows[tuple[Row, torch.Tensor]]) -> dict[int, RowResult]:
@@ -143,10 +145,11 @@ class GraphPrefill:
             torch.cuda.current_stream().synchronize()
         if drawn and self._one is not None:
             read = self._one.read([number for _, number in drawn])
-            results |= {row.key: result for (row, _), result in zip(drawn, read, strict=True)}
+            found = {row.key: result for (row, _), result in zip(drawn, read, strict=True)}
+            results |= self._parts.constraints.ended(found, [self._parts.sequences.of(row) for row, _ in drawn])
         for rows, number in together:
-            found = self._many.read(number, len(rows))
-            results |= {row.key: result for row, result in zip(rows, found, strict=True)}
+            read = self._many.read(number, len(rows))
+            results |= {row.key: result for row, result in zip(rows, read, strict=True)}
         return results
 
     def switch(self, name: str, enabled: bool) -> None:

@@ -1,9 +1,10 @@
 """The token after a prompt, chosen by the kernels that choose in decode steps: the same scores, the same noise. Rows
-that want log-probabilities or have a constraint are the sampler's."""
+that want log-probabilities are the sampler's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import fill, placed, state_of
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
+from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launcher
@@ -28,7 +30,7 @@ _LAST_NUMBER = 1 << 30  # of an entry; numbers begin anew above it
 
 def can_draw(sequence: SequenceState) -> bool:
     """Whether the kernels choose its tokens."""
-    return sequence.logprobs is None and sequence.constraint is None
+    return sequence.logprobs is None
 
 
 class FirstTokens:
@@ -39,7 +41,9 @@ class FirstTokens:
         properties = torch.cuda.get_device_properties(device)
         plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
         self._state = state_of(fill((), 1, 0).block.to(device))
+        self._masks = TokenMasks(1, weights.head.rows, device)
         buffers = placed(allocate(weights, 1, 1, most), self._state)
+        buffers = replace(buffers, choice=replace(buffers.choice, masks=self._masks.arrived))
         self._ring = buffers.progress.ring
         self._sampling = sampling.allocate(1, weights.head.rows, device)
         self._chains = {
@@ -58,8 +62,9 @@ class FirstTokens:
             self._graphs[draws].replay()  # an idle row
         self._sampling.rehearse()
 
-    def draw(self, sequence: SequenceState) -> int:
-        """Behind the last chunk of all its tokens; the number that the new token's entry will have."""
+    def draw(self, sequence: SequenceState, mask: Mask | None = None) -> int:
+        """Behind the last chunk of all its tokens, of those that the mask allows; the number that the new token's entry
+        will have."""
         one = sequence.sampling
         state = RowState(
             token=0,
@@ -74,6 +79,7 @@ class FirstTokens:
         )
         self._number = self._number % _LAST_NUMBER + 1
         self._state.block.copy_(fill((state,), 1, self._number - 1).block, non_blocking=True)
+        self._masks.tell({} if mask is None else {0: mask})
         draws = sampled.needed(sequence)
         if draws:
             sampled.place(self._sampling, 0, sequence)

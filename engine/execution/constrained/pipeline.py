@@ -1,0 +1,163 @@
+"""Which rows the device holds, and which half of a step comes next. Torch-free.
+
+A step is fed, then chosen. What is fed needs the tokens before, which the device has itself; what is chosen needs a
+mask of each row with a constraint, which the host makes once it knows these tokens. So the next step is fed before the
+tokens of this one are read, and masks are made meanwhile: the device waits for nobody as long as they come before its
+layers end. A step moves every live row on by one token, and its tokens are read before anything else is done.
+
+- Rows are written whole, never in part, and then fed anew. What was fed for rows that have since gone comes before
+  anything later on the same stream, and what was fed for rows that stay is written again by what they are fed next.
+- Nothing is fed that a row's pages do not reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.errors import EngineFailed
+from engine.execution.graph_decode.pipeline import BUCKETS, NO_TOKEN, RowState
+from engine.sampling.noise import seed_key
+from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.settings import PAGE_SIZE
+
+MOST_ROWS = BUCKETS[-1]
+_LAST_NUMBER = 1 << 30  # numbers begin anew above it
+Mask = bytes | bytearray
+
+
+class HalvesDevice(Protocol):
+    """The device: every call but `poll` and `wait` is queued behind those before it."""
+
+    def write(self, states: Rows[RowState], number: int) -> None:
+        """These rows and no others. Entries are numbered from `number` + 1 on; 0: all numbers may come again."""
+
+    def add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
+        """Pages [first, …) of a row."""
+
+    def feed(self, longest: int) -> None:
+        """The next step's tokens, of which none comes behind `longest` - 1 others."""
+
+    def draw(self, masks: Mapping[int, Mask]) -> None:
+        """What follows them, of what these allow the rows at these indexes."""
+
+    def poll(self, index: int, number: int) -> int | None:
+        """flags << 24 | token of a row's entry, None where it has not come."""
+
+    def wait(self) -> None:
+        """A moment. Raises where nothing is under way."""
+
+
+@dataclass(slots=True, eq=False)
+class HalvesRow:
+    """A row that the device holds."""
+
+    sequence: SequenceState
+    position: int  # of the token that the next step to be read feeds
+    last: int  # position of its last token
+    pages: int  # so many does the device know
+    exchanges: int  # of the sequence's pages, when they were written
+    ended: bool = False  # the device moves it no more
+
+    def reaches(self, position: int) -> bool:
+        """Whether its pages allow a token to be fed there, or none is."""
+        return position < self.pages * PAGE_SIZE or position >= self.last
+
+
+class HalvesPipeline:
+    """The rows on the device, and whether their next tokens were fed."""
+
+    def __init__(
+        self, device: HalvesDevice, sequences: SequenceTable, max_context: int, mask: Callable[[int], Mask]
+    ) -> None:
+        """`mask` waits for the mask of the sequence of that key."""
+        self._device = device
+        self._sequences = sequences
+        self._max_context = max_context
+        self._mask = mask
+        self._held: list[HalvesRow] = []
+        self._number = 0  # of the last step
+        self._fed = False
+
+    def step(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        """One id for each row, or none."""
+        try:
+            held = self._agree(rows)
+            if not self._fed:
+                self._device.feed(1 + max(own.position for own in held))
+            masked = {at: own.sequence.key for at, own in enumerate(held) if own.sequence.constraint is not None}
+            masks = {at: self._mask(key) for at, key in masked.items()}
+            self._number += 1
+            self._device.draw(masks)
+            self._feed_ahead(held)
+            return self._receive(held)
+        except BaseException:
+            self._held = []
+            raise
+
+    def _agree(self, rows: Rows[Row]) -> list[HalvesRow]:
+        """Makes the device's rows the plan's."""
+        held = self._held
+        if len(held) == len(rows) and all(self._continues(own, row) for own, row in zip(held, rows, strict=True)):
+            for index, own in enumerate(held):
+                known, pages = own.pages, own.sequence.pages
+                if len(pages) > known:
+                    self._device.add_pages(index, known, pages[known:])
+                    own.pages = len(pages)
+            return held
+        if self._number > _LAST_NUMBER:
+            self._number = 0
+        held = self._held = [self._begin(row) for row in rows]
+        self._device.write([_state_of(own) for own in held], self._number)
+        self._fed = False
+        return held
+
+    def _continues(self, own: HalvesRow, row: Row) -> bool:
+        """Whether the device left the row where the plan takes it up."""
+        sequence = self._sequences.of(row)
+        there = own.sequence is sequence and own.exchanges == sequence.exchanges
+        return there and not own.ended and own.position == row.start
+
+    def _begin(self, row: Row) -> HalvesRow:
+        sequence = self._sequences.of(row)
+        last = min(sequence.prompt_length + sequence.stopping.max_tokens, self._max_context) - 1
+        return HalvesRow(sequence, row.start, last, len(sequence.pages), sequence.exchanges)
+
+    def _feed_ahead(self, held: Rows[HalvesRow]) -> None:
+        """Feeds the tokens that are being chosen, where one is of use and all pages reach."""
+        after = [own.position + 1 for own in held if own.position + 1 < own.last]
+        self._fed = bool(after) and all(own.reaches(own.position + 1) for own in held)
+        if self._fed:
+            self._device.feed(1 + max(after))
+
+    def _receive(self, held: Rows[HalvesRow]) -> dict[int, RowResult]:
+        """Waits for the step's tokens."""
+        found: dict[int, RowResult] = {}
+        for index, own in enumerate(held):
+            while (entry := self._device.poll(index, self._number)) is None:
+                self._device.wait()
+            own.position += 1
+            own.ended = entry >> 24 != 0
+            none = bool(entry >> 24 & NO_TOKEN)
+            found[own.sequence.key] = RowResult(() if none else (entry & 0xFFFFFF,))
+        if len(found) < len(held):
+            raise EngineFailed("a sequence has two rows")
+        return found
+
+
+def _state_of(own: HalvesRow) -> RowState:
+    sequence = own.sequence
+    return RowState(
+        token=sequence.token_ids[own.position],
+        position=own.position,
+        last_position=own.last,
+        stops=sequence.stopping.stop_token_ids,
+        temperature=sequence.sampling.temperature,
+        noise_key=seed_key(sequence.sampling.seed),
+        pages=tuple(sequence.pages),
+        sequence=sequence,
+        unreported=(),
+    )

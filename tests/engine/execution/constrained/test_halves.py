@@ -1,0 +1,164 @@
+"""Steps in two halves without a GPU: on a slow make-believe device, beside the pipeline that launches ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as some
+
+from engine.api import Constraint, GenerationRequest
+from engine.execution.constrained.pipeline import MOST_ROWS, HalvesPipeline, Mask
+from engine.execution.graph_decode.pipeline import AHEAD, DecodePipeline, RowState
+from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.scheduler import Limits
+from engine.scheduling.sequence_state import SequenceTable
+from engine.settings import PAGE_SIZE
+from tests.engine.execution.slow_device import SICK, Life, SlowDevice, SlowRunner, answer, request
+
+RING = 64
+
+
+class HalvesDevice(SlowDevice):
+    """A step of it is fed and then chosen; a mask says for which place of its sequence it was made."""
+
+    def __init__(self, seed: int, pages: int, sick: int = -1, beside: SlowDevice | None = None) -> None:
+        super().__init__(seed, pages, sick, beside)
+        self.fed: dict[int, int] = {}  # by row: the place that was fed last
+        self.feedings = self.draws = 0
+
+    def write(self, states: Rows[RowState], number: int) -> None:
+        super().write(states, number)
+        self.queue.append(self.fed.clear)
+
+    def feed(self, longest: int) -> None:
+        rows = self.buckets[self.here]
+        self.feedings += 1
+
+        def feed() -> None:
+            for at, own in enumerate(rows):
+                if own.position >= 0:
+                    assert own.position < longest, "a row outgrew its launch"
+                    assert self.fed.get(at) != own.position, "fed twice without a start"
+                    self.slots[own.pages[own.position // PAGE_SIZE]][own.position % PAGE_SIZE] = own.token
+                    self.fed[at] = own.position
+
+        self.queue.append(feed)
+
+    def draw(self, masks: Mapping[int, Mask]) -> None:
+        width, self.draws = self.here, self.draws + 1
+
+        def draw() -> None:
+            for at, own in enumerate(self.buckets[width]):
+                if own.position < 0:
+                    continue
+                assert self.fed[at] == own.position, "drawn, and not fed"
+                assert at not in masks or int.from_bytes(masks[at], "little") == own.position + 1, "an older mask"
+                entry = self.move_on(own)
+                self.rings[width, at, (own.count - 1) % RING] = own.count, entry
+
+        self.queue.append(draw)
+
+
+class Halves:
+    """What decodes steps with a constrained row in them, which know how long their sequence is."""
+
+    def __init__(self, device: HalvesDevice, sequences: SequenceTable, max_context: int) -> None:
+        self.sequences = sequences
+        self.pipeline = HalvesPipeline(device, sequences, max_context, self.mask)
+
+    def mask(self, key: int) -> Mask:
+        state = next(state for state in self.sequences.states() if state.key == key)
+        return len(state.token_ids).to_bytes(4, "little")
+
+    def claims(self, rows: Rows[Row]) -> Rows[Row]:
+        if all(self.sequences.of(row).constraint is None for row in rows):
+            return ()
+        mine = [row for row in rows if row.count == 1 and row.sample]
+        return mine if len(mine) <= MOST_ROWS else ()
+
+    def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        return self.pipeline.step(rows)
+
+
+class Ahead:
+    """What decodes the others."""
+
+    def __init__(self, device: SlowDevice, sequences: SequenceTable, max_context: int) -> None:
+        self.sequences = sequences
+        self.pipeline = DecodePipeline(device, sequences, max_context)
+
+    def claims(self, rows: Rows[Row]) -> Rows[Row]:
+        mine = [row for row in rows if row.count == 1 and row.sample and self.sequences.of(row).constraint is None]
+        return mine if len(mine) <= MOST_ROWS else ()
+
+    def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        return self.pipeline.step(rows)
+
+
+class HalvesLife(Life):
+    """Some sequences with a constraint, some without."""
+
+    def __init__(self, seed: int, pages: int, lookahead: int, sick: int, most: int = 8) -> None:
+        chance = random.Random(seed)
+        self.device, self.share = HalvesDevice(seed, pages, sick), chance.choice((0.2, 0.5, 1.0))
+        limits = Limits(
+            max_sequences=most,
+            max_batch_tokens=chance.choice((5, 64)),
+            max_context=min(150, pages * PAGE_SIZE),
+            lookahead_tokens=lookahead,
+            max_tokens_per_row=2 * AHEAD,
+        )
+        sequences, context = SequenceTable(), limits.max_context
+        ahead = Ahead(SlowDevice(seed + 1, pages, sick, self.device), sequences, context)
+        decoding = [Halves(self.device, sequences, context), ahead]
+        super().__init__(seed, SlowRunner(self.device, decoding, sequences), limits)
+
+    def take(self, asked: GenerationRequest) -> None:
+        super().take(replace(asked, constraint=Constraint("x")) if self.random.random() < self.share else asked)
+
+
+@given(
+    seed=some.integers(0, 2**32),
+    pages=some.integers(6, 60),
+    ahead=some.sampled_from((0, 1, 15)),
+    sick=some.sampled_from((-1, SICK)),
+    most=some.sampled_from((1, 3, 8, 12)),
+)
+@examples(max_examples=60)
+def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, most: int) -> None:
+    life = HalvesLife(seed, pages, ahead, sick, most)
+    life.live(12)
+    life.check()
+
+
+def alone(**stopping: object) -> HalvesLife:
+    life = HalvesLife(1, 40, 1, -1)
+    life.share = 1.0
+    life.take(request([5, 6, 7], **stopping))
+    return life
+
+
+def test_the_next_step_is_fed_before_the_tokens_of_this_one_are_read() -> None:
+    life = alone(max_tokens=50)
+    while life.step():
+        assert life.device.feedings - life.device.draws <= 1
+        if 2 < len(life.got[0]) < 49:
+            assert life.device.feedings == life.device.draws + 1  # it is under way
+    life.check()
+    assert life.device.written == 1
+    assert life.device.draws == life.device.feedings == 49  # the first token was the prompt's; none is fed for nothing
+
+
+def test_a_stop_ends_the_row_on_the_device() -> None:
+    ids, _ = answer(request([5, 6, 7]), 150, -1)
+    life = alone(max_tokens=100, stop_token_ids=(ids[20],))
+    while life.step():
+        pass
+    life.device.flush()
+    assert life.got[0] == ids[: ids.index(ids[20]) + 1]
+    assert all(own.position == -1 for rows in life.device.buckets.values() for own in rows)
