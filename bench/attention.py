@@ -22,7 +22,7 @@ from engine.kernels import batch_attention as many
 from engine.kernels import prefill
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import KernelLibrary, open_library
-from engine.kernels.gemm import GpuShape, gpu_shape
+from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Launcher
 
 LAYOUTS = {"qwen3-0.6b": Heads(16, 8, 128, False), "mistral-7b": Heads(32, 8, 128, False)}

@@ -11,13 +11,12 @@ import torch
 
 from engine.execution import products
 from engine.execution.products import Products
-from engine.execution.step_state import Parts
+from engine.execution.step_state import Parts, no_gpu
 from engine.kernels import gemm
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
-from engine.kernels.build import MINIMUM_CAPABILITY, OVERLAP_CAPABILITY, KernelLibrary, open_library
-from engine.kernels.gemm import gpu_shape
-from engine.kernels.launch import Launch, Launcher
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Enqueues, Launch, launcher_of
 from engine.kernels.weights import Format
 from engine.linear import DenseLinear, Linear
 from engine.model.weights import Layer
@@ -27,11 +26,9 @@ def why_not(parts: Parts) -> str | None:
     """Why this model cannot be computed so on this machine, or None."""
     model = parts.model
     config, placement = model.config, model.placement
-    if placement.device.type != "cuda":
-        return "no CUDA device"
-    capability = torch.cuda.get_device_capability(placement.device)
-    if capability < MINIMUM_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    objection = no_gpu(parts)
+    if objection is not None:
+        return objection
     if placement.dtype != torch.bfloat16:
         return f"activations are {placement.dtype}, the kernels read bfloat16"
     if config.hidden_size % 8 or config.intermediate_size % 2:
@@ -90,13 +87,11 @@ class ForwardPass:
     """Of one model, for these sizes, whose buffers it has."""
 
     def __init__(self, parts: Parts, sizes: Iterable[int]) -> None:
-        device = parts.model.placement.device
-        capability = torch.cuda.get_device_capability(device)
         self._parts = parts
-        self.library: KernelLibrary = open_library(capability)
-        self.overlap = capability >= OVERLAP_CAPABILITY
-        self.launcher = Launcher()
-        self.gpu = gpu_shape(device)
+        self.library: Kernels = parts.kernels
+        self.gpu = self.library.gpu
+        self.overlap = self.gpu.overlap
+        self.launcher: Enqueues = launcher_of(parts.model.placement.device)
         self.products = Products(self.library, self.launcher, self.gpu, self.overlap, parts.plain)
         self.layout = heads_of(parts)
         self.embedding = Embedding(parts.model.rope, parts.model.config.norm_eps)
@@ -154,7 +149,8 @@ class ForwardPass:
         if not isinstance(head, DenseLinear):
             ordered = gemm.ordered(hidden, self.products.order(head, hidden.shape[0]))
             return self.products(head, ordered, room.view(-1).view(torch.uint8), most_slices=1)
-        torch.mm(hidden, head.weight.t(), out_dtype=torch.float32, out=room)
+        if not hidden.is_meta:
+            torch.mm(hidden, head.weight.t(), out_dtype=torch.float32, out=room)
         return ops.Parts(room.unsqueeze(0))
 
     def _stream(self, buffers: Buffers, reader: Linear | None) -> ops.Stream:

@@ -13,15 +13,18 @@ class Mailbox:
     """Pinned memory on one side, `arrived` on the other. A slot is written again only once its last copy is done."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._slots = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(_SLOTS)]
-        event: type[torch.cuda.Event] = torch.cuda.Event
-        self._sent = [event() for _ in range(_SLOTS)]
+        pinned = device.type == "cuda"
+        self._slots = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_SLOTS)]
+        self._sent: list[torch.cuda.Event | None] = [None] * _SLOTS
         self._next = 0
         self.arrived = torch.zeros(size, dtype=torch.int32, device=device)
 
     def send(self, values: list[int] | NDArray[np.int32]) -> None:
         """arrived[: len(values)] = values, in the order of the current stream."""
         slot, sent = self._slots[self._next], self._sent[self._next]
+        if sent is None:
+            event: type[torch.cuda.Event] = torch.cuda.Event
+            sent = self._sent[self._next] = event()
         self._next = (self._next + 1) % _SLOTS
         sent.synchronize()
         slot[: len(values)] = torch.as_tensor(values, dtype=torch.int32)

@@ -7,7 +7,8 @@ import torch
 from engine.kernels import gemm as many
 from engine.kernels import prefill as ops
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Launcher
+from engine.kernels.gpu import GpuShape
+from engine.kernels.launch import Enqueues
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
@@ -26,9 +27,7 @@ def why_not(linear: Linear) -> str | None:
 class Products:
     """Multiplies a chunk by any linear, into a buffer that all products share."""
 
-    def __init__(
-        self, library: Kernels, launcher: Launcher, gpu: many.GpuShape, overlap: bool, plain: PlainCopies
-    ) -> None:
+    def __init__(self, library: Kernels, launcher: Enqueues, gpu: GpuShape, overlap: bool, plain: PlainCopies) -> None:
         self._library = library
         self._plain = plain
         self._launcher = launcher
@@ -60,6 +59,8 @@ class Products:
             return self._quantized(linear, x, room, how)
         dense = _dense(linear)
         out = _view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)
+        if x.is_meta:  # nothing to multiply, and no kernel of ours
+            return ops.Parts(out)
         if dense.bias is None:
             torch.mm(x, dense.weight.t(), out=out)
         else:

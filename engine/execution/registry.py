@@ -71,15 +71,26 @@ class ExecutorEntry:
     make: Callable[[Parts], Executor]  # Unfit: it cannot after all
     trial: Mapping[str, object]  # config.json of the model on which it is compared with eager
     optional: bool = False  # whether its word can be had without it
+    ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(
-        "captured_speculation", "graph", captured.why_not, captured.CapturedSpeculation, trials.KERNELS, optional=True
+        "captured_speculation",
+        "graph",
+        captured.why_not,
+        captured.CapturedSpeculation,
+        trials.KERNELS,
+        optional=True,
+        ask=captured.ask,
     ),
-    ExecutorEntry("graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS),
-    ExecutorEntry("graph_prefill", "graph", forward_pass.why_not, graph_prefill.make, trials.KERNELS),
-    ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS),
+    ExecutorEntry(
+        "graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS, ask=graph_decode.ask
+    ),
+    ExecutorEntry(
+        "graph_prefill", "graph", forward_pass.why_not, graph_prefill.make, trials.KERNELS, ask=graph_prefill.ask
+    ),
+    ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS, ask=batched.ask),
     ExecutorEntry("speculation", "eager", speculation.why_not, speculation.Speculation, trials.PLAIN, optional=True),
     ExecutorEntry("eager", "eager", eager.why_not, eager.Eager, trials.PLAIN),
 )

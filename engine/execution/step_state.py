@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.constraints.constraints import Constraints
 from engine.execution.speculation.draft_model import DraftModel
+from engine.kernels.build import MINIMUM_CAPABILITY, KernelLibrary, Kernels, WantedKernels, open_library
 from engine.kernels.step import StepWeights
 from engine.kv.kv_cache import KvCache
 from engine.linear.plain_copies import PlainCopies
@@ -25,6 +28,24 @@ class DecodeWeights:
     made: tuple[StepWeights, str | None] | None = None  # by the first executor that wants it
 
 
+@dataclass(slots=True)
+class GpuKernels:
+    """The kernels of the GPU that the model is on, of which there is one library."""
+
+    library: KernelLibrary | WantedKernels | None = None  # opened by who first wants it
+
+    def open(self, device: torch.device) -> Kernels:
+        """Raises BuildError where nothing can be compiled."""
+        if self.library is None:
+            self.library = open_library(torch.cuda.get_device_capability(device))
+        return self.library
+
+    def close(self) -> None:
+        """What nobody has asked for is not compiled any more."""
+        if isinstance(self.library, KernelLibrary):
+            self.library.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """One loaded model and the state of the steps on it."""
@@ -39,3 +60,22 @@ class Parts:
     plain: PlainCopies = field(default_factory=PlainCopies)
     decode: DecodeWeights = field(default_factory=DecodeWeights)
     draft: DraftModel | None = None
+    gpu: GpuKernels = field(default_factory=GpuKernels)
+
+    @property
+    def kernels(self) -> Kernels:
+        """Of the GPU that the model is on. Raises BuildError."""
+        return self.gpu.open(self.model.placement.device)
+
+
+def no_gpu(parts: Parts) -> str | None:
+    """Why there is no GPU that our kernels run on, or None; None too where the model is shapes alone."""
+    device = parts.model.placement.device
+    if device.type == "meta":
+        return None
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MINIMUM_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None

@@ -13,7 +13,7 @@ import torch
 
 from engine.kernels.attention import PAGE, Heads, LayerAttention
 from engine.kernels.build import Kernel, Kernels
-from engine.kernels.gemm import GpuShape
+from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 from engine.kernels.weights import Format

@@ -12,14 +12,15 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
 from engine.cores import usable_cores
+from engine.kernels.gpu import GpuShape, gpu_shape
 
 SOURCES = Path(__file__).parent
 MINIMUM_CAPABILITY = (8, 0)
@@ -27,7 +28,9 @@ OVERLAP_CAPABILITY = (9, 0)  # from here on launches of a chain may overlap
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _SCALARS = ("int", "u32", "float")
 MOST_THREADS = 8  # that compile: each takes some 200 MB while it does
-Source = tuple[str, tuple[tuple[str, int], ...]]  # a file's stem and its definitions
+SLOW = ("batch_sampling", "sampling", "prefill_attention_wide", "rows")  # a second and more: what begins last ends last
+Definitions = tuple[tuple[str, int], ...]
+Source = tuple[str, Definitions]  # a file's stem and its definitions
 _log = logging.getLogger(__name__)
 
 
@@ -195,6 +198,10 @@ def architecture(capability: tuple[int, int]) -> str:
 class Kernels(Protocol):
     """Where launches get their kernels from."""
 
+    @property
+    def gpu(self) -> GpuShape:
+        """That they run on."""
+
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
         """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
         shared memory. Raises BuildError."""
@@ -203,35 +210,58 @@ class Kernels(Protocol):
 class WantedKernels:
     """Notes what is asked for. What it gives has the real parameters and cannot run."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: GpuShape) -> None:
+        self.gpu = gpu
         self.sources: set[Source] = set()
+        self._given: dict[tuple[str, str, Definitions], Kernel] = {}
+        self._parameters: dict[tuple[str, str], tuple[Parameter, ...]] = {}
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
         """As `Kernels`."""
-        self.sources.add((name, tuple(sorted(defines.items()))))
-        return Kernel(entry, parameters_of(source_text(f"{name}.cu"), entry), None)
+        definitions = tuple(sorted(defines.items()))
+        found = self._given.get((name, entry, definitions))
+        if found is None:
+            self.sources.add((name, definitions))
+            if (name, entry) not in self._parameters:
+                self._parameters[name, entry] = parameters_of(source_text(f"{name}.cu"), entry)
+            found = self._given[name, entry, definitions] = Kernel(entry, self._parameters[name, entry], None)
+        return found
 
 
 class KernelLibrary:
-    """Kernels for one GPU, loaded on demand."""
+    """Kernels for one GPU, loaded on demand by one thread; others compile meanwhile."""
 
-    def __init__(self, arch: str, cache: CubinCache) -> None:
+    def __init__(self, arch: str, cache: CubinCache, gpu: GpuShape) -> None:
         self.arch = arch
+        self.gpu = gpu
         self._cache = cache
-        self._loaded: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
-        self._codes: dict[Source, bytes] = {}
-
-    def compile_ahead(self, wanted: WantedKernels) -> None:
-        """Compiles side by side what was not asked for before; `kernel` then finds it. Raises BuildError."""
-        new = sorted(wanted.sources - self._codes.keys())
+        self._loaded: dict[tuple[str, str, Definitions], Kernel] = {}
+        self._codes: dict[Source, Future[bytes]] = {}
         threads = min(MOST_THREADS, max(2, usable_cores()))
-        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-            self._codes.update(zip(new, pool.map(self._code, new), strict=True))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")  # threads begin with the first work
 
-    def _code(self, source: Source) -> bytes:
+    def compile_ahead(self, wanted: Iterable[Source]) -> None:
+        """Begins to compile, side by side, what was not asked for before; `kernel` then waits for its own alone."""
+        new = set(wanted) - self._codes.keys()
+        for source in sorted(new, key=lambda one: (one[0] not in SLOW, one)):
+            self._codes[source] = self._pool.submit(self._compile, source)
+
+    def _compile(self, source: Source) -> bytes:
         name, defines = source
-        found = self._codes.get(source)
-        return found if found is not None else self._cache.get(f"{name}.cu", dict(defines), self.arch)
+        return self._cache.get(f"{name}.cu", dict(defines), self.arch)
+
+    def code(self, source: Source) -> bytes:
+        """Of a source that is compiled ahead, once it is; else compiled here. Raises BuildError, which names it."""
+        begun = self._codes.get(source)
+        if begun is not None:
+            return begun.result()
+        _log.debug("kernels of %s are compiled when they are asked for", source[0])
+        return self._compile(source)
+
+    def close(self) -> None:
+        """Nothing more is compiled ahead: what is still wanted is compiled when it is asked for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._codes = {source: code for source, code in self._codes.items() if not code.cancelled()}
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
         """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
@@ -246,7 +276,7 @@ class KernelLibrary:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        code = self._code((name, tuple(sorted(defines.items()))))
+        code = self.code((name, tuple(sorted(defines.items()))))
         load = ObjectCode.from_ptx if is_virtual(self.arch) else ObjectCode.from_cubin
         handle = load(code).get_kernel(entry)
         # Loads it now: a load at the first launch could fall into a stream capture, which forbids it.
@@ -268,5 +298,7 @@ def open_library(capability: tuple[int, int], cache: Path | None = None, arch: s
         version = compiler_version()
     except ImportError as failure:
         raise BuildError(f"cuda.core and NVRTC are needed: {failure}") from failure
+    import torch
+
     kept = CubinCache(cache or default_cache(), version, compile_with_nvrtc, None if cache else prebuilt_folder())
-    return KernelLibrary(arch or architecture(capability), kept)
+    return KernelLibrary(arch or architecture(capability), kept, gpu_shape(torch.device("cuda")))

@@ -7,11 +7,11 @@ capability 9.0; it wants its tokens laid out as `ordered` does it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from engine.kernels.build import Kernels
+from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN, weight_values
 from engine.kernels.weights import Format, Matrix
@@ -25,15 +25,6 @@ _MOST_STAGES = 8
 _BARRIERS = 1024  # bytes of shared memory that a block of the wide kernel has beside its stages
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
 _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
-
-
-@dataclass(frozen=True, slots=True)
-class GpuShape:
-    """What a division depends on."""
-
-    multiprocessors: int
-    shared: int  # bytes of shared memory that a block may ask for
-    warpgroups: bool = False  # compute capability 9.0, whose products only its own code has
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +45,6 @@ class Batch:
     x: torch.Tensor
     out: torch.Tensor
     bias: torch.Tensor | None = None  # float32 [rows]; added where there is one slice, the reader's business otherwise
-
-
-def gpu_shape(device: torch.device) -> GpuShape:
-    """Of a CUDA device."""
-    found: Any = torch.cuda.get_device_properties(device)  # its stub lacks what a block may ask for
-    warpgroups = (found.major, found.minor) == (9, 0)
-    return GpuShape(found.multi_processor_count, found.shared_memory_per_block_optin, warpgroups)
 
 
 def why_not(matrix: Matrix) -> str | None:

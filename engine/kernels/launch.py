@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -61,6 +61,25 @@ def _plain(value: Argument) -> int | float:
     if value is None:
         return 0
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+class Enqueues(Protocol):
+    """Takes launches."""
+
+    def enqueue(self, launches: Iterable[Launch]) -> None:
+        """In order; each sees what those before it wrote."""
+
+
+class Unlaunched:
+    """For tensors without memory: what a step consists of can be asked for, and none of it runs."""
+
+    def enqueue(self, launches: Iterable[Launch]) -> None:
+        """As `Enqueues`."""
+
+
+def launcher_of(device: torch.device) -> Enqueues:
+    """For tensors that lie there."""
+    return Unlaunched() if device.type == "meta" else Launcher()
 
 
 class Launcher:

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels
-from engine.kernels.gemm import GpuShape, gpu_shape
+from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 from engine.kernels.weights import Format

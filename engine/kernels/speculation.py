@@ -39,9 +39,7 @@ class Verified:
         return self.token.shape[0] // self.newest.shape[0]
 
 
-def allocate(
-    sequences: int, laid: int, most_tokens: int, ring: int, device: torch.device, *, pinned: bool = True
-) -> Verified:
+def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: torch.device) -> Verified:
     """State of so many sequences, all of them nobody's."""
 
     def integers(*size: int, value: int = 0) -> torch.Tensor:
@@ -55,7 +53,7 @@ def allocate(
         stops=integers(sequences, MAX_STOPS, value=-1),
         count=integers(sequences),
         history=integers(sequences, most_tokens),
-        ring=torch.zeros(sequences, ring, dtype=torch.int64, pin_memory=pinned),
+        ring=torch.zeros(sequences, ring, dtype=torch.int64, pin_memory=device.type == "cuda"),
         token=integers(sequences * laid),
     )
 

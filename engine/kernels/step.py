@@ -106,9 +106,7 @@ class StepBuffers:
         )
 
 
-def allocate(
-    weights: StepWeights, batch: int, pages: int, ring: int, *, logits: bool = False, pinned: bool = True
-) -> StepBuffers:
+def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits: bool = False) -> StepBuffers:
     """Buffers for `batch` rows of at most `pages` pages each; all rows idle."""
     device, hidden = weights.table.device, weights.table.shape[1]
     inner = weights.layers[0].gate_up.matrix.rows // 2
@@ -133,7 +131,7 @@ def allocate(
             last_position=integers(batch, value=2**31 - 1),
             stops=integers(batch, tokens.MAX_STOPS, value=-1),
             count=integers(batch),
-            ring=torch.zeros(batch, ring, dtype=torch.int64, pin_memory=pinned),
+            ring=torch.zeros(batch, ring, dtype=torch.int64, pin_memory=device.type == "cuda"),
         ),
         stream=Normed(
             floats(batch, hidden), floats(batch, hidden, dtype=torch.bfloat16), floats(batch, hidden // 8), weights.eps

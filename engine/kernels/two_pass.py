@@ -75,6 +75,9 @@ def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
     rows, columns, device = head.rows, head.columns, head.data.device
     data = torch.zeros(-(-rows // 8), columns // _SPAN, 32, 16, dtype=torch.int8, device=device)
     margins = torch.empty(rows, dtype=torch.int32, device=device)
+    copy = CoarseCopy(Matrix(Format.INT8_TILES, -(-rows // 8) * 8, columns, data), margins)
+    if device.type == "meta":
+        return copy
     extra = gamma(columns, warps)
     together = max(_VALUES // columns // 8, 1) * 8
     for first in range(0, rows, together):
@@ -91,7 +94,7 @@ def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
         whole[: q.shape[0]] = q.to(torch.int8)
         tiles = whole.view(-1, 8, columns // _SPAN, 4, 16).permute(0, 2, 1, 3, 4)
         data[first // 8 : first // 8 + tiles.shape[0]] = tiles.reshape(-1, columns // _SPAN, 32, 16)
-    return CoarseCopy(Matrix(Format.INT8_TILES, -(-rows // 8) * 8, columns, data), margins)
+    return copy
 
 
 def coarse_rows(copy: CoarseCopy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -84,8 +84,13 @@ def pack_int4(weight: Int4Groups) -> Matrix:
     g, even ones in its lower half, odd ones in its upper, four bits each. A scale word is the float16 scale below and
     the bf16 of -(128 + zero) above."""
     rows, columns = weight.shape
-    data = torch.empty(rows // 8, columns // INT4_SPAN, 32, 4, dtype=torch.int32, device=weight.packed.device)
-    shifts = torch.tensor(_SHIFTS, dtype=torch.int32, device=weight.packed.device)
+    device = weight.packed.device
+    data = torch.empty(rows // 8, columns // INT4_SPAN, 32, 4, dtype=torch.int32, device=device)
+    if device.type == "meta":  # a shape alone
+        group = weight.group if weight.group in GROUPS else INT4_SPAN
+        scales = torch.empty(rows // 8, columns // group, 8, dtype=torch.int32, device=device)
+        return Matrix(Format.INT4, rows, columns, data, scales=scales, group=group)
+    shifts = torch.tensor(_SHIFTS, dtype=torch.int32, device=device)
     for first in range(0, rows, 2048):  # bounds the copy of four bytes a value
         values = unpack_nibbles(weight.packed[first : first + 2048]).to(torch.int32)
         # tile, row, unit, word, lane of the row, column → tile, unit, row, lane, word

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.build import BuildError, Kernels, open_library
-from engine.kernels.gemm import Batch, GpuShape, divide, gemm, gpu_shape, order, ordered
+from engine.kernels.gemm import Batch, divide, gemm, order, ordered
+from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Launcher
 from engine.kernels.weights import Matrix, dequantize
 

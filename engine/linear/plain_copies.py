@@ -42,7 +42,7 @@ def plain_copies(linears: Iterable[Linear], rows: int, free_bytes: int) -> Plain
 def _copy(linear: CudaLinear) -> DenseLinear:
     matrix = linear.matrix
     weight = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.data.device)
-    for first in range(0, matrix.rows, _ROWS_AT_ONCE):
+    for first in range(0, 0 if weight.is_meta else matrix.rows, _ROWS_AT_ONCE):
         last = min(first + _ROWS_AT_ONCE, matrix.rows)
         weight[first:last] = dequantize(matrix, first, last, torch.bfloat16)
     return DenseLinear(weight, None if linear.bias is None else linear.bias.bfloat16())

@@ -14,11 +14,13 @@ class RmsNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight  # float32
         self.eps = eps
+        if weight.device.type != "cpu":
+            return
         width = weight.shape[-1]
         # x / sqrt(mean(x²) + eps) = sqrt(width) · x / hypot(|x|, sqrt(width · eps)): four kernels on a CPU, where
         # torch's own takes as long as a small matrix product.
         self._scaled = weight * math.sqrt(width)
-        self._floor = torch.tensor(math.sqrt(width * eps), dtype=torch.float32, device=weight.device)
+        self._floor = torch.tensor(math.sqrt(width * eps), dtype=torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x float32 [..., *weight.shape]; the result is new."""

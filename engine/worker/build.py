@@ -14,8 +14,9 @@ from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
 from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, proposers, unused
 from engine.execution.runner import ModelRunner
-from engine.execution.step_state import Parts
+from engine.execution.step_state import GpuKernels, Parts
 from engine.fake import plain_request
+from engine.kernels.build import BuildError, open_library
 from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
@@ -32,6 +33,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.draft import Drafting, read_draft
+from engine.worker.foretold import Foretelling, foretell
 from engine.worker.hardware import (
     CpuFeatures,
     cpu_features,
@@ -66,6 +68,20 @@ def build(settings: EngineSettings, progress: Progress, constraints: Constraints
     return runner
 
 
+def _kernels(settings: EngineSettings, what: Loading) -> GpuKernels:
+    """Those of the model's GPU, which begin to be compiled. Where that cannot be, who wants them says why."""
+    device = what.placement.device
+    if device.type != "cuda" or settings.decoder == "eager":
+        return GpuKernels()
+    try:
+        library = open_library(torch.cuda.get_device_capability(device))
+    except BuildError:
+        return GpuKernels()
+    memory = torch.cuda.get_device_properties(device).total_memory
+    library.compile_ahead(foretell(settings, Foretelling(what.config, what.form, library.gpu, memory)))
+    return GpuKernels(library)
+
+
 def _try(runner: ModelRunner, folder: Path) -> None:
     """One step before anybody is served: weights that are damaged anywhere give no number. Raises InvalidModel."""
     info, asked = runner.info, plain_request((0,))
@@ -92,6 +108,7 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
     _check_size(folder, what)
     if draft is not None and own is not None:
         _check_size(draft.folder, own)
+    gpu = _kernels(settings, what)
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:
@@ -102,7 +119,7 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
             drafting = None
             if draft is not None and own is not None:
                 drafting = Drafting(draft, load(settings, draft.folder, own, progress), own.placement)
-            return _assemble(settings, what, loaded, drafting, constraints or Constraints(settings.model))
+            return _assemble(settings, what, loaded, drafting, constraints or Constraints(settings.model), gpu)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
     except RuntimeError as error:
@@ -142,7 +159,12 @@ def _products(cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
 
 
 def _assemble(
-    settings: EngineSettings, what: Loading, loaded: Loaded, drafting: Drafting | None, constraints: Constraints
+    settings: EngineSettings,
+    what: Loading,
+    loaded: Loaded,
+    drafting: Drafting | None,
+    constraints: Constraints,
+    gpu: GpuKernels,
 ) -> Prepared:
     config, placement, device, weights = what.config, what.placement, what.placement.device, loaded.weights
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
@@ -158,7 +180,8 @@ def _assemble(
     pool = KvCache(shape, room.pages, placement.activations, heads_outside=device.type == "cpu")
     sampler = Sampler(config.vocab_size, sequences, device, constraints)
     draft = None if drafting is None else drafting.make(room, sequences)
-    parts = Parts(model, pool, sampler, sequences, room.max_context, constraints=constraints, plain=plain, draft=draft)
+    context = room.max_context
+    parts = Parts(model, pool, sampler, sequences, context, constraints=constraints, plain=plain, draft=draft, gpu=gpu)
     return Prepared(parts, room, loaded.digest, loaded.weight_format)
 
 
@@ -178,6 +201,7 @@ def make_runner(
     executors = tuple(executor for _, executor in choice.executors)
     for executor in executors:
         executor.warmup(progress)
+    parts.gpu.close()
     config, placement = parts.model.config, parts.model.placement
     info = ModelInfo(
         architecture=config.architecture,

@@ -38,6 +38,16 @@ def can_choose(sequence: SequenceState) -> bool:
     return not asked and len(sequence.stopping.stop_token_ids) <= MAX_STOPS
 
 
+def ask(parts: Parts) -> None:
+    """Asks for every kernel that it will have; of shapes alone."""
+    BatchedSteps(parts, _buckets(parts)).ask()
+
+
+def _buckets(parts: Parts) -> tuple[int, ...]:
+    most = next((size for size in BUCKETS if size >= parts.max_sequences), BUCKETS[-1])
+    return tuple(size for size in BUCKETS if size <= most)
+
+
 class Batched:
     """Decodes rows of one token."""
 
@@ -46,8 +56,7 @@ class Batched:
     max_tokens_per_row = MOST_AHEAD
 
     def __init__(self, parts: Parts) -> None:
-        most = next((size for size in BUCKETS if size >= parts.max_sequences), BUCKETS[-1])
-        buckets = tuple(size for size in BUCKETS if size <= most)
+        buckets = _buckets(parts)
         try:
             with torch.inference_mode():
                 self._steps = BatchedSteps(parts, buckets)

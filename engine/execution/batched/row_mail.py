@@ -31,6 +31,10 @@ class RowMail:
         self._send([[kernels.LEAVE, 0]])
         self._fill([self._telling.rehearsal()])
 
+    def ask(self) -> None:
+        """Asks for the kernel that rows with tables of their own need."""
+        batch_sampling.fill(self._run.library, self._vocabulary, self.states.token, 1)
+
     def sampled(self, rows: int) -> bool:
         """Whether one of the first so many row states asks for the sampling stages."""
         return self._telling.sampled(rows)

@@ -41,7 +41,7 @@ class BatchedSteps:
         pages = -(-parts.max_context // PAGE_SIZE)
         vocabulary = parts.model.config.vocab_size
         self._rows = RowMail(self._pass, vocabulary, most, pages, device)
-        ring = torch.zeros(RING, most, dtype=torch.int64, pin_memory=True)
+        ring = torch.zeros(RING, most, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
         self._ring: Any = ring.numpy()
         self._counts = {rows: torch.tensor([rows, 0], dtype=torch.int32, device=device) for rows in buckets}
@@ -71,6 +71,13 @@ class BatchedSteps:
         self._report.ring.zero_()
         torch.cuda.synchronize()
         progress("batches", len(self._buckets), len(self._buckets))
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        for rows in self._buckets:
+            for sampled in (False, True):
+                self._step(rows, sampled)
+        self._rows.ask()
 
     def _step(self, rows: int, sampled: bool) -> None:
         """Enqueues one step of the first `rows` row states, of which some ask for the sampling stages or none."""

@@ -16,8 +16,8 @@ from engine.execution.graph_decode.pipeline import BUCKETS, MOST_STOPS, SIZES, R
 from engine.execution.patience import Patience
 from engine.kernels import sampling
 from engine.kernels.attention import MANY_TOKENS
-from engine.kernels.build import KernelLibrary, Kernels, WantedKernels
-from engine.kernels.launch import Launch, Launcher
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
 from engine.loading.progress import Progress
@@ -132,31 +132,27 @@ class BatchBucket:
 class CapturedSteps:
     """All batch buckets. Calls go to torch's current stream."""
 
-    def __init__(self, library: KernelLibrary, weights: StepWeights, max_context: int, max_rows: int) -> None:
+    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
         self._library = library
         self._weights = weights
         self._max_context = max_context
-        self._sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
-        self._launcher = Launcher()
+        self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
+        self._launcher = launcher_of(weights.table.device)
         self._recorder = Recorder(weights.table.device)
         self._buckets: dict[int, BatchBucket] = {}
         self._here: BatchBucket | None = None
         vocabulary, device = weights.head.rows, weights.table.device
-        self._sampling = sampling.allocate(self._sizes[-1], vocabulary, device)  # all buckets', one at a time
+        self._sampling = sampling.allocate(self.sizes[-1], vocabulary, device)  # all buckets', one at a time
         self._draws = False  # whether the sampling stages are needed here
         self._patience = Patience()
         self.graphs = True  # False: launches one by one
         self.two_pass = weights.coarse is not None  # where no row needs the sampling stages; the tokens are the same
 
     def build(self, sizes: Rows[int]) -> None:
-        """Compiles the steps of so many rows each, side by side. Raises BuildError."""
-        rooms = [self._room(size) for size in sizes if size not in self._buckets]
-        wanted = WantedKernels()
-        for buffers, state in rooms:
-            self._bucket(wanted, buffers, state)
-        self._library.compile_ahead(wanted)
-        for buffers, state in rooms:
-            self._buckets[buffers.batch] = self._bucket(self._library, buffers, state)
+        """Makes the steps of so many rows each. Raises BuildError."""
+        for size in sizes:
+            if size not in self._buckets:
+                self._buckets[size] = self._bucket(*self._room(size))
 
     def _room(self, size: int) -> tuple[StepBuffers, State]:
         """What so many rows live in, all of them idle."""
@@ -164,9 +160,9 @@ class CapturedSteps:
         state.position.fill_(-1)
         return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
 
-    def _bucket(self, library: Kernels, buffers: StepBuffers, state: State) -> BatchBucket:
-        properties = torch.cuda.get_device_properties(self._weights.table.device)
-        plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
+    def _bucket(self, buffers: StepBuffers, state: State) -> BatchBucket:
+        library = self._library
+        plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
         draws = self._sampling.first(buffers.batch)
 
@@ -189,9 +185,9 @@ class CapturedSteps:
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
-        progress("kernels", 0, len(self._sizes))
-        self.build(self._sizes)
-        progress("kernels", len(self._sizes), len(self._sizes))
+        progress("kernels", 0, len(self.sizes))
+        self.build(self.sizes)
+        progress("kernels", len(self.sizes), len(self.sizes))
         wanted = [
             (steps, size)
             for each in self._buckets.values()

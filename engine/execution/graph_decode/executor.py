@@ -13,23 +13,27 @@ from engine.execution.graph_decode import weights
 from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
 from engine.execution.graph_decode.captured_steps import CapturedSteps
 from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, can_sample
-from engine.execution.step_state import Parts, Unfit
-from engine.kernels.build import MINIMUM_CAPABILITY, BuildError, open_library
+from engine.execution.step_state import Parts, Unfit, no_gpu
+from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 
 
 def why_not(parts: Parts) -> str | None:
     """Why it cannot serve this model here, or None."""
-    device = parts.model.placement.device
-    if device.type != "cuda":
-        return "needs a CUDA device"
+    objection = no_gpu(parts)
+    if objection is not None:
+        return objection
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MINIMUM_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
     return weights.why_not(parts)
+
+
+def ask(parts: Parts) -> None:
+    """Asks for every kernel that it will have; of shapes alone."""
+    read, _ = weights.shared(parts)
+    device = CapturedSteps(parts.kernels, read, parts.max_context, parts.max_sequences)
+    device.build(device.sizes)
 
 
 class GraphDecode:
@@ -42,10 +46,9 @@ class GraphDecode:
         rows = range(0, min(parts.max_sequences, MOST_PIPELINES * BUCKETS[-1]), BUCKETS[-1])
         with torch.inference_mode():
             try:
-                library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
                 read, self._why_one_pass = weights.shared(parts)
                 self._devices = [
-                    CapturedSteps(library, read, parts.max_context, parts.max_sequences - first) for first in rows
+                    CapturedSteps(parts.kernels, read, parts.max_context, parts.max_sequences - first) for first in rows
                 ]
                 self._devices[0].build(BUCKETS[:1])
             except BuildError as failure:

@@ -3,6 +3,7 @@ cannot."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ from engine.execution.step_state import Parts, Unfit
 from engine.kernels import two_pass
 from engine.kernels import weights as forms
 from engine.kernels.attention import Heads, LayerAttention
-from engine.kernels.gemm import gpu_shape
+from engine.kernels.gpu import GpuShape
 from engine.kernels.step import ChainPlan, LayerWeights, Product, StepWeights
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
@@ -78,13 +79,12 @@ def why_one_pass(parts: Parts) -> str | None:
     return why_not(parts) or two_pass.why_not(_product(parts.model.weights.head).matrix)
 
 
-def with_coarse_copy(weights: StepWeights, free: int) -> StepWeights:
+def with_coarse_copy(weights: StepWeights, free: int, gpu: GpuShape) -> StepWeights:
     """The same with a coarse copy of the head, given so many free bytes. Raises Unfit where that is too little."""
     needed = two_pass.copy_bytes(weights.head)
     if free - needed < KEPT:
         have, need, keep = (size >> 20 for size in (free, needed, KEPT))
         raise Unfit(f"a copy of the head takes {need} MiB, {have} are free, and {keep} of them must stay free")
-    gpu = gpu_shape(weights.table.device)
     plan = ChainPlan(gpu.multiprocessors)
     coarse = two_pass.coarse_copy(weights.head, plan.tiling("head", weights.head).warps)
     shared = plan.two_passes(weights.head, coarse).shared_bytes(BUCKETS[-1]) + STATIC
@@ -105,8 +105,10 @@ def _with_two_passes(parts: Parts, read: StepWeights) -> tuple[StepWeights, str 
     reason = why_one_pass(parts)
     if reason is not None:
         return read, reason
+    device = parts.model.placement.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize  # shapes alone take none
     try:
-        return with_coarse_copy(read, torch.cuda.mem_get_info(parts.model.placement.device)[0]), None
+        return with_coarse_copy(read, free, parts.kernels.gpu), None
     except (Unfit, torch.OutOfMemoryError) as failure:
         return read, " ".join(str(failure).split())[:300]
 

@@ -53,7 +53,7 @@ class GraphPrefill:
         self._pass = ForwardPass(parts, sizes)
         pages = -(-parts.max_context // PAGE_SIZE)
         self._mail = Mailbox(Layout(sizes[-1], MOST_CHUNKS).pages + MOST_CHUNKS * pages, device)
-        self._splits = ops.splits_of(self._pass.layout, sizes, device, MOST_CHUNKS)
+        self._splits = ops.splits_of(self._pass.layout, sizes, device, MOST_CHUNKS, self._pass.gpu)
         self._recorder = Recorder(device)
         self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
         self._captured = self._fused = True
@@ -91,6 +91,13 @@ class GraphPrefill:
         self._many.warmup(self._recorder)
         torch.cuda.synchronize()
         progress("prefill", len(layouts), len(layouts))
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        for size in self._sizes:
+            for chunks in (MOST_CHUNKS, 1):
+                self._forward(Layout(size, chunks))
+        self._many.ask()
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Rows of several tokens that want logits behind the last alone: a row of one belongs to a step of
@@ -217,6 +224,11 @@ def make(parts: Parts) -> GraphPrefill:
             return GraphPrefill(parts)
     except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
         raise Unfit(_one_line(failure)) from failure
+
+
+def ask(parts: Parts) -> None:
+    """Asks for every kernel that it will have; of shapes alone."""
+    GraphPrefill(parts).ask()
 
 
 def _one_line(failure: BaseException) -> str:

@@ -17,7 +17,7 @@ from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Launcher
+from engine.kernels.launch import launcher_of
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
 from engine.kernels.tokens import Fed
 from engine.sampling.noise import seed_key
@@ -38,8 +38,7 @@ class FirstTokens:
 
     def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int) -> None:
         device = weights.table.device
-        properties = torch.cuda.get_device_properties(device)
-        plan = ChainPlan(properties.multi_processor_count, dependent=(properties.major, properties.minor) >= (9, 0))
+        plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
         self._state = state_of(fill((), 1, 0).block.to(device))
         self._masks = TokenMasks(1, weights.head.rows, device)
         buffers = placed(allocate(weights, 1, 1, most), self._state)
@@ -51,7 +50,7 @@ class FirstTokens:
             for draws in (False, True)
         }
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        self._launcher = Launcher()
+        self._launcher = launcher_of(device)
         self._number = 0  # of the last entry
         self.captured = True  # False: launches one by one
 

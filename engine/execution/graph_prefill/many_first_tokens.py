@@ -27,7 +27,7 @@ class ManyFirstTokens:
     def __init__(self, run: ForwardPass, vocabulary: int, device: torch.device) -> None:
         self._run = run
         self._rows = RowMail(run, vocabulary, MOST_CHUNKS, 1, device)
-        ring = torch.zeros(_PASSES, MOST_CHUNKS, dtype=torch.int64, pin_memory=True)
+        ring = torch.zeros(_PASSES, MOST_CHUNKS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
         self._lasts = Mailbox(MOST_CHUNKS, device)
         self._logits = torch.zeros(MOST_CHUNKS, vocabulary, dtype=torch.float32, device=device)
@@ -42,6 +42,11 @@ class ManyFirstTokens:
         self._rows.rehearse()
         torch.cuda.synchronize()
         self._number = int(self._report.number)
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        self._choose()
+        self._rows.ask()
 
     def _choose(self) -> None:
         run = self._run

@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.kernels import batch_attention as ops
 from engine.kernels import reference
 from engine.kernels.attention import Heads, LayerAttention
-from engine.kernels.gemm import GpuShape
+from engine.kernels.gpu import GpuShape
 
 GPU = GpuShape(132, 227 << 10)
 

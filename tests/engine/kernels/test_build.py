@@ -14,10 +14,12 @@ from engine.kernels.build import (
     CubinCache,
     Kernel,
     KernelLibrary,
+    Source,
     WantedKernels,
     parameters_of,
     source_text,
 )
+from engine.kernels.gpu import GpuShape
 
 ENTRIES = {
     "linear.cu": ["linear"],
@@ -41,6 +43,8 @@ ENTRIES = {
     "prefill_attention_wide.cu": ["prefill_attention"],
     "sampling.cu": ["adjust", "bins", "sift", "draw"],
 }
+
+GPU = GpuShape(132, 227 << 10, warpgroups=True, overlap=True)
 
 
 class CountingCompiler:
@@ -149,14 +153,16 @@ def test_what_is_wanted_is_compiled_side_by_side_and_once(tmp_path: Path) -> Non
         return compiler(source, name, defines, arch)
 
     (tmp_path / "file").write_text("in the way")  # nothing can be kept in the folder
-    library = KernelLibrary("sm_90a", CubinCache(tmp_path / "file" / "cache", "compiler", compile_source))
-    wanted = WantedKernels()
+    library = KernelLibrary("sm_90a", CubinCache(tmp_path / "file" / "cache", "compiler", compile_source), GPU)
+    wanted = WantedKernels(GPU)
     kernel = wanted.kernel("advance", "start", {"OP_COLUMNS": 64})
     assert [one.name for one in kernel.parameters][:2] == ["token", "position"]
     wanted.kernel("advance", "advance", {"OP_COLUMNS": 64})
     wanted.kernel("advance", "advance", {"OP_COLUMNS": 128})
-    library.compile_ahead(wanted)
-    library.compile_ahead(wanted)
+    library.compile_ahead(wanted.sources)
+    library.compile_ahead(wanted.sources)
+    for source in wanted.sources:
+        library.code(source)
     assert compiler.calls == 2
 
 
@@ -164,10 +170,31 @@ def test_one_that_does_not_compile_is_told(tmp_path: Path) -> None:
     def fail(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
         raise BuildError("no")
 
-    wanted = WantedKernels()
+    wanted = WantedKernels(GPU)
     wanted.kernel("advance", "start", {"OP_COLUMNS": 64})
+    library = KernelLibrary("sm_90a", CubinCache(tmp_path, "compiler", fail), GPU)
+    library.compile_ahead(wanted.sources)
     with pytest.raises(BuildError, match="no"):
-        KernelLibrary("sm_90a", CubinCache(tmp_path, "compiler", fail)).compile_ahead(wanted)
+        library.kernel("advance", "start", {"OP_COLUMNS": 64})
+
+
+def test_who_is_no_longer_waited_for_is_compiled_when_it_is_asked_for(tmp_path: Path) -> None:
+    compiler, goes_on = CountingCompiler(), threading.Event()
+
+    def compile_source(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        if threading.current_thread().name.startswith("compile"):
+            assert goes_on.wait(60)
+        return compiler(source, name, defines, arch)
+
+    library = KernelLibrary("sm_90a", CubinCache(tmp_path, "compiler", compile_source), GPU)
+    sources: list[Source] = [("advance", (("OP_COLUMNS", 64 * at),)) for at in range(1, 12)]
+    library.compile_ahead(sources)
+    library.close()
+    try:
+        library.code(sources[-1])  # was still to begin: a pool has eight threads at most
+        assert compiler.calls == 1
+    finally:
+        goes_on.set()
 
 
 def test_cards_that_are_too_old() -> None:

@@ -18,6 +18,7 @@ from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampl
 from engine.kernels import rows as row_states
 from engine.kernels.attention import Embedding, Heads, LayerAttention, RowPages
 from engine.kernels.build import compile_with_nvrtc, source_text
+from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Launch
 from engine.kernels.linear import Normed
 from engine.kernels.speculation import Future
@@ -107,9 +108,9 @@ def test_a_verifying_step_compiles(
     recorder: Any, model: Callable[[str], StepWeights], compiler: Compiler, group: int, arch: str
 ) -> None:
     weights = model("bf16")
-    room = allocate(weights, 8, 4, 1, pinned=False)
+    room = allocate(weights, 8, 4, 1)
     shared = RowPages(room.places.position, room.places.pages[:1])
-    state = speculation.allocate(1, 8, 64, 64, torch.device("cpu"), pinned=False)
+    state = speculation.allocate(1, 8, 64, 64, torch.device("cpu"))
     first = first_norm(weights, room)
     speculation.replay(recorder, state, shared, first, Future(state.history, 0.5))
     ending = (
@@ -131,7 +132,7 @@ def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch
     device = torch.device("cpu")
     rows = batch_attention.BatchRows(torch.zeros(64, dtype=torch.int32), torch.zeros(64, 8, dtype=torch.int32))
     for heads in (Heads(16, 8, 128, True), Heads(20, 2, 64, False)):
-        shape = batch_attention.grid(heads, gemm.GpuShape(132, 227 << 10 if arch == "sm_90a" else 99 << 10))
+        shape = batch_attention.grid(heads, GpuShape(132, 227 << 10 if arch == "sm_90a" else 99 << 10))
         held = batch_attention.workspace(heads, 64, shape, device)
         attention = batch_attention.BatchAttention(recorder, heads, rows, shape, held)
         pool = torch.zeros(2, 1, 1, 16, 64)
@@ -186,9 +187,7 @@ def test_sampling_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch:
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 
 
-def chunk_stages(
-    library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, gpu: gemm.GpuShape
-) -> list[Launch]:
+def chunk_stages(library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, gpu: GpuShape) -> list[Launch]:
     """Every kernel that a prompt takes, once."""
     layout = Heads(4, 2, 64, True)
     chunk = prefill.Chunk(torch.zeros(2), torch.zeros(tokens))
@@ -230,7 +229,7 @@ def test_a_prompt_compiles(
     packed = torch.zeros(512, 128, dtype=torch.uint8)
     parts = torch.zeros(512, 256 // (group or 256))
     weight: Int8Rows | Int4Groups | None = Int4Groups(packed, parts, parts.to(torch.uint8), group) if group else None
-    gpu = gemm.GpuShape(132, 227 << 10, arch == "sm_90a")
+    gpu = GpuShape(132, 227 << 10, arch == "sm_90a")
     weight = weight or Int8Rows(torch.zeros(512, 256, dtype=torch.int8), torch.ones(512))
     launches = chunk_stages(recorder, weight, tokens, slices, gpu)
     assert all(one.shape.shared <= 227 << 10 for one in launches)

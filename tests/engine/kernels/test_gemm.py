@@ -15,13 +15,13 @@ from engine.kernels.gemm import (
     TILES,
     Batch,
     Division,
-    GpuShape,
     divide,
     gemm,
     ordered,
     stage_bytes,
     why_not,
 )
+from engine.kernels.gpu import GpuShape
 from engine.kernels.prefill import Parts
 from engine.kernels.weights import Format, Matrix
 

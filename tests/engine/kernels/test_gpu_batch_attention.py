@@ -10,7 +10,8 @@ from engine.kernels import batch_attention as ops
 from engine.kernels import reference
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import gpu_shape, ordered
+from engine.kernels.gemm import ordered
+from engine.kernels.gpu import gpu_shape
 from engine.kernels.launch import Launcher
 from engine.kernels.weights import Format
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import TILES, Batch, Division, divide, gemm, gpu_shape, order, ordered, stage_bytes
+from engine.kernels.gemm import TILES, Batch, Division, divide, gemm, order, ordered, stage_bytes
+from engine.kernels.gpu import gpu_shape
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Matrix, to_matrix
 from quant.checkpoint.forms import Int4Groups, Int8Rows

@@ -11,7 +11,8 @@ from engine.kernels import prefill as ops
 from engine.kernels import reference
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import gpu_shape, ordered
+from engine.kernels.gemm import ordered
+from engine.kernels.gpu import gpu_shape
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Format
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Heads, LayerAttention
-from engine.kernels.gemm import GpuShape
+from engine.kernels.gpu import GpuShape
 
 CPU = torch.device("cpu")
 GPUS = [GpuShape(132, 227 << 10, warpgroups=True), GpuShape(84, 99 << 10)]

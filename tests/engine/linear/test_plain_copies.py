@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.execution.products import Products
-from engine.kernels.gemm import GpuShape
+from engine.kernels.gpu import GpuShape
 from engine.kernels.weights import Format, dequantize, to_matrix
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear

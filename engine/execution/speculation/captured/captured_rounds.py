@@ -18,8 +18,8 @@ from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
 from engine.execution.speculation.captured.rounds import AHEAD, GROUPS
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
-from engine.kernels.build import KernelLibrary, Kernels, WantedKernels
-from engine.kernels.launch import Launch, Launcher
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_step
@@ -94,15 +94,13 @@ class Round:
 class CapturedRounds:
     """Rounds of every group. Calls go to torch's current stream."""
 
-    def __init__(
-        self, library: KernelLibrary, weights: StepWeights, max_context: int, future: Future | None = None
-    ) -> None:
+    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, future: Future | None = None) -> None:
         self._library = library
         self._weights = weights
         self._max_context = max_context
         self._future = future  # what a draft for measurements knows; None: prompt lookup
-        self._launcher = Launcher()
         device = weights.table.device
+        self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
         self._state = state_of(torch.zeros(_WORDS, dtype=torch.int32, device=device))
         self._state.newest.fill_(-1)
@@ -130,34 +128,29 @@ class CapturedRounds:
         self.two_pass = weights.coarse is not None
 
     def build(self, groups: Sequence[int] = GROUPS) -> None:
-        """Compiles the rounds of these groups, side by side. Raises BuildError."""
-        wanted = WantedKernels()
+        """Makes the rounds of these groups. Raises BuildError."""
         for group in groups:
-            self._chains(wanted, group)
-        self._propose(wanted)
-        self._library.compile_ahead(wanted)
-        for group in groups:
-            self._rounds[group] = self._chains(self._library, group)
-        self._start = self._propose(self._library).alone()
+            self._rounds[group] = self._chains(group)
+        self._start = self._propose().alone()
 
-    def _propose(self, library: Kernels) -> Launch:
+    def _propose(self) -> Launch:
+        library = self._library
         first = first_norm(self._weights, self._room)
         if self._future is None:
             return speculation.lookup(library, self._verified, self._room.places, first)
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
-    def _chains(self, library: Kernels, group: int) -> Round:
-        properties = torch.cuda.get_device_properties(self._weights.table.device)
-        dependent = (properties.major, properties.minor) >= (9, 0)
+    def _chains(self, group: int) -> Round:
+        library, gpu = self._library, self._library.gpu
         buffers = self._room.first(group)
         ending = (
             speculation.accept(library, buffers.choice, self._verified, self._room.places, group),
-            self._propose(library),
+            self._propose(),
         )
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
 
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
-            plan = ChainPlan(properties.multi_processor_count, dependent=dependent, group=group, two_pass=two_pass)
+            plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, two_pass=two_pass)
             found = []
             for longest in lengths:
                 each = replace(plan, longest=longest)

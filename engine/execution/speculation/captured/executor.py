@@ -19,12 +19,18 @@ from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED
 from engine.execution.step_state import Parts, Unfit
-from engine.kernels.build import BuildError, open_library
+from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState
 
 why_not = graph_decode.why_not
+
+
+def ask(parts: Parts) -> None:
+    """Asks for every kernel that it will have; of shapes alone."""
+    read, _ = weights.shared(parts)
+    CapturedRounds(parts.kernels, read, parts.max_context).build()
 
 
 class PaidDepths:
@@ -66,9 +72,8 @@ class CapturedSpeculation:
         self._known = known
         with torch.inference_mode():
             try:
-                library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
                 read, self._why_one_pass = weights.shared(parts)
-                self._device = CapturedRounds(library, read, parts.max_context)
+                self._device = CapturedRounds(parts.kernels, read, parts.max_context)
                 self._device.build(GROUPS[:1])
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure

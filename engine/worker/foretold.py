@@ -1,0 +1,86 @@
+"""Which kernels a server will ask for, told before its weights are read: they are compiled while that is done, or ahead
+by `whippet prebuild`, on a machine without a GPU.
+
+The executors themselves say it, as they do what they do at their start, over a model of shapes alone. What is not
+foretold is compiled when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import Unsupported
+from engine.execution.registry import EXECUTORS
+from engine.execution.step_state import GpuKernels, Parts, Unfit
+from engine.kernels.build import BuildError, Source, WantedKernels
+from engine.kernels.gpu import GpuShape
+from engine.kv.kv_cache import KvCache, KvShape
+from engine.kv.sizing import make_room
+from engine.linear import Placement
+from engine.linear.plain_copies import PlainCopies, plain_copies
+from engine.loading.formats import Format
+from engine.model.transformer import Transformer
+from engine.sampling.sampler import Sampler
+from engine.settings import CUDA_SEQUENCES, EngineSettings
+from engine.worker.shapes import fewer_layers, shape_weights
+from quant.checkpoint.config import ModelConfig
+
+_MOST_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Foretelling:
+    """What the list depends on, beside the settings."""
+
+    config: ModelConfig
+    form: Format
+    gpu: GpuShape
+    free: int = _MOST_BYTES  # bytes of the GPU's memory, without the weights
+
+
+def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
+    """The sources and their definitions, and some more where it is not known how memory will suffice."""
+    wanted = WantedKernels(what.gpu)
+    if settings.decoder not in ("auto", "graph"):
+        return wanted.sources
+    with torch.inference_mode():
+        for parts in _models(settings, what, wanted):
+            for entry in EXECUTORS:
+                if entry.ask is None or entry.why_not(parts) is not None:
+                    continue
+                try:
+                    entry.ask(parts)
+                except (BuildError, Unfit, ValueError):  # as when it is made: then it does not serve
+                    continue
+    return wanted.sources
+
+
+def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) -> Iterator[Parts]:
+    """The model as it would be served; twice where plain copies of packed weights may have room or not."""
+    full = shape_weights(what.config, what.form, torch.bfloat16)
+    config, weights = fewer_layers(what.config, full)
+    sequences = settings.max_sequences or CUDA_SEQUENCES
+    nowhere = Placement(torch.bfloat16, torch.device("meta"))
+    context = _context(settings, what, sequences, full.nbytes)
+    rope = torch.empty(context, 2, config.head_dim, device="meta")
+    model = Transformer(config, weights, rope, nowhere)
+    pool = KvCache(KvShape(config.layers, config.kv_heads, config.head_dim), 1, nowhere, heads_outside=False)
+    sampler = Sampler(config.vocab_size, 1, torch.device("cpu"))
+    linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    copies = plain_copies(linears, sequences, _MOST_BYTES)
+    for plain in (copies, PlainCopies()) if copies.held else (copies,):
+        yield Parts(model, pool, sampler, sequences, context, plain=plain, gpu=GpuKernels(wanted))
+
+
+def _context(settings: EngineSettings, what: Foretelling, sequences: int, weights: int) -> int:
+    """Tokens of the longest sequence."""
+    config = what.config
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    there = Placement(torch.bfloat16, torch.device("cuda"))
+    try:
+        return make_room(settings, sequences, config.max_context, shape, there, what.free - weights).max_context
+    except Unsupported:  # said again, to the caller, once the weights are there
+        return config.max_context

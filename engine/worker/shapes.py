@@ -1,0 +1,119 @@
+"""A model of shapes alone, which takes no memory: what would serve it, and with which kernels, can be told without its
+weights, and without the GPU.
+
+What is read as one is made as one: torch's operations that put shapes together take two seconds to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from engine.linear import DenseLinear, Linear, Placement, Projection
+from engine.linear.cuda import CudaLinear
+from engine.linear.joined import JoinedLinear
+from engine.linear.quantized import place_weight
+from engine.loading.dummy import DummyLinears
+from engine.loading.formats import Format
+from engine.model.norm import RmsNorm
+from engine.model.weights import Layer, Weights, head_projection, layer_projections
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.spec import QuantSpec
+
+_META = torch.device("meta")
+
+
+def shape_weights(config: ModelConfig, form: Format, dtype: torch.dtype) -> Weights:
+    """The weights that loading would come to."""
+    nowhere = Placement(dtype, _META)
+    embedding = nowhere.matrix(config.vocab_size, config.hidden_size)
+    head: Linear = DenseLinear(embedding)
+    if not config.tied_head:
+        head = _linear(form.in_memory, head_projection(config), nowhere)
+    return Weights(
+        embedding=embedding,
+        layers=tuple(_layer(config, index, form.in_memory, nowhere) for index in range(config.layers)),
+        norm=_norm(config, config.hidden_size),
+        head=head,
+    )
+
+
+def fewer_layers(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
+    """The same with as many layers as show every kind of layer behind every kind that it follows."""
+    layers = weights.layers
+    kinds = [_kind(layer) for layer in layers]
+    last = {pair: at for at, pair in enumerate(pairwise(kinds))}
+    kept: list[int] = []
+    for at in sorted(last.values()):
+        kept += [at + 1] if kept and kept[-1] == at else [at, at + 1]
+    if not kept:
+        return config, weights
+    windows = tuple(layers[at].window for at in kept)
+    return replace(config, windows=windows), replace(weights, layers=tuple(layers[at] for at in kept))
+
+
+def _layer(config: ModelConfig, index: int, spec: QuantSpec | None, nowhere: Placement) -> Layer:
+    parts = layer_projections(config, index)
+    heads = config.heads + config.kv_heads
+    return Layer(
+        input_norm=_norm(config, config.hidden_size),
+        qkv=_linear(spec, parts.qkv, nowhere),
+        head_norm=_norm(config, heads, config.head_dim) if config.qk_norm else None,
+        output=_linear(spec, parts.output, nowhere),
+        mlp_norm=_norm(config, config.hidden_size),
+        gate_up=_linear(spec, parts.gate_up, nowhere),
+        down=_linear(spec, parts.down, nowhere),
+        window=config.windows[index],
+    )
+
+
+def _norm(config: ModelConfig, *shape: int) -> RmsNorm:
+    return RmsNorm(torch.empty(shape, dtype=torch.float32, device=_META), config.norm_eps)
+
+
+def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement) -> Linear:
+    covered = {spec is not None and spec.covers(prefix) for prefix in projection.prefixes}
+    if len(covered) == 2:  # plain parts beside packed ones
+        each = zip(projection.prefixes, projection.out_features, strict=True)
+        parts = (Projection((prefix,), (rows,), projection.in_features, projection.bias) for prefix, rows in each)
+        return JoinedLinear(tuple(_linear(spec, part, nowhere) for part in parts))
+    rows, columns = sum(projection.out_features), projection.in_features
+    bias = torch.empty(rows, dtype=torch.float32, device=_META) if projection.bias else None
+    if spec is None or covered == {False}:
+        return DenseLinear(nowhere.matrix(rows, columns), None if bias is None else bias.to(nowhere.dtype))
+    packed = DummyLinears(spec, 0, _META)(_Nothing(), projection.prefixes[0], columns, rows)
+    return place_weight(packed.weight, bias, nowhere)
+
+
+class _Nothing:
+    """A checkpoint without tensors."""
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        raise KeyError(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        raise KeyError(name)
+
+
+def _kind(layer: Layer) -> tuple[object, ...]:
+    """What two layers that are served alike have in common."""
+    linears: Sequence[Linear] = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    return (layer.window, *(_form(linear) for linear in linears))
+
+
+def _form(linear: Linear) -> tuple[object, ...]:
+    if isinstance(linear, CudaLinear):
+        matrix = linear.matrix
+        return matrix.format, matrix.rows, matrix.columns, matrix.group, linear.bias is None
+    if isinstance(linear, DenseLinear):
+        return (*linear.weight.shape, linear.bias is None)
+    return (type(linear),)
