@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from tests.engine.execution.sampled_kinds import CONFIG, GAP, KINDS, VOCABULARY,
 from tests.engine.judged import judge
 
 pytestmark = pytest.mark.gpu
-TOKENS = 40
+TOKENS = 32
 ENTRY = ExecutorEntry("constrained", "graph", constrained.why_not, constrained.Constrained, KERNELS, optional=True)
 REGISTRY = (ENTRY, *EXECUTORS)
 
@@ -52,13 +53,21 @@ def requests(share: int) -> list[GenerationRequest]:
     ]
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> Prepared:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return prepare(settings_of(tmp_path), nobody, counting(VOCABULARY))
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return prepare(settings_of(folder), nobody, counting(VOCABULARY))
 
 
-def settings_of(folder: Path | str = "", **switches: bool) -> EngineSettings:
+@pytest.fixture(scope="module")
+def runner(prepared: Prepared) -> Iterator[ModelRunner]:
+    made = make_runner(settings_of(), prepared, nobody, REGISTRY)
+    yield made
+    made.close()
+
+
+def settings_of(folder: Path | str = "") -> EngineSettings:
     return EngineSettings(
         model=str(folder),
         load_format="dummy",
@@ -66,7 +75,6 @@ def settings_of(folder: Path | str = "", **switches: bool) -> EngineSettings:
         decoder="graph",
         max_sequences=12,
         kv_bytes=64 << 20,
-        **switches,  # type: ignore[arg-type]
     )
 
 
@@ -97,11 +105,12 @@ def check(prepared: Prepared, request: GenerationRequest, ids: Items[int]) -> No
 
 
 @pytest.mark.parametrize("share", [1, 2, 8])
-@pytest.mark.parametrize("switches", [{}, {"two_pass_head": False}, {"graphs": False}])
+@pytest.mark.parametrize("off", ["", "two_pass_head", "graphs"])
 def test_every_row_draws_within_its_own_mask(
-    prepared: Prepared, share: int, switches: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, prepared: Prepared, share: int, off: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner(settings_of(**switches), prepared, nobody, REGISTRY)
+    if off:
+        runner.set_optimization(off, False)
     sampled, sample = 0, Sampler.sample
 
     def counted(self: Sampler, rows: Items[SequenceState], *more: Any) -> list[RowResult]:
@@ -121,21 +130,19 @@ def test_every_row_draws_within_its_own_mask(
         check(prepared, request, cramped[request.request_id])
     for request in asked[:3]:
         check(prepared, request, alone[request.request_id])
-    runner.close()
+    if off:
+        runner.set_optimization(off, True)
 
 
-def test_more_rows_than_a_step_has_halves_for(prepared: Prepared) -> None:
-    runner = make_runner(settings_of(), prepared, nobody, REGISTRY)
+def test_more_rows_than_a_step_has_halves_for(runner: ModelRunner, prepared: Prepared) -> None:
     asked = [replace(one, request_id=f"{n} {one.request_id}") for n in range(2) for one in requests(3)][:12]
     found, _ = generate(runner, asked, 400)
     for request in asked:
         check(prepared, request, found[request.request_id])
-    runner.close()
 
 
 @pytest.mark.parametrize("mates", [0, 3])
-def test_a_sequence_ends_where_no_token_is_left(prepared: Prepared, mates: int) -> None:
-    runner = make_runner(settings_of(), prepared, nobody, REGISTRY)
+def test_a_sequence_ends_where_no_token_is_left(runner: ModelRunner, mates: int) -> None:
     plain = requests(1)[1]
     asked = [
         replace(plain, request_id=kind, constraint=Constraint(kind))
@@ -150,4 +157,3 @@ def test_a_sequence_ends_where_no_token_is_left(prepared: Prepared, mates: int) 
         assert finish is not None
         assert finish.reason == "stop"
     assert how["16 torn"].failure is how["0 torn"].failure is Failure.CONSTRAINT
-    runner.close()
