@@ -74,9 +74,10 @@ class ExecutorEntry:
     ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
+CAPTURED = "captured_speculation"
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(
-        "captured_speculation",
+        CAPTURED,
         "graph",
         captured.why_not,
         captured.CapturedSpeculation,
@@ -158,13 +159,23 @@ def unused(choice: Choice) -> tuple[Unused, ...]:
     return tuple(found)
 
 
-def proposers(verifies: bool, draft: bool) -> tuple[ProposerInfo, ...]:
-    """Who guesses, best first, and why not the others; `draft`: whether there is a draft model."""
-    reason = "" if verifies else "no executor in use verifies drafts"
+def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo, ...]:
+    """Who guesses, best first, and why not the others. `verifier`: the executor that verifies, None where none does;
+    `no_draft`: why no draft model guesses."""
+    reason = "" if verifier else "no executor in use verifies drafts"
+    instead = "the draft model guesses in its place" if verifier == CAPTURED and no_draft is None else ""
     return (
-        ProposerInfo(name="prompt_lookup", why_not=reason),
-        ProposerInfo(name="draft_model", why_not=reason or ("" if draft else "draft-model names none")),
+        ProposerInfo(name="prompt_lookup", why_not=reason or instead),
+        ProposerInfo(name="draft_model", why_not=reason or no_draft or ""),
     )
+
+
+def proposers_of(choice: Choice, parts: Parts) -> tuple[ProposerInfo, ...]:
+    """Of the executors in use."""
+    verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
+    if verifier == CAPTURED:
+        return proposers(verifier, captured.why_no_draft(parts))
+    return proposers(verifier, None if parts.draft else captured.NO_DRAFT)
 
 
 def _make(entry: ExecutorEntry, parts: Parts) -> Executor | str:

@@ -1,21 +1,11 @@
 // The start of a verifying step: lays out the newest token of each sequence, and after it a draft of what may follow. A
 // block for each of the OP_LAID rows; all blocks of a sequence find the same. A step may verify fewer rows than are laid.
 #include "embedding.cuh"
+#include "place.cuh"
 
 constexpr int kThreads = 1024;
 constexpr int kLongest = 4, kShortest = 2;  // tokens that must have come before, one after the other
 constexpr int kAtOnce = 4;
-
-struct Place {
-    int newest, rows;  // its position, -1: nobody's or at its end; rows that its pages, its end and the host allow
-
-    __device__ __forceinline__ Place(const int* newest_of, const int* held, const int* last_position, const int* most_drafts,
-                                     int s) {
-        newest = load_shared_state(newest_of + s);
-        const int end = min(load_shared_state(held + s), load_shared_state(last_position + s));
-        rows = newest < 0 ? 0 : min(max(end - newest, 0), 1 + load_shared_state(most_drafts + s));
-    }
-};
 
 __device__ __forceinline__ void lay(int id, bool live, const Place& place, int i, int m, int* token, int* position,
                                     const u16* table, const Gains<kThreads>& gains, float* residual, u16* normed,
@@ -75,6 +65,26 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     lay(live ? load_shared_state(ids + from) : 0, live, place, i, s * OP_LAID + i, token, position, table, gains, residual,
         normed, squares);
+}
+
+// The draft of a draft model: `count` guesses, the last of which is still where its head left it. `rows`: of a sequence in
+// the draft's last step.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    drafted(const int* newest, const int* held, const int* last_position, const int* most_drafts, const int* history,
+            int most_tokens, const u64* best, const int* guesses, int rows, int count, int* token, int* position,
+            const u16* table, const float* gain, float* residual, u16* normed, float* squares, int trigger) {
+    const int s = blockIdx.x / OP_LAID, i = blockIdx.x % OP_LAID;
+    if (trigger == 0) let_next_start();
+    const Gains<kThreads> gains(gain);
+    wait_for_previous();
+    if (trigger == 1) let_next_start();
+    const Place place(newest, held, last_position, most_drafts, s);
+    const int* own = guesses + s * (OP_LAID - 1);
+    int id = -1;
+    if (i == 0 && place.rows > 0) id = load_shared_state(history + u64(s) * most_tokens + place.newest);
+    if (i > 0 && i <= count && place.guesses(i, own))
+        id = i < count ? load_shared_state(own + i - 1) : guessed(load_shared_state(best + s * rows + rows - 1));
+    lay(max(id, 0), id >= 0, place, i, s * OP_LAID + i, token, position, table, gains, residual, normed, squares);
 }
 
 // For measurements: a draft that knows the future and is right with a given chance (of 2^24), at each place anew.

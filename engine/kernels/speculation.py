@@ -1,4 +1,5 @@
-"""Wrappers of `accept`, `lookup`, `replay`: a verifying step's end, and the draft of the next one.
+"""Wrappers of `accept`, `lookup`, `replay`: a verifying step's end, and the draft of the next one; and of `follow`,
+`guess`, `drafted`: a draft model's guesses, in front of the step that verifies them.
 
 A verifying step feeds a sequence's newest token and a draft of those after it as rows side by side. Rows are laid out
 for the longest draft; a step verifies the first of them, as many as it was made for, and leaves the others alone.
@@ -16,7 +17,7 @@ from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.tokens import MAX_STOPS, Choice, FirstNorm, embedding
 
 MORE, PARKED = 8, 12  # flags of a ring entry: the same step tells another; it was not fed, having no page
-_THREADS = 1024
+_THREADS, _DRAFT_THREADS = 1024, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,8 @@ def _propose(
     library: Kernels, entry: str, state: Verified, places: RowPages, first: FirstNorm, more: dict[str, Argument]
 ) -> Launch:
     values: dict[str, Argument] = {
-        "newest": state.newest,
-        "held": state.held,
-        "last_position": state.last_position,
-        "most_drafts": state.most_drafts,
-        "history": state.history,
-        "most_tokens": state.history.shape[1],
+        **_stand(state),
+        **_history(state),
         "token": state.token,
         "position": places.position,
         **embedding(first),
@@ -118,3 +115,64 @@ def _propose(
     }
     kernel = library.kernel("propose", entry, {"OP_COLUMNS": first.table.shape[1], "OP_LAID": state.laid})
     return prepare(kernel, Shape((state.token.shape[0], 1, 1), _THREADS), values)
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """A draft model's rows, two for each sequence, and what it has guessed."""
+
+    choice: Choice
+    places: RowPages
+    first: FirstNorm  # of the draft model
+    guesses: torch.Tensor  # int32 [sequences, laid - 1]; -1: none
+
+
+def follow(library: Kernels, state: Verified, own: Guessing) -> Launch:
+    """Lays out the two newest tokens of each sequence for the draft model's first step."""
+    kernel = library.kernel("draft", "follow", _draft_defines(state, own))
+    values = _stand(state) | _history(state) | _draft_values(own)
+    return prepare(kernel, Shape((2 * state.newest.shape[0], 1, 1), _DRAFT_THREADS), values)
+
+
+def guess(library: Kernels, state: Verified, own: Guessing, rows: int, number: int) -> Launch:
+    """Takes guess `number` over, which a step of `rows` rows a sequence has made, and lays it out for the next step."""
+    kernel = library.kernel("draft", "guess", _draft_defines(state, own))
+    more: dict[str, Argument] = {"guesses": own.guesses, "rows": rows, "number": number}
+    return prepare(
+        kernel, Shape((state.newest.shape[0], 1, 1), _DRAFT_THREADS), _stand(state) | _draft_values(own) | more
+    )
+
+
+def drafted(
+    library: Kernels, state: Verified, places: RowPages, first: FirstNorm, own: Guessing, rows: int, count: int
+) -> Launch:
+    """As `lookup`, from `count` guesses; the last was made by a step of `rows` rows a sequence, and not taken over."""
+    more: dict[str, Argument] = {"best": own.choice.best, "guesses": own.guesses, "rows": rows, "count": count}
+    return _propose(library, "drafted", state, places, first, more)
+
+
+def _stand(state: Verified) -> dict[str, Argument]:
+    return {
+        "newest": state.newest,
+        "held": state.held,
+        "last_position": state.last_position,
+        "most_drafts": state.most_drafts,
+    }
+
+
+def _history(state: Verified) -> dict[str, Argument]:
+    return {"history": state.history, "most_tokens": state.history.shape[1]}
+
+
+def _draft_defines(state: Verified, own: Guessing) -> dict[str, int]:
+    return {"OP_COLUMNS": own.first.table.shape[1], "OP_LAID": state.laid}
+
+
+def _draft_values(own: Guessing) -> dict[str, Argument]:
+    return {
+        "best": own.choice.best,
+        "assured": own.choice.assured,
+        "position": own.places.position,
+        **embedding(own.first),
+        "trigger": int(Trigger.AT_ENTRY),
+    }

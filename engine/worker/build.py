@@ -12,7 +12,7 @@ import torch
 from engine.api import ModelInfo
 from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, proposers, unused
+from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, proposers_of, unused
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import GpuKernels, Parts
 from engine.fake import plain_request
@@ -220,7 +220,7 @@ def make_runner(
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
         unused=unused(choice),
-        proposers=proposers(any("speculation" in executor.switches for executor in executors), parts.draft is not None),
+        proposers=proposers_of(choice, parts),
         draft_model=Path(settings.draft_model).resolve().name if settings.draft_model else "",
     )
     runner = ModelRunner(info, parts, executors)

@@ -20,6 +20,7 @@ import torch
 from engine.errors import EngineError, Unsupported
 from engine.execution.graph_decode.weights import why_one_pass
 from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
+from engine.execution.speculation.captured.executor import NO_DRAFT
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
@@ -130,9 +131,9 @@ def examine(settings: EngineSettings, digest: bool = False) -> Report:
         if parts is not None:
             report.model = _model(settings, form, parts, digest)
             report.optimizations = _switches(parts, report)
-        verifies = any(one.chosen for one in report.decoders)
+        chosen = next((one.name for one in report.decoders if one.chosen), None)
         report.proposers = [
-            Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifies, False)
+            Option(one.name, not one.why_not, one.why_not or None) for one in proposers(chosen, NO_DRAFT)
         ]
         if not any(one.chosen for one in report.decoders):
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)

@@ -49,8 +49,8 @@ class DraftModel:
     name = "draft_model"
 
     def __init__(self, model: Transformer, pool: KvCache, sampler: Sampler) -> None:
-        self._model = model
-        self._pool = pool
+        self.model = model
+        self.pool = pool
         self._sampler = sampler
         self._windows = tuple(dict.fromkeys(model.config.windows))
         self._followed: dict[int, Followed] = {}  # by slot
@@ -58,8 +58,8 @@ class DraftModel:
 
     def measure(self) -> None:
         """A step for so many rows."""
-        most = min(self._pool.pages * PAGE_SIZE, self._model.rope.shape[0])
-        self._costs = measure(self._rehearse, most, clock_of(self._model.placement.device))
+        most = min(self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])
+        self._costs = measure(self._rehearse, most, clock_of(self.model.placement.device))
 
     def seconds(self, rows: int, depth: int) -> float:
         """A step a token. What it has not seen of a prompt is not counted: that comes once."""
@@ -76,6 +76,20 @@ class DraftModel:
         except BaseException:
             for wish in wishes:
                 self._followed.pop(wish.sequence.slot, None)
+            raise
+
+    def compute(self, sequence: SequenceState, until: int) -> None:
+        """Keys and values of its first `until` tokens, as far as they are not there: for whoever guesses elsewhere,
+        over the same pool. Where that fails, it has computed nothing."""
+        one = self._follow(sequence)
+        one.guessed = ()
+        try:
+            while one.computed < until:
+                ids = sequence.token_ids[one.computed : min(one.computed + _CHUNK, until)]
+                self._hidden([(one, ids)])
+                one.computed += len(ids)
+        except BaseException:
+            self._followed.pop(sequence.slot, None)
             raise
 
     def _propose(self, wishes: Items[Wish]) -> list[Draft]:
@@ -120,6 +134,10 @@ class DraftModel:
 
     def _feed(self, rows: Items[tuple[Followed, list[int]]]) -> torch.Tensor:
         """Feeds each its next tokens, rows of one first; logits behind the last of each."""
+        return self.model.logits(self._hidden(rows))
+
+    def _hidden(self, rows: Items[tuple[Followed, list[int]]]) -> torch.Tensor:
+        """As `_feed`, before the head."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -137,16 +155,22 @@ class DraftModel:
     def _forward(
         self, token_ids: list[int], positions: list[int], slots: list[int], spans: list[RowSpan], last: list[int]
     ) -> torch.Tensor:
-        device = self._model.placement.device
+        device = self.model.placement.device
         packed = torch.tensor((token_ids, positions, slots), device=device)
-        attention = StepAttention(spans, self._windows, self._pool, device)
+        attention = StepAttention(spans, self._windows, self.pool, device)
         sampled = None if len(last) == len(token_ids) else torch.tensor(last, dtype=torch.int64, device=device)
-        step = StepInput(packed[0], packed[1], packed[2], attention, sampled)
-        return self._model.logits(self._model.forward(step, self._pool))
+        return self.model.forward(StepInput(packed[0], packed[1], packed[2], attention, sampled), self.pool)
+
+    def rehearse(self) -> None:
+        """Does once what `compute` does: first times take milliseconds. Overwrites the first pages."""
+        for count in (1, min(_CHUNK, self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])):
+            places = list(range(count))
+            spans = [RowSpan(0, count, 0, list(range(-(-count // PAGE_SIZE))))]
+            self._forward([0] * count, places, places, spans, places[-1:])
 
     def _rehearse(self, rows: int) -> None:
         """A step of so many rows of nobody."""
         places = list(range(rows))
         pages = list(range(-(-rows // PAGE_SIZE)))
         spans = [RowSpan(at, 1, at, pages) for at in places]
-        self._forward([0] * rows, places, places, spans, places).argmax(dim=-1).tolist()
+        self.model.logits(self._forward([0] * rows, places, places, spans, places)).argmax(dim=-1).tolist()

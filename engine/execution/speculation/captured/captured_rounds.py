@@ -1,5 +1,9 @@
 """Rounds as captured graphs: the decode step's kernels over the newest token and a draft, the acceptance, and the next
-draft, all on the device. A `rounds.RoundDevice`."""
+draft, all on the device. A `rounds.RoundDevice`.
+
+A draft that is looked up is laid out at the end of a round, for whichever comes next. A draft model guesses at the
+beginning, as many tokens as the round verifies.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, words
 from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
 from engine.execution.speculation.captured.rounds import AHEAD, GROUPS
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
@@ -94,11 +99,19 @@ class Round:
 class CapturedRounds:
     """Rounds of every group. Calls go to torch's current stream."""
 
-    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, future: Future | None = None) -> None:
+    def __init__(
+        self,
+        library: Kernels,
+        weights: StepWeights,
+        max_context: int,
+        future: Future | None = None,
+        draft: DeviceDraft | None = None,
+    ) -> None:
         self._library = library
         self._weights = weights
         self._max_context = max_context
-        self._future = future  # what a draft for measurements knows; None: prompt lookup
+        self._future = future  # what a draft for measurements knows instead of what was guessed
+        self._draft = draft  # None: prompt lookup
         device = weights.table.device
         self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
@@ -117,6 +130,7 @@ class CapturedRounds:
             stops=self._state.stops,
             count=self._state.count,
         )
+        self._guessing = None if draft is None else DraftSteps(draft.weights, self._verified, choice, places.pages)
         self._ring = words(self._verified.ring)
         self._start: Launch | None = None
         self._sampling = sampling.allocate(LAID, weights.head.rows, device)
@@ -140,13 +154,21 @@ class CapturedRounds:
             return speculation.lookup(library, self._verified, self._room.places, first)
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
+    def _guess(self, plan: ChainPlan, count: int) -> list[Launch]:
+        """What lays out a draft of so many tokens in front of the step that verifies them."""
+        if self._guessing is None:
+            return []
+        laid = self._propose()
+        if self._future is None:
+            first = first_norm(self._weights, self._room)
+            laid = self._guessing.drafted(self._library, self._room.places, first, count)
+        return self._guessing.launches(self._library, plan, count, laid)
+
     def _chains(self, group: int) -> Round:
         library, gpu = self._library, self._library.gpu
         buffers = self._room.first(group)
-        ending = (
-            speculation.accept(library, buffers.choice, self._verified, self._room.places, group),
-            self._propose(),
-        )
+        accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group)
+        ending = (accept,) if self._guessing else (accept, self._propose())
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
 
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
@@ -154,7 +176,8 @@ class CapturedRounds:
             found = []
             for longest in lengths:
                 each = replace(plan, longest=longest)
-                found.append(Steps(longest, prepare_step(library, self._weights, buffers, each, how, ending), {}))
+                chain = prepare_step(library, self._weights, buffers, each, how, ending)
+                found.append(Steps(longest, (*self._guess(each, group - 1), *chain), {}))
             return distinct(found)
 
         return Round(
@@ -222,6 +245,8 @@ class CapturedRounds:
         if number == 0:
             torch.cuda.synchronize()
             self._verified.ring.zero_()
+        if self._draft is not None:
+            self._draft.compute(row.sequence, row.position - 1)
         self._state.block.copy_(fill(row, most_drafts, number).block, non_blocking=True)
         self._send_history(known)
         self._send_pages(0, row.pages)

@@ -1,9 +1,10 @@
-"""The executor of captured rounds: one sequence that decodes alone on a GPU, with drafts by prompt lookup that never
-leave it."""
+"""The executor of captured rounds: one sequence that decodes alone on a GPU, with drafts that never leave it. A draft
+model guesses where there is one, else prompt lookup."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -12,34 +13,38 @@ from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_decode import weights
 from engine.execution.graph_decode.pipeline import can_sample
 from engine.execution.speculation.captured.captured_rounds import CapturedRounds
+from engine.execution.speculation.captured.draft_steps import DeviceDraft
 from engine.execution.speculation.captured.rounds import AHEAD, GROUPS, RoundPipeline, RoundTold
-from engine.execution.speculation.captured.single import SingleRow
+from engine.execution.speculation.captured.single import PATIENCE, SingleRow
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED
-from engine.execution.step_state import Parts, Unfit
+from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
+from engine.execution.step_state import DecodeWeights, Parts, Unfit
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState
 
+NO_DRAFT = "draft-model names none"
 why_not = graph_decode.why_not
 
 
 def ask(parts: Parts) -> None:
     """Asks for every kernel that it will have; of shapes alone."""
     read, _ = weights.shared(parts)
-    CapturedRounds(parts.kernels, read, parts.max_context).build()
+    CapturedRounds(parts.kernels, read, parts.max_context, draft=_draft(parts)).build()
 
 
 class PaidDepths:
-    """How long drafts are: as `control` finds that they pay, where the host sees something to look up. The device looks
-    for itself, a round or two further on."""
+    """How long drafts are: as `control` finds that they pay, where the host's proposer has something to say. The device
+    guesses for itself, a round or two further on."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, proposer: Proposer | None = None) -> None:
+        """`costs` of a round, its draft included."""
         self._control = Control(costs)
-        self._lookup = PromptLookup()
+        self._proposer = proposer or PromptLookup()
 
     def most(self, sequence: SequenceState) -> int:
         """Nothing where tokens are counted: each row of a round would need the counts of those before it."""
@@ -50,15 +55,34 @@ class PaidDepths:
 
     def depth(self, sequence: SequenceState) -> int:
         """See `single.Depths`."""
-        reach = min(self.most(sequence), self._lookup.reach(sequence))
+        reach = min(self.most(sequence), self._proposer.reach(sequence))
         if reach < 1:
             return 0
-        (depth,) = self._control.depths([Candidate(sequence, self._lookup, reach)], 1, 1)
+        (depth,) = self._control.depths([Candidate(sequence, self._proposer, reach)], 1, 1)
         return depth
 
     def told(self, sequence: SequenceState, one: RoundTold) -> None:
         """See `single.Depths`."""
-        self._control.told(Candidate(sequence, self._lookup, one.proposed), one.proposed, one.accepted)
+        self._control.told(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
+
+
+def why_no_draft(parts: Parts) -> str | None:
+    """Why a draft model cannot guess here, or None."""
+    if parts.draft is None:
+        return NO_DRAFT
+    return weights.why_not(_of_draft(parts, parts.draft))
+
+
+def _of_draft(parts: Parts, draft: DraftModel) -> Parts:
+    """The draft model as the kernels are told of a model."""
+    return replace(parts, model=draft.model, pool=draft.pool, decode=DecodeWeights(), draft=None)
+
+
+def _draft(parts: Parts) -> DeviceDraft | None:
+    if parts.draft is None or why_no_draft(parts) is not None:
+        return None
+    read, _ = weights.shared(_of_draft(parts, parts.draft))
+    return DeviceDraft(read, parts.draft.compute)
 
 
 class CapturedSpeculation:
@@ -73,10 +97,12 @@ class CapturedSpeculation:
         with torch.inference_mode():
             try:
                 read, self._why_one_pass = weights.shared(parts)
-                self._device = CapturedRounds(parts.kernels, read, parts.max_context)
+                self._draft = _draft(parts)
+                self._device = CapturedRounds(parts.kernels, read, parts.max_context, draft=self._draft)
                 self._device.build(GROUPS[:1])
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        self._proposer = None if self._draft is None else parts.draft
         self._sequences = parts.sequences
         self._pipeline = RoundPipeline(self._device, parts.sequences, parts.max_context)
         self._single: SingleRow | None = None  # until costs are known
@@ -85,9 +111,14 @@ class CapturedSpeculation:
     def warmup(self, progress: Progress) -> None:
         """Compiles, captures, and measures what a round costs."""
         with torch.inference_mode():
+            if self._proposer is not None:
+                self._proposer.rehearse()
             self._device.warmup(progress)
             costs = self._known or Costs({group: self._device.seconds(group) for group in GROUPS})
-        self._single = SingleRow(self._pipeline, self._sequences, PaidDepths(costs))
+        depths = PaidDepths(costs, self._proposer)
+        # What is not fed in rounds, a draft model does not see: it has nothing of rounds without a draft.
+        patience = PATIENCE if self._proposer is None else 0
+        self._single = SingleRow(self._pipeline, self._sequences, depths, patience)
         self._apply()
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:

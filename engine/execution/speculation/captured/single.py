@@ -10,7 +10,7 @@ from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, 
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 
-PATIENCE = 64  # tokens without a draft until the row goes back: to come and go costs about a step each time
+PATIENCE = 64  # tokens: to come and go costs about a step each time
 
 
 class Depths(Protocol):
@@ -35,7 +35,11 @@ class SingleRow:
     """Claims the row and does it. It keeps a row for a while in rounds without a draft, and delivers whatever is under
     way when it gives one up."""
 
-    def __init__(self, pipeline: RoundPipeline, sequences: SequenceTable, depths: Depths) -> None:
+    def __init__(
+        self, pipeline: RoundPipeline, sequences: SequenceTable, depths: Depths, patience: int = PATIENCE
+    ) -> None:
+        """`patience`: tokens without a draft until the row goes back."""
+        self._patience = patience
         self._pipeline = pipeline
         self._sequences = sequences
         self._depths = depths
@@ -79,6 +83,6 @@ class SingleRow:
         depth = self._depths.depth(sequence)
         self._group = group_of(depth)
         if self._group > 1:
-            self._until = len(sequence.token_ids) + PATIENCE
+            self._until = len(sequence.token_ids) + self._patience
             return True
         return self._pipeline.continues(row) and len(sequence.token_ids) < self._until

@@ -1,0 +1,63 @@
+"""A draft model's part of a captured round: its steps in front of the step that verifies what they guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.kernels import speculation
+from engine.kernels.attention import RowPages
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launch
+from engine.kernels.speculation import Guessing, Verified
+from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_step
+from engine.kernels.tokens import Choice, FirstNorm
+from engine.scheduling.sequence_state import SequenceState
+
+_ROWS = 2  # of its first step: the two newest tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDraft:
+    """A draft model that the device runs, with the target's pages by number."""
+
+    weights: StepWeights
+    compute: Callable[[SequenceState, int], None]  # keys and values of so many tokens of a sequence
+
+
+class DraftSteps:
+    """The launches, and what they live in."""
+
+    def __init__(self, weights: StepWeights, state: Verified, choice: Choice, pages: torch.Tensor) -> None:
+        """`choice`: of the target's rows, which draw with the same noise. `pages`: its table of pages, of one line."""
+        self._weights = weights
+        self._state = state
+        room = allocate(weights, _ROWS, 1, 1)
+        own = replace(room.choice, temperature=choice.temperature[:_ROWS], noise_key=choice.noise_key[:_ROWS])
+        self._room: StepBuffers = replace(room, choice=own, places=RowPages(room.places.position, pages))
+        guesses = torch.full((1, state.laid - 1), -1, dtype=torch.int32, device=pages.device)
+        self._guessing = Guessing(own, self._room.places, first_norm(weights, room), guesses)
+
+    def launches(self, library: Kernels, how: ChainPlan, count: int, ending: Launch) -> list[Launch]:
+        """`count` guesses; `ending` lays out the target's rows."""
+        found = [speculation.follow(library, self._state, self._guessing)] if count else [ending]
+        found = [one.with_trigger(how.trigger) for one in found]
+        for number in range(1, count + 1):
+            rows = self._rows(number)
+            taken = ending
+            if number < count:
+                taken = speculation.guess(library, self._state, self._guessing, rows, number)
+            plan = replace(how, group=rows, two_pass=self._weights.coarse is not None)
+            found += prepare_step(library, self._weights, self._room.first(rows), plan, None, (taken,))
+        return found if how.dependent else [one.alone() for one in found]
+
+    def drafted(self, library: Kernels, places: RowPages, first: FirstNorm, count: int) -> Launch:
+        """Lays out the target's rows: the newest token and so many guesses."""
+        return speculation.drafted(library, self._state, places, first, self._guessing, self._rows(count), count)
+
+    @staticmethod
+    def _rows(number: int) -> int:
+        """Of the step that makes a guess."""
+        return _ROWS if number == 1 else 1
