@@ -2,10 +2,12 @@
 tokens a second where a set share of the guesses is right.
 
     python -m bench.verifying --model qwen3-0.6b --format bf16
+    python -m bench.verifying --model mistral-7b --format int4 --draft
 
-The draft is forced: it knows the text, and is right with the chance given, at each place anew. Every text is checked
-against the plain steps' own, token by token. `predicted` is expected tokens a round over the cost of its step. Prints
-tables and ends in one JSON line.
+The draft is forced: it knows the text, and is right with the chance given, at each place anew. With `--draft` a random
+draft model of 6 layers by 1,024 guesses beside it, so that its time is in the round's; what it guesses does not count.
+Every text is checked against the plain steps' own, token by token. `predicted` is expected tokens a round over the cost
+of its step, measured at four places of the text. Prints tables and ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -16,21 +18,23 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from bench.about import device, revision
 from bench.driven import GREEDY
-from bench.kernels import FORMATS, SPECS, random_weights, timers
+from bench.kernels import FORMATS, SPECS, Spec, random_weights, timers
 from bench.two_pass import with_copy
 from engine.api import Stopping
 from engine.execution.graph_decode.pipeline import RowState
 from engine.execution.speculation.captured.captured_rounds import CapturedRounds
+from engine.execution.speculation.captured.draft_steps import DeviceDraft
 from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline
 from engine.kernels import two_pass
-from engine.kernels.build import KernelLibrary, open_library
+from engine.kernels.attention import Heads
+from engine.kernels.build import KernelLibrary, WantedKernels, open_library
 from engine.kernels.launch import Launcher
 from engine.kernels.speculation import Future
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
@@ -39,6 +43,8 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 
 TOKENS = 512  # of a text
 ROUNDS = 32  # of a timing of the device alone
+DRAFT = Spec(6, 1024, 3072, Heads(16, 8, 128, True), 0)  # with the target's vocabulary
+DRAFTED = ((0.8, 1), (0.8, 3), (0.9, 3), (0.9, 7))  # as CHANCES, with a draft model
 CHANCES = ((0.5, 3), (0.7, 3), (0.9, 3), (0.5, 7), (0.7, 7), (0.9, 7))  # that a guess is right, and guesses a round
 
 
@@ -88,9 +94,9 @@ def plain_steps(library: KernelLibrary, launcher: Launcher, weights: StepWeights
     return statistics.median(times[1:])
 
 
-def round_cost(device: CapturedRounds, text: Text, group: int) -> float:
-    """Microseconds of a round, back to back on the device, its host not asked; mean over the text's length."""
-    times = []
+def round_costs(device: CapturedRounds, text: Text, group: int) -> list[float]:
+    """Microseconds of a round, back to back on the device, its host not asked, at places spread over the text."""
+    times: list[float] = []
     for done in range(0, TOKENS, TOKENS // 4):
         _, state = text.begin()
         state.token_ids += text.plain[:done]
@@ -104,7 +110,7 @@ def round_cost(device: CapturedRounds, text: Text, group: int) -> float:
             end.record()
             torch.cuda.synchronize()
         times.append(float(begin.elapsed_time(end)) * 1e3 / ROUNDS)
-    return statistics.mean(times)
+    return times
 
 
 def row_state(state: SequenceState) -> RowState:
@@ -146,6 +152,15 @@ def expected(chance: float, drafts: int) -> float:
     return sum(chance**i for i in range(drafts + 1))
 
 
+def random_draft(vocabulary: int, most: int) -> DeviceDraft:
+    """A draft model over the same pages."""
+    spec = replace(DRAFT, vocabulary=vocabulary)
+    weights = random_weights(spec, FORMATS["bf16"], -(-most // 16), most)
+    if two_pass.why_not(weights.head) is None:
+        weights = with_copy(weights)
+    return DeviceDraft(weights, lambda sequence, until: None)
+
+
 def future_of(text: Text) -> torch.Tensor:
     """What a forced draft knows."""
     ids = torch.zeros(text.most, dtype=torch.int32, device="cuda")
@@ -155,12 +170,17 @@ def future_of(text: Text) -> torch.Tensor:
 
 
 def forced(
-    library: KernelLibrary, weights: StepWeights, text: Text, cost: dict[int, float], plain: float
+    library: KernelLibrary,
+    weights: StepWeights,
+    text: Text,
+    cost: dict[int, float],
+    plain: float,
+    draft: DeviceDraft | None,
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table."""
     ids = future_of(text)
-    for chance, drafts in CHANCES:
-        rounds = CapturedRounds(library, weights, text.most, Future(ids, chance))
+    for chance, drafts in DRAFTED if draft else CHANCES:
+        rounds = CapturedRounds(library, weights, text.most, Future(ids, chance), draft)
         rounds.build()
         run(rounds, text, drafts + 1)
         runs = sorted((run(rounds, text, drafts + 1) for _ in range(3)), key=lambda one: one.seconds)
@@ -168,6 +188,7 @@ def forced(
         predicted = expected(chance, drafts) / cost[drafts + 1] * 1e6
         rate = TOKENS / one.seconds
         yield {
+            "proposer": "draft_model" if draft else "forced",
             "chance": chance,
             "k": drafts,
             "acceptance": round(one.accepted / max(one.proposed, 1), 3),
@@ -180,7 +201,7 @@ def forced(
         rounds.close()
 
 
-def measure(model: str, form: str, context: int) -> dict[str, Any]:
+def measure(model: str, form: str, context: int, drafted: bool) -> dict[str, Any]:
     """One model at one context."""
     launcher, library = Launcher(), open_library(torch.cuda.get_device_capability())
     most = context + TOKENS + 64
@@ -190,15 +211,22 @@ def measure(model: str, form: str, context: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(3, SPECS[model].vocabulary, (context,), generator=generator).tolist()
     text = Text(prompt, most, [])
+    draft = random_draft(SPECS[model].vocabulary, most) if drafted else None
+    wanted = WantedKernels(library.gpu)
+    CapturedRounds(wanted, weights, most, Future(future_of(text), 0.0), draft).build()
+    library.compile_ahead(wanted.sources)
     rounds = CapturedRounds(library, weights, most)
-    rounds.build()  # side by side, also what a plain step is made of
+    rounds.build()
     plain = plain_steps(library, launcher, weights, text)
-    wrong = CapturedRounds(library, weights, most, Future(future_of(text), 0.0))  # so that each brings one token
+    wrong = CapturedRounds(library, weights, most, Future(future_of(text), 0.0), draft)  # so that each brings one token
     wrong.build()
-    cost = {group: round_cost(wrong, text, group) for group in GROUPS}
+    places = {group: round_costs(wrong, text, group) for group in GROUPS}
+    cost = {group: statistics.mean(times) for group, times in places.items()}
     wrong.close()
     print(f"{model} {form} at {context}: plain step {plain:.1f} µs; round of", end=" ")
     print(", ".join(f"{group}: {each:.1f} ({each / plain:.2f} x)" for group, each in cost.items()), flush=True)
+    for group, times in places.items():
+        print(f"  round of {group}, from front to back: " + ", ".join(f"{each:.1f}" for each in times), flush=True)
     own = run(rounds, text, 4)
     print(
         f"  prompt lookup: {own.same} of {TOKENS} tokens the same, {own.accepted} of {own.proposed} accepted",
@@ -206,7 +234,7 @@ def measure(model: str, form: str, context: int) -> dict[str, Any]:
     )
     rounds.close()
     rows = []
-    for row in forced(library, weights, text, cost, plain):
+    for row in forced(library, weights, text, cost, plain, draft):
         rows.append(row)
         print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return {"model": model, "format": form, "context": context, "plain_us": plain, "round_us": cost, "rows": rows}
@@ -219,9 +247,10 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, default="bf16")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--revision", default=None, help="the commit to write down")
+    parser.add_argument("--draft", action="store_true", help="with a draft model of 6 layers by 1,024")
     asked = parser.parse_args(given)
     with torch.inference_mode():
-        found = measure(asked.model, asked.format, asked.context)
+        found = measure(asked.model, asked.format, asked.context, asked.draft)
     print(json.dumps({"bench": "verifying", "revision": asked.revision or revision(), "device": device(), **found}))
     return 0
 

@@ -68,7 +68,7 @@ def build(settings: EngineSettings, progress: Progress, constraints: Constraints
     return runner
 
 
-def _kernels(settings: EngineSettings, what: Loading) -> GpuKernels:
+def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> GpuKernels:
     """Those of the model's GPU, which begin to be compiled. Where that cannot be, who wants them says why."""
     device = what.placement.device
     if device.type != "cuda" or settings.decoder == "eager":
@@ -78,7 +78,8 @@ def _kernels(settings: EngineSettings, what: Loading) -> GpuKernels:
     except BuildError:
         return GpuKernels()
     memory = torch.cuda.get_device_properties(device).total_memory
-    library.compile_ahead(foretell(settings, Foretelling(what.config, what.form, library.gpu, memory)))
+    own = None if draft is None else (draft.config, draft.form)
+    library.compile_ahead(foretell(settings, Foretelling(what.config, what.form, library.gpu, memory, own)))
     return GpuKernels(library)
 
 
@@ -108,7 +109,7 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
     _check_size(folder, what)
     if draft is not None and own is not None:
         _check_size(draft.folder, own)
-    gpu = _kernels(settings, what)
+    gpu = _kernels(settings, what, own)
     if device.type == "cpu":
         torch.set_num_threads(pick_threads(settings.threads))
     try:

@@ -14,6 +14,7 @@ import torch
 
 from engine.errors import Unsupported
 from engine.execution.registry import EXECUTORS
+from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.step_state import GpuKernels, Parts, Unfit
 from engine.kernels.build import BuildError, Source, WantedKernels
 from engine.kernels.gpu import GpuShape
@@ -39,6 +40,7 @@ class Foretelling:
     form: Format
     gpu: GpuShape
     free: int = _MOST_BYTES  # bytes of the GPU's memory, without the weights
+    draft: tuple[ModelConfig, Format] | None = None  # of a draft model
 
 
 def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
@@ -71,8 +73,18 @@ def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) 
     sampler = Sampler(config.vocab_size, 1, torch.device("cpu"))
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     copies = plain_copies(linears, sequences, _MOST_BYTES)
+    draft = None if what.draft is None else _draft(*what.draft, context)
     for plain in (copies, PlainCopies()) if copies.held else (copies,):
-        yield Parts(model, pool, sampler, sequences, context, plain=plain, gpu=GpuKernels(wanted))
+        yield Parts(model, pool, sampler, sequences, context, plain=plain, draft=draft, gpu=GpuKernels(wanted))
+
+
+def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
+    """A draft model of shapes."""
+    config, weights = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
+    nowhere = Placement(torch.bfloat16, torch.device("meta"))
+    model = Transformer(config, weights, torch.empty(context, 2, config.head_dim, device="meta"), nowhere)
+    pool = KvCache(KvShape(config.layers, config.kv_heads, config.head_dim), 1, nowhere, heads_outside=False)
+    return DraftModel(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")))
 
 
 def _context(settings: EngineSettings, what: Foretelling, sequences: int, weights: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.execution.speculation.captured.draft_steps import DraftSteps
 from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampling, speculation
 from engine.kernels import rows as row_states
 from engine.kernels.attention import Embedding, Heads, LayerAttention, RowPages
@@ -124,6 +125,30 @@ def test_a_verifying_step_compiles(
     assert chain[1].shape.grid[2] == group
     for name, entry, defines, _ in recorder.asked:
         if name in ("accept", "propose", "attention"):
+            assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_draft_models_steps_compile(
+    recorder: Any, model: Callable[[str], StepWeights], compiler: Compiler, arch: str
+) -> None:
+    weights = model("bf16")
+    room = allocate(weights, 8, 4, 1)
+    places = RowPages(room.places.position, room.places.pages[:1])
+    state = speculation.allocate(1, 8, 64, 64, torch.device("cpu"))
+    steps = DraftSteps(weights, state, room.choice, places.pages)
+    last = steps.drafted(recorder, places, first_norm(weights, room), 3)
+    chain = steps.launches(recorder, ChainPlan(132), 3, last)
+    assert [one.kernel.name for one in chain if one.kernel.name in ("follow", "head", "guess", "drafted")] == [
+        *("follow", "head", "guess"),
+        *("head", "guess"),
+        *("head", "drafted"),
+    ]
+    rows = [launch.shape.grid[2] for launch in chain if launch.kernel.name == "attention"]
+    assert rows == [2, 2, 1, 1, 1, 1], "the two newest tokens first, then one guess after another"
+    assert [one.kernel.name for one in steps.launches(recorder, ChainPlan(132), 0, last)] == ["drafted"]
+    for name, entry, defines, _ in recorder.asked:
+        if name in ("draft", "propose", "attention"):
             assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 

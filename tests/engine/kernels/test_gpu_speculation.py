@@ -9,16 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.execution.speculation.captured.draft_steps import DraftSteps
 from engine.kernels import reference, speculation, two_pass
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
 from engine.kernels.launch import Launcher
 from engine.kernels.speculation import MORE, PARKED, Future, Verified
-from engine.kernels.step import StepBuffers, allocate, first_norm, prepare_start, prepare_step
+from engine.kernels.step import StepBuffers, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.kernels.tokens import Choice, FirstNorm
 from engine.sampling.noise import seed_key
 from tests.engine.kernels.test_gpu_attention import EPS, HEADS, Case
-from tests.engine.kernels.test_gpu_step import MOST, Model, capture, place_rows, plan, ring_of
+from tests.engine.kernels.test_gpu_step import MOST, PAGES, Model, capture, place_rows, plan, ring_of
 
 pytestmark = pytest.mark.gpu
 
@@ -205,7 +206,15 @@ def test_drafts_by_lookup(library: KernelLibrary, launcher: Launcher) -> None:
 class Rounds:
     """A sequence on the kernels alone: rounds of any group over the same state."""
 
-    def __init__(self, library: KernelLibrary, model: Model, future: Future | None = None) -> None:
+    def __init__(
+        self,
+        library: KernelLibrary,
+        model: Model,
+        future: Future | None = None,
+        drafter: StepWeights | None = None,
+        *,
+        dependent: bool = True,
+    ) -> None:
         self.state = state_of(1, MOST * 16)
         room = allocate(model.weights, LAID, MOST, 1)
         self.room: StepBuffers = replace(room, places=RowPages(room.places.position, room.places.pages[:1]))
@@ -215,11 +224,29 @@ class Rounds:
             draft = speculation.replay(library, self.state, self.room.places, first, future)
         self.start = draft.alone()
         self.chains = {}
+        guessing = None
+        if drafter is not None:
+            guessing = DraftSteps(drafter, self.state, self.room.choice, self.room.places.pages)
         for group in (1, 2, 4, 8):
             buffers = self.room.first(group)
             ending = speculation.accept(library, buffers.choice, self.state, self.room.places, group), draft
-            how = plan(group=group, two_pass=model.weights.coarse is not None)
-            self.chains[group] = prepare_step(library, model.weights, buffers, how, ending=ending)
+            how = plan(group=group, two_pass=model.weights.coarse is not None, dependent=dependent)
+            chain = prepare_step(library, model.weights, buffers, how, ending=ending)
+            if guessing is not None:
+                laid = guessing.drafted(library, self.room.places, first, group - 1)
+                chain = (*guessing.launches(library, how, group - 1, laid), *chain)
+            self.chains[group] = chain
+
+    def begin(self, pages: torch.Tensor, heat: float, tokens: int) -> None:
+        """From token 5 at position 0 on."""
+        state = self.state
+        self.room.places.pages.copy_(pages)
+        self.room.choice.temperature.fill_(heat)
+        self.room.choice.noise_key.fill_(seed_key(4))
+        for part, value in ((state.newest, 0), (state.held, MOST * 16), (state.last_position, tokens)):
+            part.fill_(value)
+        state.most_drafts.fill_(7)
+        state.history[0, 0] = 5
 
 
 @pytest.mark.parametrize(("form", "heat"), [("bf16", 0.9), ("int4", 0.0)])
@@ -246,13 +273,7 @@ def test_rounds_are_plain_steps_bit_for_bit(library: KernelLibrary, launcher: La
         model.pool.fill_(float("nan"))
         rounds = Rounds(library, model, future)
         state, chance = rounds.state, random.Random(5)
-        rounds.room.places.pages.copy_(buffers.places.pages)
-        rounds.room.choice.temperature.fill_(heat)
-        rounds.room.choice.noise_key.fill_(seed_key(4))
-        for part, value in ((state.newest, 0), (state.held, MOST * 16), (state.last_position, tokens)):
-            part.fill_(value)
-        state.most_drafts.fill_(7)
-        state.history[0, 0] = 5
+        rounds.begin(buffers.places.pages, heat, tokens)
         launcher.enqueue([rounds.start])
         launched = 0
         while int(state.newest[0]) >= 0:
@@ -267,3 +288,84 @@ def test_rounds_are_plain_steps_bit_for_bit(library: KernelLibrary, launcher: La
         for at in range(tokens):
             page = int(buffers.places.pages[0, at // 16])
             assert torch.equal(model.pool[:, :, page, :, at % 16], pool[:, :, page, :, at % 16]), at
+
+
+def with_pages_of_its_own(weights: StepWeights) -> StepWeights:
+    """The same model, whose keys and values are nowhere yet."""
+    layers = []
+    for layer in weights.layers:
+        keys, values = (torch.full_like(each, float("nan")) for each in (layer.attention.keys, layer.attention.values))
+        layers.append(replace(layer, attention=replace(layer.attention, keys=keys, values=values)))
+    return replace(weights, layers=layers)
+
+
+@pytest.mark.parametrize("dependent", [True, False])
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_a_draft_model_that_is_the_target_is_always_right(
+    library: KernelLibrary, launcher: Launcher, heat: float, dependent: bool
+) -> None:
+    """Which it only is where it has computed each token once it is asked for the next; and one that is another model
+    changes nothing."""
+    torch.manual_seed(22)
+    model, other, tokens = Model("bf16", 1200), Model("int4", 1200), 400
+    buffers = allocate(model.weights, 1, MOST, 1024)
+    place_rows(buffers, [(5, 0)])
+    buffers.choice.temperature.fill_(heat)
+    buffers.choice.noise_key.fill_(seed_key(4))
+    launcher.enqueue([prepare_start(library, model.weights, buffers)])
+    chain = prepare_step(library, model.weights, buffers, plan())
+    for _ in range(tokens):
+        launcher.enqueue(chain)
+    torch.cuda.synchronize()
+    text = [5] + [token for token, _ in ring_of(buffers, 0, tokens)]
+    for drafter in (model.weights, other.weights):
+        model.pool.fill_(float("nan"))
+        own = with_pages_of_its_own(drafter)
+        rounds, chance = Rounds(library, model, None, own, dependent=dependent), random.Random(5)
+        rounds.begin(buffers.places.pages, heat, tokens)
+        stands = 0
+        while stands >= 0:
+            group = chance.choice((2, 4, 8))
+            launcher.enqueue(rounds.chains[group])
+            torch.cuda.synchronize()
+            before, stands = stands, int(rounds.state.newest[0])
+            assert stands < 0 or before < stands <= before + group
+            if drafter is model.weights and stands >= 0 and before > 0:
+                assert stands == min(before + group, tokens), (before, group)
+        assert rounds.state.history[0, : tokens + 1].tolist() == text
+        if drafter is model.weights:
+            for ours, theirs in zip(own.layers, model.weights.layers, strict=True):
+                for place in range(tokens - 8):
+                    page, slot = int(buffers.places.pages[0, place // 16]), place % 16
+                    for a, b in (
+                        (ours.attention.keys, theirs.attention.keys),
+                        (ours.attention.values, theirs.attention.values),
+                    ):
+                        assert torch.equal(a[page, :, slot], b[page, :, slot]), place
+
+
+def test_a_draft_model_keeps_to_pages_limits_and_its_last_number(library: KernelLibrary, launcher: Launcher) -> None:
+    """Rows that may not be drafted are not laid out, and what is no number ends the draft."""
+    torch.manual_seed(23)
+    model = Model("bf16", 1200)
+    own = with_pages_of_its_own(model.weights)
+    rounds = Rounds(library, model, None, own)
+    pages = torch.randperm(PAGES, device="cuda")[:MOST].view(1, -1)
+    for held, last, most, rows in ((64, 200, 7, 8), (36, 200, 7, 4), (200, 35, 7, 3), (64, 200, 2, 3), (33, 200, 7, 1)):
+        rounds.begin(pages, 0.0, last)
+        rounds.state.history[0, :33] = torch.randint(1, 900, (33,))
+        for part, value in ((rounds.state.newest, 32), (rounds.state.held, held), (rounds.state.most_drafts, most)):
+            part.fill_(value)
+        for layer in own.layers:
+            layer.attention.keys.fill_(0.5), layer.attention.values.fill_(0.5)
+        chain = rounds.chains[8]
+        laid = next(at for at, one in enumerate(chain) if one.kernel.name == "drafted") + 1
+        launcher.enqueue(chain[:laid])
+        torch.cuda.synchronize()
+        expected = [32 + i if i < rows else -1 for i in range(LAID)]
+        assert rounds.room.places.position.tolist() == expected, (held, last, most)
+    own.layers[0].attention.values.fill_(float("nan"))
+    rounds.state.held.fill_(200)
+    launcher.enqueue(chain[:laid])
+    torch.cuda.synchronize()
+    assert rounds.room.places.position.tolist() == [32] + 7 * [-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from bench.driven import GREEDY
 from engine.api import GenerationRequest, Stopping
 from engine.execution import trials
-from engine.execution.registry import EXECUTORS, ExecutorEntry
+from engine.execution.registry import CAPTURED, EXECUTORS, ExecutorEntry
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation.captured import executor as captured
 from engine.execution.speculation.costs import Costs
@@ -27,27 +27,44 @@ pytestmark = pytest.mark.gpu
 FREE = Costs({1: 1.0, 8: 1.0})  # whatever is guessed is verified
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    folder = save(Path(tmp_path_factory.mktemp("model")) / "qwen3", "qwen3")
-    others = tuple(one for one in EXECUTORS if one.name in ("graph_decode", "eager"))
+@dataclass(frozen=True)
+class Guessed:
+    """A runner, and by whom its drafts are."""
+
+    runner: ModelRunner
+    by: str
+
+
+def start(folder: Path, draft: Path | None) -> ModelRunner:
+    asked: dict[str, Any] = {"max_sequences": 2, "max_context": 1000}
+    if draft is not None:
+        asked["draft_model"] = str(draft)
     forced = ExecutorEntry(
-        "captured_speculation",
+        CAPTURED,
         "graph",
         captured.why_not,
         lambda parts: captured.CapturedSpeculation(parts, FREE),
         trials.KERNELS,
         optional=True,
     )
-    prepared = prepared_on_gpu(folder, max_sequences=2, max_context=1000)
-    made = make_runner(
-        settings_of(folder, max_sequences=2, max_context=1000, decoder="graph"),
-        prepared,
-        nobody,
-        (forced, *others),
+    others = tuple(one for one in EXECUTORS if one.name in ("graph_decode", "eager"))
+    return make_runner(
+        settings_of(folder, decoder="graph", **asked), prepared_on_gpu(folder, **asked), nobody, (forced, *others)
     )
-    yield made
+
+
+@pytest.fixture(scope="module", params=["lookup", "the target itself", "another model"])
+def guessed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guessed]:
+    place, by = Path(tmp_path_factory.mktemp("model")), request.param
+    folder, other = save(place / "qwen3", "qwen3"), save(place / "llama", "llama")
+    made = start(folder, {"the target itself": folder, "another model": other}.get(by))
+    yield Guessed(made, by)
     made.close()
+
+
+@pytest.fixture
+def runner(guessed: Guessed) -> ModelRunner:
+    return guessed.runner
 
 
 class Told:
@@ -139,3 +156,25 @@ def test_a_neighbour_ends_the_rounds_and_changes_nothing(runner: ModelRunner) ->
 def test_a_request_that_wants_none_has_none(runner: ModelRunner) -> None:
     asked = replace(request(4 * texts((9,))[0], 100), draft_limit=0)
     assert answers(runner, [asked])[0].proposed == 0
+
+
+def test_who_guesses_is_told(guessed: Guessed) -> None:
+    reasons = {one.name: one.why_not for one in guessed.runner.info.proposers}
+    if guessed.by == "lookup":
+        assert reasons == {"prompt_lookup": "", "draft_model": "draft-model names none"}
+    else:
+        assert reasons == {"prompt_lookup": "the draft model guesses in its place", "draft_model": ""}
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 30, 700])
+def test_a_draft_model_that_is_the_target_is_mostly_right(guessed: Guessed, tokens: int) -> None:
+    """After a prompt and after plain steps that it has not seen."""
+    if guessed.by != "the target itself":
+        return
+    asked = request((texts((tokens,))[0] * 4)[:tokens], 200)
+    for flips in (0, 7):
+        guessed.runner.set_optimization("speculation", True)
+        (found,) = answers(guessed.runner, [asked], flips)
+        assert len(found.ids) == 200
+        assert found.accepted > 0.9 * found.proposed > 0, (found.accepted, found.proposed, flips)
+    guessed.runner.set_optimization("speculation", True)
