@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from engine.errors import EngineUnavailable
 from engine.settings import LogLevel
@@ -133,8 +133,7 @@ class Start:
     prefill: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvents:
+class TokenEvents(NamedTuple):
     """What one step brought to one sequence. Several ids where a step makes several; none where it only finishes."""
 
     token_ids: tuple[int, ...]

@@ -195,10 +195,10 @@ class EngineClient:
                 self._switching.turned_back(what)
             case Profiled():
                 self._profiles.settle(report)
-            case Step(events=events, load=load):
+            case Step(events=events, load=load, keys=keys, ids=ids):
                 if load is not None:
                     self._load = load
-                self._streams.deliver(events)
+                self._streams.deliver(events, keys, ids)
 
     def _change(self, info: ModelInfo) -> str | None:
         """What this process has loaded otherwise than the front and the processes before it have."""

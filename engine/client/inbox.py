@@ -26,12 +26,18 @@ class Owner(Protocol):
     @property
     def send(self) -> Send: ...
 
+    def wake(self, inbox: Inbox) -> None:
+        """Soon."""
+
     def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""
 
 
+_ID = 44  # bytes that an unread id is taken to occupy
+
+
 def _size(event: Event) -> int:
-    """Bytes that an unread event is taken to occupy."""
+    """The same of an event."""
     size = 32 + 12 * len(event.token_ids)
     for scores in (event.logprobs, event.prompt_logprobs):
         if scores:
@@ -43,18 +49,19 @@ class Inbox:
     """What came for one request. `held` is what the reader was given last and is presumably still at."""
 
     __slots__ = (
+        "_called",
         "_cap",
         "_delay",
         "_due",
         "_error",
         "_events",
         "_held",
+        "_ids",
         "_paused",
         "_queued",
         "_scored",
         "_scores_come",
         "_timer",
-        "_tokens",
         "_waiter",
         "_want",
         "deaths",
@@ -73,7 +80,8 @@ class Inbox:
         self.owner = owner
         self.live = True  # the engine has it
         self._cap = cap  # bytes
-        self._events: list[Event] = []
+        self._ids: list[int] = []  # all that are unread
+        self._events: list[Event] = []  # that had more to say than one id
         self._error: EngineError | None = None
         self._queued = 0  # bytes
         self._held = 0  # bytes
@@ -83,13 +91,20 @@ class Inbox:
         self._scores_come = 0  # of those, from the process that has it now
         self._want = 1  # tokens that wake the reader
         self._delay = 0.0  # seconds after which fewer do
-        self._tokens = 0  # unread
         self._timer: asyncio.TimerHandle | None = None
         self._due = False  # the delay is over
+        self._called = False  # its reader will be woken
 
     def batch(self, tokens: int, delay: float) -> None:
         """See TokenStream.batch."""
         self._want, self._delay = (tokens, delay) if delay > 0 else (1, 0.0)
+
+    def put_id(self, token_id: int) -> None:
+        """From the engine: a token of which there is nothing else to say."""
+        self._ids.append(token_id)
+        self._queued += _ID
+        self.made += 1
+        self._came()
 
     def put(self, event: Event) -> None:
         """From the engine."""
@@ -98,17 +113,20 @@ class Inbox:
             return
         if event.prompt_logprobs:
             event = self._not_seen(event)
+        self._ids += event.token_ids
         self._events.append(event)
         self._queued += _size(event)
-        self._tokens += len(event.token_ids)
         self.made += len(event.token_ids)
         if event.finish is not None:
             self.live = False
-        elif self._queued + self._held > self._cap and not self._paused:
+        self._came()
+
+    def _came(self) -> None:
+        if self._queued + self._held > self._cap and not self._paused and self.live:
             self._paused = True
             self.owner.send(Pause(self.key))
         if self._ready:
-            self._wake()
+            self._call()
         elif self._timer is None:
             self._timer = self.owner.loop.call_later(self._delay, self._overdue)
 
@@ -128,10 +146,11 @@ class Inbox:
         self._stop_timer()
         self.live = False
         self._error = error
-        self._wake()
+        self._call()
 
     def drop(self, error: EngineError | None) -> None:
         """Nobody will read what came."""
+        self._ids.clear()
         self._events.clear()
         self.end(error)
 
@@ -142,7 +161,7 @@ class Inbox:
             self._paused = False
             if self.live:
                 self.owner.send(Resume(self.key))
-        while not (self._events and self._ready):
+        while not ((self._ids or self._events) and self._ready):
             if self._error is not None:
                 error, self._error = self._error, None
                 try:
@@ -153,21 +172,14 @@ class Inbox:
                 raise StopAsyncIteration
             await self._wait()
         self._stop_timer()
+        ids = tuple(self._ids)
+        self._ids.clear()
+        self._held, self._queued = self._queued, 0
+        if not self._events:
+            return TokenEvents(ids)
         events, self._events = self._events, []
-        self._held, self._queued, self._tokens = self._queued, 0, 0
-        if len(events) == 1:
-            one = events[0]
-            return TokenEvents(
-                one.token_ids,
-                one.logprobs,
-                one.finish,
-                one.start,
-                one.draft_proposed,
-                one.draft_accepted,
-                one.prompt_logprobs,
-            )
         return TokenEvents(
-            tuple(itertools.chain.from_iterable([event.token_ids for event in events])),
+            ids,
             tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
             events[-1].finish,
             next((event.start for event in events if event.start is not None), None),
@@ -179,12 +191,12 @@ class Inbox:
     @property
     def _ready(self) -> bool:
         """Whether what is there is worth waking the reader, who alone can end a pause."""
-        return self._tokens >= self._want or self._due or self._paused or not self.live
+        return len(self._ids) >= self._want or self._due or self._paused or not self.live
 
     def _overdue(self) -> None:
         self._timer = None
         self._due = True
-        self._wake()
+        self._call()
 
     def _stop_timer(self) -> None:
         self._due = False
@@ -201,7 +213,14 @@ class Inbox:
         finally:
             self._waiter = None
 
-    def _wake(self) -> None:
+    def _call(self) -> None:
+        if self._waiter is not None and not self._waiter.done() and not self._called:
+            self._called = True
+            self.owner.wake(self)
+
+    def wake(self) -> None:
+        """In the turn of the event loop that is its reader's."""
+        self._called = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from engine.api import Finish, FinishReason, GenerationRequest
 from engine.client.inbox import Inbox, Send, Stream, exception_of
@@ -17,6 +18,7 @@ from engine.ipc.frames import Cancel, Submit
 from engine.ipc.step_mark import MarkedStep
 
 _MOST_DEATHS = 3  # of processes that had it, after which a request is kept no more
+_WOKEN_A_TURN = 8  # readers
 _MOST_LEAVING = 1024  # cancelled requests that a step may yet be at: as many as there are slots
 
 
@@ -35,6 +37,8 @@ class Streams:
         self._leaving: dict[int, Inbox] = {}  # cancelled since the last step, which may yet be at them
         self._left: dict[int, Inbox] = {}  # and those before it
         self._suspects = Suspects()
+        self._woken = 0  # readers, in this turn of the event loop
+        self._to_wake = deque[Inbox]()  # in later ones
 
     def __len__(self) -> int:
         return len(self._inboxes) + len(self._kept)
@@ -51,11 +55,16 @@ class Streams:
         self._inboxes[inbox.key] = inbox
         return Stream(inbox)
 
-    def deliver(self, events: list[Event]) -> None:
-        """What a step brought. Events for streams that were cancelled meanwhile go nowhere."""
+    def deliver(self, events: list[Event], keys: Sequence[int] = (), ids: Sequence[int] = ()) -> None:
+        """What a step brought: ids alone to those with the keys, then events. What is for streams that were cancelled
+        meanwhile goes nowhere."""
         inboxes = self._inboxes
         if self._leaving or self._left:
             self._left, self._leaving = self._leaving, {}
+        for key, token_id in zip(keys, ids, strict=True):
+            inbox = inboxes.get(key)
+            if inbox is not None:
+                inbox.put_id(token_id)
         for event in events:
             inbox = inboxes.get(event.key)
             if inbox is not None:
@@ -64,6 +73,22 @@ class Streams:
                     del inboxes[event.key]
                     if event.finish is not None:
                         self._suspects.ended(inbox.request)
+
+    def wake(self, inbox: Inbox) -> None:
+        """Soon: a turn of the event loop wakes few readers, since each writes a message, and whatever else there is to
+        do, new calls above all, waits for those of one turn."""
+        if self._woken == _WOKEN_A_TURN:
+            self._to_wake.append(inbox)
+            return
+        if not self._woken:
+            self.loop.call_soon(self._next_turn)
+        self._woken += 1
+        inbox.wake()
+
+    def _next_turn(self) -> None:
+        self._woken = 0
+        for _ in range(min(len(self._to_wake), _WOKEN_A_TURN)):
+            self.wake(self._to_wake.popleft())
 
     def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""

@@ -107,10 +107,15 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """All that a step brought to all sequences; now and then how busy the engine is."""
+    """All that a step brought to all sequences; now and then how busy the engine is.
+
+    Nearly every sequence gets one id and nothing else: `ids[n]` for the one with `keys[n]`, before its `events`.
+    """
 
     events: list[Event]
     load: EngineLoad | None
+    keys: list[int] = []
+    ids: list[int] = []
 
 
 class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -156,8 +161,25 @@ def _as_path(kind: type, value: Any) -> Path:
     raise NotImplementedError(kind)
 
 
+_NOTHING_ELSE = Event(0, ())[2:]
 _encoder = msgspec.msgpack.Encoder(enc_hook=_as_text)
 _Message = TypeVar("_Message")
+
+
+def packed(events: list[Event], load: EngineLoad | None) -> Step:
+    """The frame of a step. Of events of one sequence the order is kept."""
+    keys: list[int] = []
+    ids: list[int] = []
+    others: list[Event] = []
+    with_others = set[int]()
+    for event in events:
+        if event[2:] == _NOTHING_ELSE and len(event[1]) == 1 and event[0] not in with_others:
+            keys.append(event[0])
+            ids.append(event[1][0])
+        else:
+            with_others.add(event[0])
+            others.append(event)
+    return Step(others, load, keys, ids)
 
 
 def encode(message: Command | Report) -> bytes:

@@ -24,11 +24,11 @@ from engine.ipc.frames import (
     Resume,
     SetLogLevel,
     StartProfile,
-    Step,
     Submit,
     Switch,
     Switched,
     TurnedBack,
+    packed,
 )
 from engine.ipc.link import Link
 from engine.kv.shared_tier import BlockTier
@@ -198,7 +198,7 @@ class Loop:
             else:
                 self._told_load, self._told_at = load, now
         if events or load is not None:
-            self._link.send(Step(events, load))
+            self._link.send(packed(events, load))
 
     def _load(self) -> EngineLoad:
         load = self._scheduler.load

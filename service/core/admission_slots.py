@@ -95,6 +95,11 @@ class AdmissionSlots:
         return len(self._queue)
 
     @property
+    def running(self) -> int:
+        """Those with a first token."""
+        return self._taken - len(self._queue)
+
+    @property
     def capacity(self) -> int:
         """Sequences that run at once."""
         return self._capacity()

@@ -3,7 +3,8 @@
 What a message looks like on the wire is the protocol's business: it gives an `Outlet`.
 
 A message costs a front several times what a token does. So who asked for no certain size gets each token at once while
-few are served, and all that has come by the time it is its turn while many are.
+few are served. While many are, a token waits for others of its stream, the longer the more streams there are, and a
+message holds all that has come by its turn.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from service.core.request import Delivery, Ending, PromptFacts, Request
 
 _UNBOUNDED = 1 << 62  # tokens
 MANY = 16  # live requests, up to which a message a token takes a small part of any engine's step
-_MOST = 1024  # tokens in a message that has no certain size
-_EACH_TOKEN = Delivery(1, 0.0)
+MOST = 1024  # tokens in a message that has no certain size
+_A_STREAM = 0.0001  # seconds: what a token waits for others of its stream, for each stream that runs
+_LONGEST = 0.05  # seconds, that it waits however many streams there are
 _MOST_SCORES = 4096  # tokens of the prompt in a message, and candidates for their places
 _WHOLE = Delivery(1024, 0.1)
 _WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
+
+
+def company(streams: int) -> float:
+    """Seconds that a token may wait for others of its stream while so many run: all together send no more than ten
+    thousand messages a second, of what size these may be."""
+    return 0.0 if streams <= MANY else min(_LONGEST, _A_STREAM * streams)
 
 
 class AnswerMessage(NamedTuple):
@@ -146,7 +154,7 @@ class Messages:
         `live`: how many requests there are."""
         # An answer that a stop string may end is read token by token, and waits here too.
         stops = request.stops.strings
-        self.batch = _EACH_TOKEN if stops else request.delivery
+        self.batch = Delivery(1, 0.0, request.delivery.elastic) if stops else request.delivery
         self._outlet = outlet
         self.limit = request.delivery.max_tokens
         self._elastic = request.delivery.elastic
@@ -164,7 +172,7 @@ class Messages:
 
     @property
     def room(self) -> int:
-        most = _MOST if self._elastic and self._live() > MANY else self.limit
+        most = MOST if self._elastic and self._live() > MANY else self.limit
         return most - self._count
 
     async def begin(self, prompt: PromptFacts) -> None:

@@ -21,6 +21,7 @@ from engine.api import (
 )
 from engine.errors import Aborted
 from service.core.admission_slots import AdmissionSlot
+from service.core.delivery import MOST, company
 from service.core.errors import Overloaded
 from service.core.request import Delivery
 from service.core.text import Detokenizer
@@ -51,6 +52,7 @@ class EngineAnswer:
         whole: Callable[[CachedCompletion], None] | None = None,
         charge: Charge = nobody,
         patience: Patience | None = None,
+        streams: Callable[[], int] | None = None,
     ) -> None:
         self.submitted_at: float | None = None
         self.start: Start | None = None
@@ -67,6 +69,7 @@ class EngineAnswer:
         self._whole = whole  # is given the answer when it is complete
         self._charge = charge
         self._patience = patience  # of its reader; None: those who read it have each their own
+        self._streams = streams  # that run; None: tokens do not wait for each other for that
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
         self._slot: AdmissionSlot | None = None
@@ -117,6 +120,9 @@ class EngineAnswer:
         if self._stream is None:
             self.begin()
             return BEGUN
+        if self._streams is not None and self._count:  # the first tokens wait for nobody
+            delay = company(self._streams())
+            self._stream.batch(MOST if delay else 1, delay)
         try:
             events = await self._stream.__anext__()
         except Aborted:
@@ -124,10 +130,7 @@ class EngineAnswer:
                 raise self._refusal from None
             raise
         if events.start is not None:
-            self.start = events.start
-            self._stop_timer()
-            if self._slot is not None:
-                self._slot.start()
+            self._started(events.start)
         part = self._part(events)
         self.prompt_logprobs = events.prompt_logprobs
         if events.logprobs:
@@ -143,6 +146,12 @@ class EngineAnswer:
             if self._whole is not None:
                 self._whole(self._completion())
         return part
+
+    def _started(self, start: Start) -> None:
+        self.start = start
+        self._stop_timer()
+        if self._slot is not None:
+            self._slot.start()
 
     def abort(self, reason: str) -> None:
         """The reader gets Aborted."""

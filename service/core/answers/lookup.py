@@ -205,6 +205,7 @@ class AnswerSources:
             learn if learns else None,
             charge,
             patience,
+            (lambda: self._slots.running) if batch.elastic else None,
         )
 
     def _patience(self, origin: Origin) -> Patience:
@@ -335,7 +336,7 @@ def _needs_cuts(found: Findings, hit: CachedCompletion, limit: int, marks: bool)
 
 
 def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:
-    return Delivery(min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay))
+    return Delivery(min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay), batch.elastic)
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 
 import pytest
@@ -301,3 +302,41 @@ async def test_a_batching_reader_hears_of_failures_and_of_pauses_at_once() -> No
     assert await reader == TokenEvents((2,))
     with pytest.raises(EngineFailed):
         await anext(stream)
+
+
+async def test_a_turn_of_the_event_loop_wakes_few_readers_so_that_other_work_waits_for_few() -> None:
+    desk, loop = Desk(), asyncio.get_running_loop()
+    streams = [desk.streams.open(plain_request((1,))) for _ in range(64)]
+    readers = [asyncio.create_task(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    before: list[int] = []  # readers that were served, at each turn that other work got
+
+    def other_work() -> None:
+        before.append(sum(reader.done() for reader in readers))
+        if before[-1] < len(readers):
+            loop.call_soon(other_work)
+
+    desk.streams.deliver([], range(1, 65), range(64))
+    loop.call_soon(other_work)
+    assert [events.token_ids for events in await asyncio.gather(*readers)] == [(one,) for one in range(64)]
+    await asyncio.sleep(0)
+    assert max(after - earlier for earlier, after in itertools.pairwise(before)) <= 8
+
+
+async def test_who_is_cancelled_before_its_turn_is_not_waited_for() -> None:
+    desk = Desk()
+    streams = [desk.streams.open(plain_request((1,))) for _ in range(32)]
+    readers = [asyncio.create_task(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    desk.streams.deliver([], range(1, 33), range(32))
+    readers[20].cancel()
+    streams[20].cancel()
+    streams[21].abort("late")
+    found = await asyncio.gather(*readers, return_exceptions=True)
+    assert isinstance(found[20], asyncio.CancelledError)
+    assert isinstance(found[21], Aborted)
+    assert [one for one in found if isinstance(one, TokenEvents)] == [
+        TokenEvents((n,)) for n in range(32) if n not in (20, 21)
+    ]
+    desk.streams.deliver([], [2], [7])
+    assert await anext(streams[1]) == TokenEvents((7,))

@@ -33,6 +33,7 @@ from engine.ipc.frames import (
     Switched,
     command_reader,
     encode,
+    packed,
     report_reader,
 )
 from engine.settings import EngineSettings, FakeSettings
@@ -131,6 +132,23 @@ def test_types_are_kept() -> None:
     (ready,) = report_reader().feed(encode(Ready(info)))
     assert isinstance(ready, Ready)
     assert type(ready.info) is ModelInfo
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([(), (5,), (6, 7)]), st.booleans())))
+def test_ids_alone_go_in_columns_and_each_sequence_keeps_its_order(
+    made: list[tuple[int, tuple[int, ...], bool]],
+) -> None:
+    began = Start(cached_tokens=0, queue=0.0, prefill=0.0)
+    told = [Event(key, ids, start=began if begins else None) for key, ids, begins in made]
+    step = packed(told, None)
+    back = [Event(key, (one,)) for key, one in zip(step.keys, step.ids, strict=True)] + step.events
+    for key in range(4):
+        assert [event for event in back if event.key == key] == [event for event in told if event.key == key]
+    (got,) = report_reader().feed(encode(step))
+    assert got == step
+    lone = [Event(key, (key,)) for key in range(300)]
+    assert packed(lone, None).events == []
+    assert len(encode(packed(lone, None))) < 6 * len(lone), "bytes"
 
 
 @settings(max_examples=200)

@@ -43,6 +43,10 @@ from engine.worker.switches import Switches
 PATIENCE = 60.0  # seconds after which a test that waits has failed
 
 
+def _all_of(step: Step) -> list[Event]:
+    return [Event(key, (one,)) for key, one in zip(step.keys, step.ids, strict=True)] + step.events
+
+
 class Front:
     """The other end of a running loop."""
 
@@ -82,9 +86,12 @@ class Front:
         return reports
 
     def events(self, key: int) -> list[Event]:
-        return [
-            event for report in self.seen if isinstance(report, Step) for event in report.events if event.key == key
-        ]
+        return [event for step in self.steps() for event in step if event.key == key]
+
+    def steps(self) -> list[list[Event]]:
+        """What each brought, of those that brought anything."""
+        told = [_all_of(report) for report in self.seen if isinstance(report, Step)]
+        return [step for step in told if step]
 
     def read_to_end(self, key: int) -> list[Event]:
         while not any(event.finish or event.failure for event in self.events(key)):
@@ -131,7 +138,7 @@ def test_the_last_event_of_all_brings_the_load_along(front: Front) -> None:
     for key in range(1, 4):
         front.send(Submit(key, plain_request((5,), max_tokens=1)))
         front.read_to_end(key)
-    steps = [report for report in front.seen if isinstance(report, Step) and report.events]
+    steps = [report for report in front.seen if isinstance(report, Step) and _all_of(report)]
     told = [None if step.load is None else (step.load.running, step.load.generated_tokens) for step in steps]
     assert told == [(0, 1), (0, 2), (0, 3)]
 
@@ -140,7 +147,7 @@ def test_one_frame_a_step_for_all() -> None:
     front = Front(step_time=0.005)
     front.send(Submit(1, plain_request((1,), 20)), Submit(2, plain_request((2,), 20)))
     front.read_to_end(1)
-    frames = [report.events for report in front.seen if isinstance(report, Step) and report.events]
+    frames = front.steps()
     assert [[event.key for event in events] for events in frames] == [[1, 2]] * 20
     front.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -15,6 +15,7 @@ from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlots
 from service.core.answers.engine_answer import EngineAnswer
 from service.core.answers.sources import SharedAnswer
+from service.core.delivery import MANY, MOST, company
 from service.core.request import Delivery
 from service.core.text import Detokenizer, Tokenizer
 from tests.service.scripted import Script, ScriptedEngine
@@ -27,7 +28,13 @@ END = AnswerEnding(reason="length", prompt_tokens=1, completion_tokens=3)
 class Made:
     """A generated answer over a script, and what became of it."""
 
-    def __init__(self, script: Script, stops: tuple[str, ...] = (), batch: Delivery | None = None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        stops: tuple[str, ...] = (),
+        batch: Delivery | None = None,
+        streams: Callable[[], int] | None = None,
+    ) -> None:
         self.engine = ScriptedEngine(script)
         self.slots = AdmissionSlots(LimitOptions(), lambda: 2)
         self.whole: list[CachedCompletion] = []
@@ -38,6 +45,7 @@ class Made:
             lambda: self.slots.take(Priority.NORMAL, 1, None),
             lambda: Detokenizer(Tokenizer.of_bytes(), stops),
             self.whole.append,
+            streams=streams,
         )
 
     async def parts(self) -> list[AnswerPart]:
@@ -86,6 +94,20 @@ async def test_what_breaks_off_is_whole_to_nobody() -> None:
         await made.parts()
     assert made.whole == []
     assert made.slots.taken == made.slots.waiting == 0
+
+
+async def test_the_first_tokens_wait_for_nobody_and_later_ones_for_company_while_many_run() -> None:
+    running = iter([MANY, MANY + 1, 256, 100_000, 3])
+    made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0, elastic=True), streams=lambda: next(running))
+    await made.parts()
+    first, *later = made.engine.stream.batched
+    assert first == (1, 0.0)
+    assert [delay for _, delay in later] == [company(n) for n in (MANY, MANY + 1, 256, 100_000, 3)]
+    assert [tokens for tokens, _ in later] == [1, MOST, MOST, MOST, 1]
+    assert 0 == company(1) == company(MANY) < company(MANY + 1) < company(256) < company(100_000) <= 0.05
+    made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0))
+    await made.parts()
+    assert made.engine.stream.batched == [(1, 0.0)], "who has set a size or a delay gets those"
 
 
 async def pieces(*parts: AnswerPart | Exception, pause: float = 0.0) -> AsyncIterator[AnswerPart]:
