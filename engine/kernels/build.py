@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
@@ -294,11 +295,18 @@ def open_library(capability: tuple[int, int], cache: Path | None = None, arch: s
     compile."""
     if capability < MINIMUM_CAPABILITY:
         raise BuildError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+    kept = kept_in(cache or default_cache(), None if cache else prebuilt_folder())
+    import torch
+
+    return KernelLibrary(arch or architecture(capability), kept, gpu_shape(torch.device("cuda")))
+
+
+def kept_in(folder: Path, prebuilt: Path | None = None) -> CubinCache:
+    """What NVRTC compiles. Raises BuildError where it is not here."""
     try:
+        # By one thread, before others compile: modules that two threads import at once are seen half made.
+        import_module("cuda.core")
         version = compiler_version()
     except ImportError as failure:
         raise BuildError(f"cuda.core and NVRTC are needed: {failure}") from failure
-    import torch
-
-    kept = CubinCache(cache or default_cache(), version, compile_with_nvrtc, None if cache else prebuilt_folder())
-    return KernelLibrary(arch or architecture(capability), kept, gpu_shape(torch.device("cuda")))
+    return CubinCache(folder, version, compile_with_nvrtc, prebuilt)
