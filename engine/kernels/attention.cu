@@ -53,31 +53,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     Quad k[kSpans][2];
     VTile v[kBlocks];
     auto load_keys = [&](int page) {
-        const u16* p = key_pool + ((u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage + g) * OP_HEAD_DIM + 8 * t;
+        const u16* p = key_pool + ((u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage + token_at(g)) * OP_HEAD_DIM + 8 * t;
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
             k[j][0] = load_shared_state(static_cast<const void*>(p + 32 * j));
-            k[j][1] = load_shared_state(static_cast<const void*>(p + 8 * OP_HEAD_DIM + 32 * j));
+            k[j][1] = load_shared_state(static_cast<const void*>(p + kLower * OP_HEAD_DIM + 32 * j));
         }
     };
     auto load_values = [&](int page) {
         const u16* p =
-            value_pool + ((u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage + 2 * t) * OP_HEAD_DIM + g * (kBlock / 8);
+            value_pool + (u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM + g * (kBlock / 8);
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) load_v(v[b], p + b * kBlock);
+        for (int b = 0; b < kBlocks; ++b) load_v(v[b], p + b * kBlock, t);
     };
     int page = first + warp;
     PageRing ring(places, sh.full[warp], warp);
-    auto copy_page = [&](int which, int slot) {
+    auto copy_page = [&](int which, int slot, int run) {
         const u64 at = (u64(load_shared_state(table + which)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM;
-        ring.copy(slot, key_pool + at, value_pool + at);
+        ring.copy(slot, key_pool + at, value_pool + at, run);
     };
     if constexpr (OP_SLOTS > 0) {
         ring.prepare(lane);
-        if (const int mine = page + lane * OP_WARPS; lane < OP_SLOTS && mine < end) copy_page(mine, lane);
-    } else if (page < end) {
-        load_keys(page), load_values(page);
+        static_assert(OP_SLOTS * PageRing::kRuns <= 32, "a lane asks for a run");
+        const int slot = lane / PageRing::kRuns, mine = page + (slot + OP_FIRST) * OP_WARPS;
+        if (slot < OP_SLOTS && mine < end) copy_page(mine, slot, lane % PageRing::kRuns);
     }
+    bool held = OP_SLOTS == 0 || OP_FIRST > 0;  // the page is in registers
+    if (held && page < end) load_keys(page), load_values(page);
     // The warp's next pages on their way into L2, one a lane.
     if (const int later = page + lane * OP_WARPS;
         OP_SLOTS == 0 && lane > 0 && lane <= OP_PAGES_AHEAD && later < end) {
@@ -124,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     Partial part;
     for (; page < end; page += OP_WARPS) {
         float s[4] = {}, s1[4] = {};
-        if constexpr (OP_SLOTS > 0) ring.keys(k, g, t);
+        if (OP_SLOTS > 0 && !held) ring.keys(k, g, t);
         sh.replace_keys(k, page, cached, pos, g, t);
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
@@ -136,21 +138,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         }
         const bool more = page + OP_WARPS < end;
         u32 read = 0;  // depends on all that this lane read of the page
-        if constexpr (OP_SLOTS > 0)
-            read = ring.values(v, g, t);
-        else if (more)
+        if constexpr (OP_SLOTS > 0) {
+            if (!held) read = ring.values(v, g, t);
+        } else if (more) {
             load_keys(page + OP_WARPS);
-        const int token = page * kPage + g;
+        }
+        const int token = page * kPage + token_at(g);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const int at = token + (c >= 2 ? 8 : 0);
+            const int at = token + (c >= 2 ? kLower : 0);
             s[c] = at >= oldest && at < pos ? (s[c] + s1[c]) * scale : minus_infinity();
         }
         sh.replace_values(v, page, cached, pos, g, t);
         if (page * kPage + kPage > pos) {  // slots past the context may hold anything, even NaN
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (page * kPage + 2 * t + (i & 1) + (i >= 2 ? 8 : 0) >= pos)
+                if (page * kPage + tile_token(t, i) >= pos)
 #pragma unroll
                     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -158,8 +161,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         }
         part.add(s, v);
         if constexpr (OP_SLOTS > 0) {
-            const int slot = ring.leave(read), next = page + OP_SLOTS * OP_WARPS;
-            if (lane == 0 && next < end) copy_page(next, slot);
+            if (!held) {
+                const int slot = ring.leave(read), next = page + OP_SLOTS * OP_WARPS;
+                if (lane < PageRing::kRuns && next < end) copy_page(next, slot, lane);
+            }
+            held = false;
         } else if (more) {
             load_values(page + OP_WARPS);
         }
@@ -214,13 +220,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
             *to = own.packed();
         } else if (OP_POLL && newest) {
             Merged all = {};
-            for (int i = 0; i < splits - 1; i += 4) {
-                Merged part[4];
+            for (int i = 0; i < splits - 1; i += OP_ASKED) {
+                Merged part[OP_ASKED];
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
+                for (int j = 0; j < OP_ASKED; ++j)
                     if (i + j < splits - 1) part[j].ask(split_out, split_sums, at + u64(i + j) * OP_Q_HEADS, d);
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
+                for (int j = 0; j < OP_ASKED; ++j)
                     if (i + j < splits - 1) {
                         while (!part[j].came(number)) part[j].ask(split_out, split_sums, at + u64(i + j) * OP_Q_HEADS, d);
                         all.add(part[j]);

@@ -18,29 +18,41 @@ constexpr int kRotated = ceil_div(kHalf, 32);
 static_assert(OP_HEAD_DIM % 32 == 0 && kHeads <= 8 && OP_Q_HEADS % OP_KV_HEADS == 0, "head layout");
 
 struct VTile {
-    u32 w[4][kPairs];  // tokens 2t, 2t+1, 2t+8, 2t+9
+    u32 w[4][kPairs];  // the tokens of tensor-core rows 2t, 2t+1, 2t+8, 2t+9
 };
 
-__device__ __forceinline__ void load_v(VTile& v, const u16* p) {
-    if constexpr (kPairs == 4) {
-        const u16* at[4] = {p, p + OP_HEAD_DIM, p + 8 * OP_HEAD_DIM, p + 9 * OP_HEAD_DIM};
+// Which token of a page a row of the tensor-core product holds. Any order serves; this one lets the lanes that read shared
+// memory together meet all its banks: a page comes in four runs of four tokens, kRunPad bytes apart, and such lanes read
+// rows of different runs.
+constexpr int kRunPad = OP_PADDED ? 32 : 0;
+constexpr int kPageRuns = OP_PADDED ? 4 : 1;
+constexpr int kLower = OP_PADDED ? 2 : 8;  // tokens from row r's to row r + 8's
+__device__ __forceinline__ int token_at(int row) {
+    const int pair = (row >> 1) & 3, odd = row & 1;
+    return OP_PADDED ? 4 * (pair ^ (2 * odd)) + odd + 2 * (row >> 3) : row;
+}
+__device__ __forceinline__ int tile_token(int t, int i) { return token_at(2 * t + (i & 1) + 4 * (i & 2)); }  // of a VTile
+
+// `p`: the page's first token.
+__device__ __forceinline__ void load_v(VTile& v, const u16* p, int t) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const Quad q = load_shared_state(static_cast<const void*>(at[i]));
+    for (int i = 0; i < 4; ++i) {
+        const u16* at = p + tile_token(t, i) * OP_HEAD_DIM;
+        if constexpr (kPairs == 4) {
+            const Quad q = load_shared_state(static_cast<const void*>(at));
 #pragma unroll
             for (int c = 0; c < 4; ++c) v.w[i][c] = q.r[c];
+        } else {
+            asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.w[i][0]), "=r"(v.w[i][1]) : "l"(at) : "memory");
         }
-    } else {
-        const u16* at[4] = {p, p + OP_HEAD_DIM, p + 8 * OP_HEAD_DIM, p + 9 * OP_HEAD_DIM};
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.w[i][0]), "=r"(v.w[i][1]) : "l"(at[i]) : "memory");
     }
 }
 
 // The places of one warp in shared memory, a page's keys and then its values each, filled by the copy engine in turn.
 struct PageRing {
-    static constexpr int kBytes = kPage * OP_HEAD_DIM * 2;  // of keys, and of values
+    static constexpr int kRunBytes = kPage / kPageRuns * OP_HEAD_DIM * 2;
+    static constexpr int kBytes = kPageRuns * (kRunBytes + kRunPad);  // of keys, and of values
+    static constexpr int kRuns = 2 * kPageRuns;                       // of a page
     static constexpr int kSlots = OP_SLOTS > 0 ? OP_SLOTS : 1;
     u8* const here;
     u64* const full;
@@ -55,17 +67,22 @@ struct PageRing {
         if (lane < kSlots) publish_barriers();
         __syncwarp();
     }
-    // By one lane.
-    __device__ __forceinline__ void copy(int to, const u16* keys, const u16* values) {
-        expect_bytes(full[to], 2 * kBytes);
-        copy_run(full[to], here + to * 2 * kBytes, keys, kBytes);
-        copy_run(full[to], here + to * 2 * kBytes + kBytes, values, kBytes);
+    // Run `run` of a page, by a lane each.
+    __device__ __forceinline__ void copy(int to, const u16* keys, const u16* values, int run) {
+        if (run == 0) expect_bytes(full[to], kRuns * kRunBytes);
+        const int part = run % kPageRuns;
+        const u16* from = (run < kPageRuns ? keys : values) + part * (kRunBytes / 2);
+        copy_run(full[to], here + to * 2 * kBytes + run * (kRunBytes + kRunPad), from, kRunBytes);
+    }
+    // Bytes from a place's beginning to a token's keys.
+    __device__ static __forceinline__ int token_bytes(int token) {
+        return token * OP_HEAD_DIM * 2 + token / (kPage / kPageRuns) * kRunPad;
     }
     __device__ __forceinline__ Quad quad(int at) const {
         Quad q;
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(q.r[0]), "=r"(q.r[1]), "=r"(q.r[2]), "=r"(q.r[3])
-                     : "r"(shared_address(here) + slot * 2 * kBytes + at * 2)
+                     : "r"(shared_address(here) + slot * 2 * kBytes + at)
                      : "memory");
         return q;
     }
@@ -75,17 +92,16 @@ struct PageRing {
 #pragma unroll
         for (int j = 0; j < kSpans; ++j)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) k[j][i] = quad((g + 8 * i) * OP_HEAD_DIM + 8 * t + 32 * j);
+            for (int i = 0; i < 2; ++i) k[j][i] = quad(token_bytes(token_at(g + 8 * i)) + (8 * t + 32 * j) * 2);
     }
     // Returns what depends on all of them.
     __device__ __forceinline__ u32 values(VTile (&v)[kBlocks], int g, int t) const {
         u32 all = 0;
-        constexpr int kToken[4] = {0, 1, 8, 9};
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int at = kPage * OP_HEAD_DIM + (2 * t + kToken[i]) * OP_HEAD_DIM + g * (kBlock / 8) + b * kBlock;
+                const int at = kBytes + token_bytes(tile_token(t, i)) + (g * (kBlock / 8) + b * kBlock) * 2;
                 if constexpr (kPairs == 4) {
                     const Quad q = quad(at);
 #pragma unroll
@@ -93,7 +109,7 @@ struct PageRing {
                 } else {
                     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
                                  : "=r"(v[b].w[i][0]), "=r"(v[b].w[i][1])
-                                 : "r"(shared_address(here) + slot * 2 * kBytes + at * 2)
+                                 : "r"(shared_address(here) + slot * 2 * kBytes + at)
                                  : "memory");
                 }
                 all ^= v[b].w[i][0];
@@ -221,16 +237,35 @@ struct Merged {
     __device__ static __forceinline__ void put(u64* to, float v, u32 number) {
         asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64(number) << 32) | __float_as_uint(v)) : "memory");
     }
+    // Two words side by side; each has its own number, so it does not matter whether they are read at once.
+    __device__ static __forceinline__ void put(u64* to, float v, float w, u32 number) {
+        const u64 high = u64(number) << 32;
+        asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1,%2};" ::"l"(to), "l"(high | __float_as_uint(v)),
+                     "l"(high | __float_as_uint(w))
+                     : "memory");
+    }
+    __device__ static __forceinline__ void get(u64& v, u64& w, const u64* from) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(v), "=l"(w) : "l"(from) : "memory");
+    }
     __device__ static __forceinline__ u64 get(const u64* from) {
         u64 v;
         asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
         return v;
     }
     __device__ __forceinline__ void leave(u64* outs, u64* sums, u64 head, int d, u32 number) const {
+        if constexpr (OP_ASKED > 4) {
+            put(outs + head * OP_HEAD_DIM + d, x, y, number);
+            if (d == 0) put(sums + head * 2, best, sum, number);
+            return;
+        }
         put(outs + head * OP_HEAD_DIM + d, x, number), put(outs + head * OP_HEAD_DIM + d + 1, y, number);
         if (d == 0) put(sums + head * 2, best, number), put(sums + head * 2 + 1, sum, number);
     }
     __device__ __forceinline__ void ask(const u64* outs, const u64* sums, u64 head, int d) {
+        if constexpr (OP_ASKED > 4) {
+            get(words[0], words[1], sums + head * 2), get(words[2], words[3], outs + head * OP_HEAD_DIM + d);
+            return;
+        }
         words[0] = get(sums + head * 2), words[1] = get(sums + head * 2 + 1);
         words[2] = get(outs + head * OP_HEAD_DIM + d), words[3] = get(outs + head * OP_HEAD_DIM + d + 1);
     }

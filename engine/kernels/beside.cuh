@@ -36,7 +36,7 @@ struct Beside {
         if (page * kPage + kPage <= first) return;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (const int at = page * kPage + g + 8 * i; holds(at, first, pos))
+            if (const int at = page * kPage + token_at(g + 8 * i); holds(at, first, pos))
 #pragma unroll
                 for (int j = 0; j < kSpans; ++j)
                     k[j][i] = *reinterpret_cast<const Quad*>(&keys[at - first][32 * j + 8 * t]);
@@ -45,7 +45,7 @@ struct Beside {
         if (page * kPage + kPage <= first) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (const int at = page * kPage + 2 * t + (i & 1) + (i >= 2 ? 8 : 0); holds(at, first, pos))
+            if (const int at = page * kPage + tile_token(t, i); holds(at, first, pos))
 #pragma unroll
                 for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
