@@ -6,6 +6,7 @@ same token. Its keys and values lie in a pool of its own under the numbers of th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -161,12 +162,17 @@ class DraftModel:
         sampled = None if len(last) == len(token_ids) else torch.tensor(last, dtype=torch.int64, device=device)
         return self.model.forward(StepInput(packed[0], packed[1], packed[2], attention, sampled), self.pool)
 
-    def rehearse(self) -> None:
-        """Does once what `compute` does: first times take milliseconds. Overwrites the first pages."""
-        for count in (1, min(_CHUNK, self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])):
-            places = list(range(count))
+    def rehearse(self) -> float:
+        """Does what `compute` does, since first times take milliseconds; seconds of a few tokens. Overwrites the first
+        pages."""
+        most = min(_CHUNK, self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])
+        seconds = 0.0
+        for count in (most, 1, min(16, most), min(16, most)):
+            began, places = time.perf_counter(), list(range(count))
             spans = [RowSpan(0, count, 0, list(range(-(-count // PAGE_SIZE))))]
-            self._forward([0] * count, places, places, spans, places[-1:])
+            self._forward([0] * count, places, places, spans, places[-1:]).sum().item()  # waits
+            seconds = time.perf_counter() - began
+        return seconds
 
     def _rehearse(self, rows: int) -> None:
         """A step of so many rows of nobody."""

@@ -41,9 +41,9 @@ class PaidDepths:
     """How long drafts are: as `control` finds that they pay, where the host's proposer has something to say. The device
     guesses for itself, a round or two further on."""
 
-    def __init__(self, costs: Costs, proposer: Proposer | None = None) -> None:
-        """`costs` of a round, its draft included."""
-        self._control = Control(costs)
+    def __init__(self, costs: Costs, proposer: Proposer | None = None, taking_up: float = 0.0) -> None:
+        """`costs` of a round, its draft included; `taking_up`: seconds, once each time that rounds begin."""
+        self._control = Control(costs, taking_up)
         self._proposer = proposer or PromptLookup()
 
     def most(self, sequence: SequenceState) -> int:
@@ -111,12 +111,11 @@ class CapturedSpeculation:
     def warmup(self, progress: Progress) -> None:
         """Compiles, captures, and measures what a round costs."""
         with torch.inference_mode():
-            if self._proposer is not None:
-                self._proposer.rehearse()
+            taking_up = 0.0 if self._proposer is None else self._proposer.rehearse()
             self._device.warmup(progress)
             costs = self._known or Costs({group: self._device.seconds(group) for group in GROUPS})
-        depths = PaidDepths(costs, self._proposer)
-        # What is not fed in rounds, a draft model does not see: it has nothing of rounds without a draft.
+        depths = PaidDepths(costs, self._proposer, taking_up)
+        # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
         patience = PATIENCE if self._proposer is None else 0
         self._single = SingleRow(self._pipeline, self._sequences, depths, patience)
         self._apply()

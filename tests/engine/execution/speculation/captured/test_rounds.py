@@ -17,7 +17,7 @@ from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD as STEPS_AHEAD
 from engine.execution.graph_decode.pipeline import DecodePipeline, RowState, can_sample
 from engine.execution.speculation.captured.rounds import AHEAD, GROUPS, MORE, PARKED, RoundPipeline, RoundTold
-from engine.execution.speculation.captured.single import SingleRow, group_of
+from engine.execution.speculation.captured.single import PATIENCE, SingleRow, group_of
 from engine.kernels.reference import verified
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.scheduler import Limits
@@ -190,7 +190,7 @@ class RoundsLife(Life):
             max_tokens_per_row=max(AHEAD * LAID, 2 * STEPS_AHEAD),
         )
         self.pipeline = RoundPipeline(self.device, sequences, limits.max_context)
-        self.single = SingleRow(self.pipeline, sequences, self.whims)
+        self.single = SingleRow(self.pipeline, sequences, self.whims, random.Random(seed).choice((0, PATIENCE)))
         super().__init__(seed, SlowRunner(steps, [self.single, Steps(steps, sequences)], sequences), limits)
 
 
