@@ -4,7 +4,7 @@ of Python's lock meanwhile."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -27,8 +27,10 @@ class _Held:
 
     matcher: LLMatcher
     stops: tuple[int, ...]
+    forcing: bool  # whether what has no choice is appended without a step
     making: Future[None] | None = None  # of `mask`
     mask: bytearray = field(default_factory=bytearray)  # of the next token
+    ahead: dict[tuple[int, ...], bytearray] = field(default_factory=dict)  # of the one behind a draft that begins so
 
 
 class Constraints:
@@ -57,13 +59,26 @@ class Constraints:
         """Whether that sequence has a constraint."""
         return key in self._held
 
-    def mask(self, key: int) -> bytearray:
-        """One bit for each token that may come next, from the lowest bit of the first byte on. Waits for it."""
+    def mask(self, key: int, assumed: Sequence[int] = ()) -> bytearray:
+        """One bit for each token that may come next, from the lowest bit of the first byte on; `assumed`: next but for
+        these. None may where these may not come, or end it. Waits for it."""
         held = self._held[key]
         self._make([held])
         if held.making is not None:
             held.making.result()
-        return held.mask
+        if not assumed:
+            return held.mask
+        before = tuple(assumed)
+        if before not in held.ahead:
+            held.ahead[before] = self._mask_behind(held, before)
+        return held.ahead[before]
+
+    def expect(self, key: int, draft: Sequence[int]) -> None:
+        """Lets the masks be made that a draft is verified with."""
+        held = self._held.get(key)
+        if held is not None and draft:
+            self._make([held])
+            held.making = self._pool().submit(self._make_ahead, held, tuple(draft), held.making)
 
     def stuck(self, key: int) -> RowResult:
         """Of a sequence for which no token is left: it ends, well where its grammar may end here."""
@@ -122,7 +137,8 @@ class Constraints:
         said = admitted.token_ids[admitted.prompt_length :]
         if said:
             matcher.consume_tokens(list(said))
-        return _Held(matcher, admitted.stopping.stop_token_ids)
+        forcing = admitted.logprobs is None  # a log-probability is computed in a step
+        return _Held(matcher, admitted.stopping.stop_token_ids, forcing)
 
     def _make(self, wanted: list[_Held]) -> None:
         """Begins to make their masks: a wake-up of a thread may cost more than a mask, so there is one a thread."""
@@ -137,6 +153,29 @@ class Constraints:
     def _make_now(self, part: list[_Held]) -> None:
         for held in part:
             held.mask = self._mask(held)
+
+    def _make_ahead(self, held: _Held, draft: tuple[int, ...], before: Future[None] | None) -> None:
+        if before is not None:
+            before.result()  # it began earlier, so there is a thread for it
+        for size in range(1, len(draft) + 1):
+            if draft[:size] in held.ahead:  # by who drafted within the grammar
+                continue
+            held.ahead[draft[:size]] = self._mask_behind(held, draft[:size])
+
+    def _mask_behind(self, held: _Held, draft: tuple[int, ...]) -> bytearray:
+        """Where a token is forced, the library's mask has no other: what would be appended is what is chosen."""
+        matcher, consumed, none = held.matcher, 0, bytearray(len(held.mask))
+        try:
+            for token in draft:
+                if token in held.stops or not matcher.try_consume_tokens([token]):
+                    return none
+                consumed += 1
+                if matcher.is_stopped():
+                    return none
+            return self._mask(held)
+        finally:
+            if consumed:
+                matcher.rollback(consumed)
 
     def _mask(self, held: _Held) -> bytearray:
         """Stop tokens are allowed where the grammar may end, and nowhere else."""
@@ -157,12 +196,13 @@ class Constraints:
         if held.making is not None:
             held.making.result()  # from here on nobody else is at the matcher
             held.making = None
+        held.ahead.clear()
         if ids[-1] in held.stops:  # it ends here, whatever the grammar thinks of this token
             return brought
         if not matcher.consume_tokens(list(ids)):
             return RowResult((), end=RowEnd.STUCK)
         forced: list[int] = []
-        if not brought.logprobs and not matcher.is_stopped():  # a log-probability is computed in a step
+        if held.forcing and not matcher.is_stopped():
             forced = matcher.compute_ff_tokens()[:MOST_FORCED]
             forced = list(itertools.takewhile(lambda token: token not in held.stops, forced))
         if forced:
@@ -170,7 +210,8 @@ class Constraints:
         end = RowEnd.COMPLETE if matcher.is_stopped() and not matcher.is_error() else None
         if not forced and end is None:
             return brought
-        return RowResult((*ids, *forced), brought.logprobs, forced=len(forced), end=end)
+        proposed, accepted = brought.draft_proposed, brought.draft_accepted
+        return RowResult((*ids, *forced), brought.logprobs, proposed, accepted, len(forced), end)
 
 
 def _barred(mask: bytearray, tokens: Iterable[int]) -> bytearray:

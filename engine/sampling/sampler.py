@@ -171,12 +171,12 @@ class Sampler:
             rows, ids = (self._integers([pair[index] for pair in barred]) for index in range(2))
             logits.index_put_((rows, ids), torch.tensor(NEVER, device=self._device))
         if batch.constrained:
-            self._bar(logits, batch)
+            self._bar(logits, batch, assumed)
         return logits
 
-    def _bar(self, logits: torch.Tensor, batch: BatchParams) -> None:
+    def _bar(self, logits: torch.Tensor, batch: BatchParams, assumed: Rows[Tokens]) -> None:
         """Leaves of constrained rows what their masks allow; ids beyond a mask have no text."""
-        masks = [self._constraints.mask(batch.sequences[row].key) for row in batch.constrained]
+        masks = [self._constraints.mask(batch.sequences[row].key, assumed[row]) for row in batch.constrained]
         packed = torch.frombuffer(bytearray().join(masks), dtype=torch.uint8).to(self._device).view(len(masks), -1)
         barred = (packed.unsqueeze(2) >> self._bits & 1 == 0).view(len(masks), -1)[:, : self._vocab]
         rows = self._integers(list(batch.constrained))

@@ -17,7 +17,7 @@ def admission_of(sequence: Sequence) -> Admitted:
         sampling=request.sampling,
         stopping=request.stopping,
         logprobs=request.logprobs,
-        draft_limit=request.draft_limit if request.constraint is None else 0,  # what is forced needs no guess
+        draft_limit=request.draft_limit,
         constraint=request.constraint,
         prompt_logprobs=request.prompt_logprobs,
     )

@@ -180,7 +180,7 @@ def _assemble(
     model = Transformer(config, weights, rope_table(config.rope, room.max_context, device), placement)
     pool = KvCache(shape, room.pages, placement.activations, heads_outside=device.type == "cpu")
     sampler = Sampler(config.vocab_size, sequences, device, constraints)
-    draft = None if drafting is None else drafting.make(room, sequences)
+    draft = None if drafting is None else drafting.make(room, sequences, constraints)
     context = room.max_context
     parts = Parts(model, pool, sampler, sequences, context, constraints=constraints, plain=plain, draft=draft, gpu=gpu)
     return Prepared(parts, room, loaded.digest, loaded.weight_format)

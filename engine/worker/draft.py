@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.constraints.constraints import Constraints
 from engine.errors import Unsupported
 from engine.execution.speculation.draft_model import DraftModel
 from engine.kv.kv_cache import KvCache, KvShape
@@ -58,14 +59,14 @@ class Drafting:
         """What it keeps for each page of its target."""
         return self._shape.page_bytes(self.placement.activations.dtype)
 
-    def make(self, room: Room, slots: int) -> DraftModel:
+    def make(self, room: Room, slots: int, constraints: Constraints) -> DraftModel:
         """With as many pages, tokens of context and slots as its target."""
         config, device = self.read.config, self.placement.device
         model = Transformer(
             config, self.loaded.weights, rope_table(config.rope, room.max_context, device), self.placement
         )
         pool = KvCache(self._shape, room.pages, self.placement.activations, heads_outside=device.type == "cpu")
-        return DraftModel(model, pool, Sampler(config.vocab_size, slots, device))
+        return DraftModel(model, pool, Sampler(config.vocab_size, slots, device, constraints))
 
     @property
     def _shape(self) -> KvShape:

@@ -90,7 +90,7 @@ def draft_of(prepared: Prepared) -> DraftModel:
     parts = prepared.parts
     placement = parts.model.placement
     pool = KvCache(parts.pool.shape, parts.pool.pages, placement.activations, heads_outside=True)
-    sampler = Sampler(parts.model.config.vocab_size, parts.max_sequences, placement.device)
+    sampler = Sampler(parts.model.config.vocab_size, parts.max_sequences, placement.device, parts.constraints)
     return DraftModel(parts.model, pool, sampler)
 
 

@@ -12,7 +12,7 @@ from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_decode import weights
 from engine.execution.graph_decode.pipeline import MOST_STOPS
 from engine.execution.step_state import Parts, Unfit
-from engine.kernels.build import BuildError, open_library
+from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState
@@ -34,7 +34,7 @@ class Constrained:
     def __init__(self, parts: Parts) -> None:
         with torch.inference_mode():
             try:
-                library = open_library(torch.cuda.get_device_capability(parts.model.placement.device))
+                library = parts.gpu.open(parts.model.placement.device)
                 read, self._why_one_pass = weights.shared(parts)
                 self._steps = HalvedSteps(library, read, parts.max_context, parts.max_sequences)
             except BuildError as failure:

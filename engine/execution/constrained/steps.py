@@ -22,7 +22,7 @@ from engine.execution.graph_decode.pipeline import RowState, bucket
 from engine.execution.patience import Patience
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
-from engine.kernels.build import KernelLibrary
+from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.sampling import Sampling
 from engine.kernels.step import (
@@ -62,7 +62,7 @@ class Halves:
 class HalvedSteps:
     """All batch buckets. Calls go to torch's current stream."""
 
-    def __init__(self, library: KernelLibrary, weights: StepWeights, max_context: int, most_rows: int) -> None:
+    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, most_rows: int) -> None:
         self._library = library
         self._weights = weights
         self._pages = -(-max_context // PAGE_SIZE)

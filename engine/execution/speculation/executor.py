@@ -73,6 +73,8 @@ class Speculation:
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One id for each row that samples, or several."""
         drafts = self._propose()
+        for key, draft in drafts.items():
+            self._parts.constraints.expect(key, draft)
         ordered = sorted(rows, key=lambda row: row.count > 1)  # rows of one token first, as attention wants them
         logits = self._eager.logits(ordered, drafts)
         if logits is None:

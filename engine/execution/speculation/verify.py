@@ -27,7 +27,7 @@ def most_draftable(sequence: SequenceState, max_context: int) -> int:
 def accept(sequence: SequenceState, draft: Draft, chosen: Items[RowResult]) -> RowResult:
     """`chosen` is what follows the sequence, the sequence and the draft's first token, and so on. Behind a token that
     ends the sequence, and where there is none, nothing counts."""
-    if not draft:
+    if not draft or not chosen[0].token_ids:
         return chosen[0]
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []

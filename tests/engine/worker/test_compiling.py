@@ -10,7 +10,6 @@ from engine.api import Constraint
 from engine.constraints.constraints import Constraints
 from engine.execution.batched.executor import can_choose
 from engine.execution.graph_decode.pipeline import can_sample
-from engine.execution.graph_prefill.first_token import can_draw
 from engine.fake import plain_request
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
@@ -89,11 +88,8 @@ def test_a_vocabulary_that_is_not_there_fails_each_who_asks(scheduler: Scheduler
     constraints.close()
 
 
-def test_no_kernel_chooses_for_a_constrained_row() -> None:
-    """And nothing is guessed for it."""
-    admitted = admission_of(asked(1))
-    state = begin(admitted)
+def test_no_step_is_launched_ahead_for_a_constrained_row() -> None:
+    """Its mask must come first."""
+    state = begin(admission_of(asked(1)))
     assert not (can_choose(state))
     assert not (can_sample(state))
-    assert not (can_draw(state))
-    assert admitted.draft_limit == 0
