@@ -26,9 +26,9 @@ def workload(name: str, prompt: int, tokens: int) -> Work:
     return [(prompt, tokens)] * int(name[1:])
 
 
-def append(path: Path, records: list[dict[str, object]]) -> None:
-    """Adds to the list in a file, in place of what it has of the same device, model, path, workload and revision."""
+def append(path: Path, records: list[dict[str, object]], names: tuple[str, ...] = NAMES) -> None:
+    """Adds to the list in a file, in place of what it has of the same names."""
     held = json.loads(path.read_text()) if path.exists() else []
-    fresh = {tuple(one[name] for name in NAMES) for one in records}
-    kept = [one for one in held if tuple(one[name] for name in NAMES) not in fresh]
+    fresh = {tuple(one[name] for name in names) for one in records}
+    kept = [one for one in held if tuple(one.get(name) for name in names) not in fresh]
     path.write_text("[\n" + ",\n".join(json.dumps(one) for one in [*kept, *records]) + "\n]\n")

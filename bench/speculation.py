@@ -1,0 +1,326 @@
+"""What speculation brings: tokens a second with and without, in turns, in one process, by proposer and prompts.
+
+    python -m bench.speculation --model models/demo --draft-model models/demo-draft
+
+Three parts. `texts`: sets of prompts of real text (`bench.texts`), one stream, drafts as long as the engine finds that
+they pay. `depths`: drafts of k tokens always, beside what acceptance and the cost table foretell. `streams`: several
+that copy at once, and one that does beside seven that ask for no drafts. Greedy. On one thread of a CPU the clock is
+that thread's own, which others on the machine do not disturb. Answers are compared, id for id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from tokenizers import Tokenizer
+
+from bench import texts
+from bench.about import device, revision
+from bench.driven import asked, planner
+from bench.pace import quantile
+from bench.workloads import append
+from engine.execution.eager import Eager
+from engine.execution.registry import EXECUTORS, Executor
+from engine.execution.runner import ModelRunner
+from engine.execution.speculation.captured.executor import CapturedSpeculation
+from engine.execution.speculation.costs import Clock, Costs, clock_of, measure
+from engine.execution.speculation.executor import Speculation
+from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
+from engine.execution.step_state import Parts
+from engine.kv.page_pool import PagePool
+from engine.settings import Device, EngineSettings
+from engine.worker.build import make_runner, prepare
+
+FREE = Costs({1: 1.0, 512: 1.0})  # so that drafts are always as long as a request allows
+NAMES = ("device", "model", "proposer", "k", "prompts", "streams", "revision")  # of a record
+PARTS = ("texts", "depths", "streams")
+PROPOSERS = ("prompt_lookup", "draft_model", "both")
+OTHERS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One stream of a run."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+    drafts: int | None = None  # the most a round
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Some streams at once, measured from when all have begun until the first ends."""
+
+    tokens: int
+    seconds: float
+    rounds: tuple[tuple[int, int], ...]  # of one stream: how many of a step, and tokens proposed
+    proposed: int
+    accepted: int
+    ids: tuple[tuple[int, ...], ...]
+    gaps: tuple[tuple[float, ...], ...]  # seconds between a stream's tokens
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Arm:
+    """A runner with its proposers, whose speculation is switched."""
+
+    def __init__(self, name: str, runner: ModelRunner, clock: Clock, parts: Parts) -> None:
+        self.name = name
+        self.runner = runner
+        self.parts = parts
+        self._clock = clock
+
+    def run(self, on: bool, asks: Sequence[Ask]) -> Run:
+        """All to their ends."""
+        self.runner.set_optimization("speculation", on)
+        scheduler = planner(self.runner, PagePool(self.runner.info.total_pages), 2048)
+        for key, ask in enumerate(asks):
+            made = asked(key, ask.prompt, ask.tokens)
+            made.request = replace(made.request, draft_limit=ask.drafts)
+            scheduler.admit(made)
+        ids: dict[int, list[int]] = {key: [] for key in range(len(asks))}
+        gaps: dict[int, list[float]] = {key: [] for key in range(len(asks))}
+        last: dict[int, float] = {}
+        rounds: list[tuple[int, int]] = []
+        began, ended, tokens, proposed, accepted = 0.0, 0.0, 0, 0, 0
+        while (plan := scheduler.plan(0.0)) is not None:
+            result = self.runner.run(plan)
+            now = self._clock()
+            counted = len(last) == len(asks) and not ended
+            for event in scheduler.commit(plan, result, 0.0):
+                count = len(event.token_ids)
+                if event.failure is not None:
+                    raise RuntimeError(str(event.failure))
+                if counted and count:
+                    gaps[event.key] += [(now - last[event.key]) / count] * count
+                    tokens += count
+                if count:
+                    last[event.key] = now
+                ids[event.key] += event.token_ids
+                if event.finish is not None and not ended:
+                    ended = now
+            if counted:
+                rows = result.rows.values()
+                proposed += sum(row.draft_proposed for row in rows)
+                accepted += sum(row.draft_accepted for row in rows)
+                rounds += [(len(row.token_ids) - row.draft_accepted, row.draft_proposed) for row in rows]
+            elif not began and len(last) == len(asks):
+                began = now
+        return Run(
+            tokens,
+            ended - began,
+            tuple(rounds),
+            proposed,
+            accepted,
+            tuple(tuple(each) for each in ids.values()),
+            tuple(tuple(each) for each in gaps.values()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A draft's tokens a second and those without one; over runs in turns."""
+
+    on: tuple[Run, ...]
+    off: tuple[Run, ...]
+    turns: int
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """All tokens over the median turn's seconds."""
+        return self._rate(self.on), self._rate(self.off)
+
+    def _rate(self, runs: tuple[Run, ...]) -> float:
+        each = len(runs) // self.turns
+        of_turns = [runs[at : at + each] for at in range(0, len(runs), each)]
+        return statistics.median(
+            sum(one.tokens for one in turn) / sum(one.seconds for one in turn) for turn in of_turns
+        )
+
+    @property
+    def acceptance(self) -> float:
+        """A drafted token."""
+        return sum(one.accepted for one in self.on) / max(1, sum(one.proposed for one in self.on))
+
+    @property
+    def same(self) -> bool:
+        """Whether every answer was the same."""
+        return all(on.ids == off.ids for on, off in zip(self.on, self.off, strict=True))
+
+
+def beside(arm: Arm, cases: Sequence[Sequence[Ask]], seconds: float) -> Beside:
+    """Each case with and without, in turns, while there is time; at least once."""
+    for on in (True, False):
+        arm.run(on, cases[0])  # warm
+    began, turns = time.monotonic(), 0
+    runs: dict[bool, list[Run]] = {True: [], False: []}
+    while not turns or time.monotonic() - began < seconds * turns / (turns + 1):
+        for at, case in enumerate(cases):
+            for on in (True, False) if (at + turns) % 2 else (False, True):
+                runs[on].append(arm.run(on, case))
+        turns += 1
+    return Beside(tuple(runs[True]), tuple(runs[False]), turns)
+
+
+def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
+    """The model with this proposer. `forced`: drafts are always as long as a request allows."""
+    drafts = given.draft_model if name != "prompt_lookup" else ""
+    settings = EngineSettings(
+        model=given.model, device=given.device, draft_model=drafts, max_sequences=8, threads=given.threads
+    )
+    prepared = prepare(settings, lambda *_: None)
+    known = FREE if forced else None
+
+    def eager(parts: Parts) -> Executor:
+        lookup: tuple[Proposer, ...] = (PromptLookup(),) if name != "draft_model" else ()
+        return Speculation(parts, lookup if parts.draft is None else (*lookup, parts.draft), known)
+
+    makes: dict[str, Callable[[Parts], Executor]] = {
+        "speculation": eager,
+        "captured_speculation": lambda parts: CapturedSpeculation(parts, known),
+    }
+    registry = tuple(replace(one, make=makes.get(one.name, one.make)) for one in EXECUTORS)
+    runner = make_runner(settings, prepared, lambda *_: None, registry)
+    return Arm(name, runner, clock_of(prepared.parts.model.placement.device), prepared.parts)
+
+
+def of_texts(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """A record a set of prompts."""
+    for name in given.sets:
+        cases = [[Ask(one, given.tokens)] for one in texts.prompts(name, tokenizer, given.prompts)]
+        yield record(arm, beside(arm, cases, given.seconds), name, 1)
+
+
+def of_streams(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Two and four that copy; then one beside seven that ask for no drafts."""
+    copying = texts.prompts("edit", tokenizer, 4)
+    for count in (2, 4):
+        case = [Ask(one, given.tokens) for one in copying[:count]]
+        yield record(arm, beside(arm, [case], given.seconds), "edit", count)
+    others = texts.prompts("code", tokenizer, OTHERS)
+    case = [Ask(copying[0], 2 * given.tokens), *(Ask(one, given.tokens, 0) for one in others)]
+    found = beside(arm, [case], given.seconds)
+    p95 = [
+        max(quantile(list(gaps), 0.95) for run in runs[:1] for gaps in run.gaps[1:]) for runs in (found.on, found.off)
+    ]
+    worst = max(
+        statistics.median(quantile(list(run.gaps[at]), 0.95) for run in found.on)
+        / statistics.median(quantile(list(run.gaps[at]), 0.95) for run in found.off)
+        for at in range(1, OTHERS + 1)
+    )
+    told = {"others_tpot_p95_us": [round(each * 1e6, 1) for each in p95], "worst_tpot_p95_ratio": round(worst, 3)}
+    yield record(arm, found, "edit beside seven of code", 1 + OTHERS) | told
+
+
+def record(arm: Arm, found: Beside, prompts: str, streams: int, k: int | None = None) -> dict[str, Any]:
+    """As kept in bench/results. `k` null: as the engine finds."""
+    on, off = found.rates
+    return {
+        "proposer": arm.name,
+        "k": k,
+        "acceptance": round(found.acceptance, 3),
+        "tokens_per_second": round(on, 1),
+        "baseline_tokens_per_second": round(off, 1),
+        "ratio": round(on / off, 3),
+        "prompts": prompts,
+        "streams": streams,
+        "drafted_per_token": round(sum(one.proposed for one in found.on) / sum(one.tokens for one in found.on), 3),
+        "turns": found.turns,
+        "same": found.same,
+    }
+
+
+def told(one: dict[str, Any]) -> str:
+    """A line of the table."""
+    extra = {
+        name: one[name] for name in ("predicted_ratio", "others_tpot_p95_us", "worst_tpot_p95_ratio") if name in one
+    }
+    return (
+        f"{one['proposer']:>14} k {one['k'] or '-'} {one['prompts']:>26} x{one['streams']} "
+        f"{one['tokens_per_second']:9.1f} beside {one['baseline_tokens_per_second']:9.1f} tok/s = {one['ratio']:5.3f}"
+        f"  accepted {one['acceptance']:5.3f} drafted a token {one['drafted_per_token']:5.3f}"
+        f"  {'same' if one['same'] else 'DIFFERENT'} {one['turns']} turns {extra or ''}"
+    )
+
+
+def of_depths(given: argparse.Namespace, name: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Drafts of k tokens always, and what the cost table foretells of the rounds that came of it."""
+    arm = made_of(given, name, forced=True)
+    eager = Eager(arm.parts)
+    clock = clock_of(arm.parts.model.placement.device)
+    with torch.inference_mode():
+        costs = measure(eager.rehearse, 1 + MOST_DRAFTED, clock)
+    prompts = texts.prompts("edit", tokenizer, 2) + texts.prompts("code", tokenizer, 2)
+    for k in range(1, 1 + MOST_DRAFTED):
+        found = beside(arm, [[Ask(one, given.tokens, k)] for one in prompts], given.seconds)
+        drafting = next((one for one in (arm.parts.draft,) if one is not None and name == "draft_model"), None)
+        seconds = sum(
+            count * (costs.seconds(1 + drafted) + (drafting.seconds(1, drafted) if drafting and drafted else 0.0))
+            for one in found.on
+            for count, drafted in one.rounds
+        )
+        foretold = sum(one.tokens for one in found.on) * costs.seconds(1) / seconds
+        yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}
+
+
+def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All that was asked for."""
+    tokenizer = Tokenizer.from_file(str(Path(given.model, "tokenizer.json")))
+    for name in given.proposers:
+        arm = made_of(given, name)
+        if "texts" in given.parts:
+            yield from of_texts(arm, given, tokenizer)
+        if "streams" in given.parts and name == "prompt_lookup":
+            yield from of_streams(arm, given, tokenizer)
+        arm.runner.close()
+        if "depths" in given.parts:
+            yield from of_depths(given, name, tokenizer)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="models/demo", help="a folder with a tokenizer that the texts suit")
+    parser.add_argument("--draft-model", default="models/demo-draft")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--proposers", nargs="+", choices=PROPOSERS, default=list(PROPOSERS))
+    parser.add_argument("--sets", nargs="+", choices=texts.SETS, default=list(texts.SETS))
+    parser.add_argument("--prompts", type=int, default=4, help="of a set, at most")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a line of the table; once through at least")
+    parser.add_argument("--append", type=Path, help="a JSON list that gets a record a line")
+    parser.add_argument("--revision", help="the commit, where git is not")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    given = arguments(argv)
+    about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
+    records = []
+    for one in measured(given):
+        print(told(one), flush=True)
+        records.append(about | one)
+    print(json.dumps(records))
+    if given.append is not None:
+        append(given.append, records, NAMES)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
