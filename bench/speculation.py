@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from tokenizers import Tokenizer
 
 from bench import texts
@@ -28,11 +28,10 @@ from bench.about import device, revision
 from bench.driven import asked, planner
 from bench.pace import quantile
 from bench.workloads import append
-from engine.execution.eager import Eager
 from engine.execution.registry import EXECUTORS, Executor
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation.captured.executor import CapturedSpeculation
-from engine.execution.speculation.costs import Clock, Costs, clock_of, measure
+from engine.execution.speculation.costs import Clock, Costs, clock_of
 from engine.execution.speculation.executor import Speculation
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
@@ -77,10 +76,11 @@ class Run:
 class Arm:
     """A runner with its proposers, whose speculation is switched."""
 
-    def __init__(self, name: str, runner: ModelRunner, clock: Clock, parts: Parts) -> None:
+    def __init__(self, name: str, runner: ModelRunner, clock: Clock, parts: Parts, costs: Costs) -> None:
         self.name = name
         self.runner = runner
         self.parts = parts
+        self.costs = costs
         self._clock = clock
 
     def run(self, on: bool, asks: Sequence[Ask]) -> Run:
@@ -192,9 +192,18 @@ def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
         "speculation": eager,
         "captured_speculation": lambda parts: CapturedSpeculation(parts, known),
     }
-    registry = tuple(replace(one, make=makes.get(one.name, one.make)) for one in EXECUTORS)
+    made: list[Executor] = []
+
+    def noted(make: Callable[[Parts], Executor], parts: Parts) -> Executor:
+        made.append(make(parts))
+        return made[-1]
+
+    registry = tuple(
+        replace(one, make=partial(noted, makes[one.name])) if one.name in makes else one for one in EXECUTORS
+    )
     runner = make_runner(settings, prepared, lambda *_: None, registry)
-    return Arm(name, runner, clock_of(prepared.parts.model.placement.device), prepared.parts)
+    costs = next((one.costs for one in made if isinstance(one, (Speculation, CapturedSpeculation)) and one.costs), FREE)
+    return Arm(name, runner, clock_of(prepared.parts.model.placement.device), prepared.parts, costs)
 
 
 def of_texts(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -256,23 +265,24 @@ def told(one: dict[str, Any]) -> str:
     )
 
 
-def of_depths(given: argparse.Namespace, name: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Drafts of k tokens always, and what the cost table foretells of the rounds that came of it."""
-    arm = made_of(given, name, forced=True)
-    eager = Eager(arm.parts)
-    clock = clock_of(arm.parts.model.placement.device)
-    with torch.inference_mode():
-        costs = measure(eager.rehearse, 1 + MOST_DRAFTED, clock)
     prompts = texts.prompts("edit", tokenizer, 2) + texts.prompts("code", tokenizer, 2)
-    for k in range(1, 1 + MOST_DRAFTED):
+    on_gpu = arm.parts.model.placement.device.type == "cuda"
+    draft = (
+        None if on_gpu or arm.name == "prompt_lookup" else arm.parts.draft
+    )  # a GPU's rounds are measured with theirs
+
+    def seconds(rounds: int, drafted: int, k: int) -> float:
+        if not drafted:
+            return rounds * costs.seconds(1)
+        asked = k if on_gpu else drafted
+        return rounds * (costs.seconds(1 + asked) + (0.0 if draft is None else draft.seconds(1, asked)))
+
+    for k in (1, 3, 7) if on_gpu else range(1, 1 + MOST_DRAFTED):
         found = beside(arm, [[Ask(one, given.tokens, k)] for one in prompts], given.seconds)
-        drafting = next((one for one in (arm.parts.draft,) if one is not None and name == "draft_model"), None)
-        seconds = sum(
-            count * (costs.seconds(1 + drafted) + (drafting.seconds(1, drafted) if drafting and drafted else 0.0))
-            for one in found.on
-            for count, drafted in one.rounds
-        )
-        foretold = sum(one.tokens for one in found.on) * costs.seconds(1) / seconds
+        needed = sum(seconds(count, drafted, k) for one in found.on for count, drafted in one.rounds)
+        foretold = sum(one.tokens for one in found.on) * costs.seconds(1) / needed
         yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}
 
 
@@ -287,7 +297,9 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield from of_streams(arm, given, tokenizer)
         arm.runner.close()
         if "depths" in given.parts:
-            yield from of_depths(given, name, tokenizer)
+            forced = made_of(given, name, forced=True)
+            yield from of_depths(given, forced, arm.costs, tokenizer)
+            forced.runner.close()
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -43,7 +43,7 @@ class Speculation:
         self._parts = parts
         self._eager = Eager(parts)
         self._proposers = _proposers(parts) if proposers is None else proposers
-        self._known = known
+        self.costs = known  # of steps; None until they are measured
         self._control: Control | None = None
         self._drafted: tuple[tuple[Candidate, int], ...] = ()  # of the step that was claimed last
         self._enabled = True
@@ -57,8 +57,8 @@ class Speculation:
         with torch.inference_mode():
             for proposer in self._proposers:
                 proposer.measure()
-            known = self._known or self._measured()
-        self._control = Control(known)
+            self.costs = self.costs or self._measured()
+        self._control = Control(self.costs)
 
     def _measured(self) -> Costs:
         clock = costs.clock_of(self._parts.model.placement.device)

@@ -93,7 +93,7 @@ class CapturedSpeculation:
 
     def __init__(self, parts: Parts, known: Costs | None = None) -> None:
         """`known` instead of what would be measured."""
-        self._known = known
+        self.costs = known  # of rounds, their drafts included; None until they are measured
         with torch.inference_mode():
             try:
                 read, self._why_one_pass = weights.shared(parts)
@@ -113,8 +113,8 @@ class CapturedSpeculation:
         with torch.inference_mode():
             taking_up = 0.0 if self._proposer is None else self._proposer.rehearse()
             self._device.warmup(progress)
-            costs = self._known or Costs({group: self._device.seconds(group) for group in GROUPS})
-        depths = PaidDepths(costs, self._proposer, taking_up)
+            self.costs = self.costs or Costs({group: self._device.seconds(group) for group in GROUPS})
+        depths = PaidDepths(self.costs, self._proposer, taking_up)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
         patience = PATIENCE if self._proposer is None else 0
         self._single = SingleRow(self._pipeline, self._sequences, depths, patience)
