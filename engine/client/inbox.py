@@ -64,6 +64,7 @@ class Inbox:
         "_timer",
         "_waiter",
         "_want",
+        "begun",
         "deaths",
         "key",
         "live",
@@ -79,6 +80,7 @@ class Inbox:
         self.deaths = 0  # of processes that had it and that it may have to do with
         self.owner = owner
         self.live = True  # the engine has it
+        self.begun = False  # something was read of it
         self._cap = cap  # bytes
         self._ids: list[int] = []  # all that are unread
         self._events: list[Event] = []  # that had more to say than one id
@@ -172,6 +174,7 @@ class Inbox:
                 raise StopAsyncIteration
             await self._wait()
         self._stop_timer()
+        self.begun = True
         ids = tuple(self._ids)
         self._ids.clear()
         self._held, self._queued = self._queued, 0

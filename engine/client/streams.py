@@ -39,6 +39,7 @@ class Streams:
         self._suspects = Suspects()
         self._woken = 0  # readers, in this turn of the event loop
         self._to_wake = deque[Inbox]()  # in later ones
+        self._to_begin = deque[Inbox]()  # before those: nothing was read of them yet
 
     def __len__(self) -> int:
         return len(self._inboxes) + len(self._kept)
@@ -78,7 +79,7 @@ class Streams:
         """Soon: a turn of the event loop wakes few readers, since each writes a message, and whatever else there is to
         do, new calls above all, waits for those of one turn."""
         if self._woken == _WOKEN_A_TURN:
-            self._to_wake.append(inbox)
+            (self._to_wake if inbox.begun else self._to_begin).append(inbox)
             return
         if not self._woken:
             self.loop.call_soon(self._next_turn)
@@ -87,8 +88,8 @@ class Streams:
 
     def _next_turn(self) -> None:
         self._woken = 0
-        for _ in range(min(len(self._to_wake), _WOKEN_A_TURN)):
-            self.wake(self._to_wake.popleft())
+        for _ in range(min(len(self._to_begin) + len(self._to_wake), _WOKEN_A_TURN)):
+            self.wake((self._to_begin or self._to_wake).popleft())
 
     def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""

@@ -340,3 +340,22 @@ async def test_who_is_cancelled_before_its_turn_is_not_waited_for() -> None:
     ]
     desk.streams.deliver([], [2], [7])
     assert await anext(streams[1]) == TokenEvents((7,))
+
+
+async def test_who_waits_for_a_first_token_is_woken_before_those_who_had_one() -> None:
+    desk = Desk()
+    streams = [desk.streams.open(plain_request((1,))) for _ in range(64)]
+    desk.streams.deliver([], range(1, 61), [0] * 60)
+    for stream in streams[:60]:
+        await anext(stream)
+    order: list[int] = []
+
+    async def read(number: int) -> None:
+        await anext(streams[number])
+        order.append(number)
+
+    readers = [asyncio.create_task(read(number)) for number in range(64)]
+    await asyncio.sleep(0)
+    desk.streams.deliver([], range(1, 65), [1] * 64)
+    await asyncio.gather(*readers)
+    assert order == [*range(8), *range(60, 64), *range(8, 60)], "a turn's worth, then the new ones"
