@@ -57,8 +57,13 @@ RUN /build/venv/bin/pip --python /opt/whippet/venv/bin/python install --no-cache
     /build/wheels/*.whl
 COPY requirements/embedder.txt /build/requirements/
 RUN /build/venv/bin/pip --python /build/maker/bin/python install --no-cache-dir --only-binary :all: \
-    --require-hashes --no-deps --requirement /build/requirements/embedder.txt \
- && /build/maker/bin/python -m service.cli prebuild --into /opt/whippet/prebuilt --embedder
+    --require-hashes --no-deps --requirement /build/requirements/embedder.txt
+# A model's config says which kernels its server asks for; the GPUs of these architectures need not be here.
+ARG KERNELS_FOR=models/demo-awq
+ARG KERNELS_ARCH=sm_80,sm_86,sm_89,sm_90,sm_100
+COPY ${KERNELS_FOR}/*.json /build/model/
+RUN /build/maker/bin/python -m service.cli prebuild --into /opt/whippet/prebuilt --embedder \
+    --model /build/model --arch "${KERNELS_ARCH}"
 
 # What is in them, as CycloneDX: docker build --target sbom-cpu --output FOLDER …
 FROM built-cpu AS billed-cpu

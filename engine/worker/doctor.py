@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -24,17 +24,15 @@ from engine.execution.speculation.captured.executor import NO_DRAFT
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import make_room
-from engine.linear import Placement, load_dense
-from engine.linear.quantized import loader_of
-from engine.loading.dummy import DummyLinears
+from engine.linear import Placement
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import check, weights_digest
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
-from engine.model.weights import load_weights
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, Quantization
 from engine.worker import hardware
+from engine.worker.shapes import shape_weights
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_model, of_texts
 from quant.checkpoint.formats import FORMATS
@@ -222,32 +220,9 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 
-class _Shapes:
-    """A checkpoint of shapes alone: its tensors take no memory."""
-
-    def __init__(self, expected: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._expected = expected
-        self._dtype = dtype
-
-    def names(self) -> Collection[str]:
-        return self._expected.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._expected[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._dtype
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return torch.empty(self._expected[name], dtype=self._dtype, device="meta")
-
-
 def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
     """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
-    nowhere = Placement(placement.dtype, torch.device("meta"))
-    spec = form.in_memory
-    read = load_dense if spec is None else loader_of(DummyLinears(spec, 0, nowhere.device))
-    weights = load_weights(config, _Shapes(dense_tensors(config), placement.dtype), read, nowhere)
+    weights = shape_weights(config, form, placement.dtype)
     model = Transformer(config, weights, rope_table(config.rope, 1, placement.device), placement)
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     pool = KvCache(shape, 1, placement.activations, heads_outside=placement.device.type == "cpu")

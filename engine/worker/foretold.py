@@ -8,7 +8,7 @@ foretold is compiled when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.loading.formats import Format
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
-from engine.settings import CUDA_SEQUENCES, EngineSettings
+from engine.settings import CUDA_SEQUENCES, PAGE_SIZE, EngineSettings
 from engine.worker.shapes import fewer_layers, shape_weights
 from quant.checkpoint.config import ModelConfig
 
@@ -58,6 +58,11 @@ def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
                 except (BuildError, Unfit, ValueError):  # as when it is made: then it does not serve
                     continue
     return wanted.sources
+
+
+def foretell_any(settings: EngineSettings, what: Foretelling) -> set[Source]:
+    """Whatever `max-context` and `max-sequences` will be: short contexts have ways of their own through attention."""
+    return foretell(settings, what) | foretell(replace(settings, max_context=PAGE_SIZE), what)
 
 
 def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) -> Iterator[Parts]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.dockerfile import Image, image, instructions, kept, stages
+from engine.kernels.gpu import gpus_of
+from scripts.dockerfile import Image, expand, image, instructions, kept, stages
 from service.config.leaves import leaves
 from service.config.settings import Settings
 from service.config.sources import load
@@ -44,8 +45,9 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Pod:
 
 
 def copied(name: str) -> list[tuple[list[str], str]]:
-    """(sources, target) of what a stage takes from this tree."""
-    found = [one.rest.split() for one in STAGES[name].instructions if one.word == "COPY"]
+    """(sources, target) of what a stage takes from this tree, as its arguments are unless they are given."""
+    known = dict(one.rest.split("=") for one in STAGES[name].instructions if one.word == "ARG" and "=" in one.rest)
+    found = [expand(one.rest, known).split() for one in STAGES[name].instructions if one.word == "COPY"]
     return [(words[:-1], words[-1]) for words in found if not words[0].startswith("--from=")]
 
 
@@ -108,6 +110,14 @@ def test_everything_is_installed_by_hash_and_built_ahead(name: str) -> None:
     assert "service.cli prebuild --into /opt/whippet/prebuilt --embedder" in steps[-1]
 
 
+def test_an_image_for_gpus_has_the_kernels_of_a_model() -> None:
+    (*_, last) = [one.rest for one in STAGES["built-cuda"].instructions if one.word == "RUN"]
+    assert '--model /build/model --arch "${KERNELS_ARCH}"' in last
+    given = dict(one.rest.split("=") for one in STAGES["built-cuda"].instructions if one.word == "ARG")
+    assert (ROOT / given["KERNELS_FOR"] / "config.json").exists()
+    assert {gpu.shared for arch in given["KERNELS_ARCH"].split(",") for _, gpu in gpus_of(arch)}
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_shipped_comes_from_no_stage_with_a_compiler(name: str) -> None:
     shipped = STAGES[name]
@@ -127,7 +137,7 @@ def test_all_that_is_copied_reaches_the_build() -> None:
     for name in STAGES:
         for sources, _ in copied(name):
             for source in sources:
-                assert any(Path(one).is_relative_to(source) for one in sent), source
+                assert any(Path(one).is_relative_to(source) or Path(one).match(source) for one in sent), source
     assert not [one for one in sent if one.startswith(("tests/", "docs/", ".", "bench/soaking"))]
 
 

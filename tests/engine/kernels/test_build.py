@@ -198,6 +198,18 @@ def test_who_is_no_longer_waited_for_is_compiled_when_it_is_asked_for(tmp_path: 
         goes_on.set()
 
 
+def test_side_by_side_or_one_by_one_gives_the_same_code_and_names_what_fails(tmp_path: Path) -> None:
+    good: list[Source] = [("accept", (("OP_GROUP", group), ("OP_LAID", 8))) for group in (1, 2, 4, 8)]
+    bad: Source = ("accept", (("OP_LAID", 8),))
+    library = KernelLibrary("sm_90a", build.kept_in(tmp_path), GPU)
+    library.compile_ahead([*good, bad])
+    for name, defines in good:
+        alone = build.compile_with_nvrtc(source_text(f"{name}.cu"), f"{name}.cu", dict(defines), "sm_90a")
+        assert library.code((name, defines)) == alone
+    with pytest.raises(BuildError, match=r"accept\.cu for sm_90a: (.|\n)*OP_GROUP"):
+        library.code(bad)
+
+
 def test_cards_that_are_too_old() -> None:
     with pytest.raises(BuildError, match=r"7\.5 is below 8\.0"):
         build.open_library((7, 5))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +16,20 @@ import torch
 from engine.execution import capture
 from engine.execution.registry import EXECUTORS
 from engine.execution.step_state import GpuKernels, Parts
-from engine.kernels.build import Source, WantedKernels
+from engine.kernels import build
+from engine.kernels.build import BuildError, CubinCache, KernelLibrary, Source, WantedKernels
 from engine.kernels.gpu import GpuShape, gpu_of
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.linear import Placement
 from engine.linear.plain_copies import plain_copies
 from engine.loading.formats import read_folder
+from engine.loading.load import Loading, load
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.settings import EngineSettings
-from engine.worker.foretold import Foretelling, foretell
-from engine.worker.shapes import shape_weights
+from engine.worker import prebuild
+from engine.worker.foretold import Foretelling, foretell, foretell_any
+from engine.worker.shapes import fewer_layers, shape_weights
 
 MODELS = Path(__file__).resolve().parents[3] / "bench" / "models"
 H100 = gpu_of((9, 0), 132, 227 << 10)
@@ -93,10 +99,100 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
 )
 def test_all_that_is_asked_for_is_foretold(tmp_path: Path, model: str, gpu: GpuShape, sequences: int) -> None:
     settings = EngineSettings(
-        model=str(folder_of(tmp_path, model, 4)), max_sequences=sequences, max_context=4096, kv_bytes=1 << 34
+        model=str(folder_of(tmp_path, model, 3)), max_sequences=sequences, max_context=4096, kv_bytes=1 << 34
     )
     config, form = read_folder(tmp_path, "auto")
     told = foretell(settings, Foretelling(config, form, gpu))
     with_copies, without = started(settings, gpu, True), started(settings, gpu, False)
     assert told == with_copies | without
     assert len(told) > 20
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("mistral-7b-awq", H100), ("qwen3-0.6b", A10)])
+def test_what_is_built_ahead_serves_any_context_and_any_number_of_sequences(
+    tmp_path: Path, model: str, gpu: GpuShape
+) -> None:
+    folder = folder_of(tmp_path, model, 2)
+    config, form = read_folder(folder, "auto")
+
+    def told(context: int | None, sequences: int | None, free: int) -> set[Source]:
+        settings = EngineSettings(model=str(folder), max_context=context, max_sequences=sequences)
+        return foretell(settings, Foretelling(config, form, gpu, free))
+
+    every = foretell_any(EngineSettings(model=str(folder)), Foretelling(config, form, gpu))
+    for context in (16, 40, 256, 1024, 2049, None):
+        for sequences in (1, 8, 512):
+            assert told(context, sequences, 80 << 30) <= every
+    assert foretell(EngineSettings(model=str(folder), decoder="eager"), Foretelling(config, form, gpu)) == set()
+
+
+def compile_nothing(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+    return f"{name} {sorted(defines.items())} {arch}".encode()
+
+
+def test_a_folder_built_ahead_answers_all_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    model = folder_of(tmp_path / "model", "qwen3-0.6b", 3)
+    monkeypatch.setattr(build, "compile_with_nvrtc", compile_nothing)
+    monkeypatch.setattr(prebuild, "build_ahead", lambda folder: ())
+    assert prebuild.main([f"--into={tmp_path / 'ahead'}", f"--model={model}", "--arch=sm_80,sm_90"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" for ")[1].split(",")[0] for line in said] == [
+        "sm_80 with 108 multiprocessors",
+        "sm_80 with 56 multiprocessors",
+        "sm_90 with 132 multiprocessors",
+        "sm_90 with 114 multiprocessors",
+        "sm_90 with 78 multiprocessors",
+    ]
+
+    def refuse(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        raise AssertionError(f"{name} is not there")
+
+    cache = CubinCache(tmp_path / "here", build.compiler_version(), refuse, tmp_path / "ahead")
+    library = KernelLibrary("sm_90a", cache, H100)
+    config, form = read_folder(model, "auto")
+    for name, defines in foretell(EngineSettings(model=str(model)), Foretelling(config, form, H100)):
+        assert library.code((name, defines)) == compile_nothing("", f"{name}.cu", dict(defines), "sm_90a")
+    assert not (tmp_path / "here").exists()
+
+
+def test_one_that_does_not_compile_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
+        if name == "head.cu":
+            raise BuildError(f"{name} for {arch}: error")
+        return b"code"
+
+    monkeypatch.setattr(build, "compile_with_nvrtc", fail)
+    monkeypatch.setattr(prebuild, "build_ahead", lambda folder: ())
+    model = folder_of(tmp_path, "qwen3-0.6b", 1)
+    assert prebuild.main([f"--into={tmp_path / 'ahead'}", f"--model={model}", "--arch=sm_89"]) == 1
+    assert capsys.readouterr().err == "whippet: head.cu for sm_89: error\n"
+    assert prebuild.main([f"--into={tmp_path / 'ahead'}", f"--model={model}", "--arch=sm_70"]) == 1
+    assert "architecture 'sm_70': one of sm_80" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "mistral-7b-awq"])
+def test_shapes_are_those_that_loading_comes_to(tmp_path: Path, model: str) -> None:
+    folder = folder_of(tmp_path, model, 2)
+    config, form = read_folder(folder, "auto")
+    what = Loading(config, form, Placement(torch.bfloat16, torch.device("meta")))
+    loaded = load(EngineSettings(model=str(folder), load_format="dummy"), folder, what, lambda *told: None).weights
+    assert shape_weights(config, form, torch.bfloat16).nbytes == loaded.nbytes
+
+
+def test_every_kind_of_layer_follows_every_kind_that_it_follows(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "qwen3-0.6b", 9)
+    config, form = read_folder(folder, "auto")
+    windows = (None, None, 64, 64, 64, None, None, 64, None)
+    config = replace(config, windows=windows)
+    fewer, weights = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
+    assert set(pairwise(fewer.windows)) == set(pairwise(windows))
+    assert fewer.windows[-1] == windows[-1]
+    assert fewer.layers == len(weights.layers) < len(windows)
+    config = replace(config, windows=(None,) * 28)
+    alike, _ = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
+    assert alike.layers == 2
