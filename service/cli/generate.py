@@ -34,6 +34,7 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 BROKEN_PIPE = 141
+MOST_ANSWERS = 16  # that a server gives; it refuses more
 _SAMPLING = (  # flags that are fields of SamplingOptions
     "temperature",
     "top_p",
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="whippet generate",
         description="Asks a server and streams its answer to stdout. Without a prompt, on a terminal: a conversation, "
         "through the model's chat template.",
-        epilog="Exit code: 0 for a complete answer; 2: wrong usage; 64 + gRPC code: refused or failed; 130: ctrl-C.",
+        epilog="Exit code: 0 where all is answered; 2: wrong usage; 64 + gRPC code: refused or failed; 130: ctrl-C.",
         allow_abbrev=False,
     )
     parser.add_argument("prompt", nargs="?", help="what to ask; - reads it from stdin, as does none in a pipe")
@@ -87,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", metavar="NAME", help="default: the model that is served")
     _add_sampling(parser)
     constraint.add_flags(parser)
+    parser.add_argument(
+        "--n", type=int, metavar="N", help="so many answers, one after the other; drawn with --seed, --seed + 1, …"
+    )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--json", action="store_true", help="print one JSON object once the answer is complete")
     Server.add_flags(parser)
@@ -156,6 +160,7 @@ def _request(flags: argparse.Namespace) -> pb.GenerateStreamRequest:
                 ignore_eos=flags.ignore_eos,
             ),
             constraint=constraint.constraint_of(flags),
+            n=flags.n,
         )
         if flags.template_argument:
             request.chat.template_arguments.update(dict(flags.template_argument))
@@ -169,6 +174,8 @@ def _converses(flags: argparse.Namespace) -> bool:
         return False
     if flags.json or not sys.stdout.isatty():
         raise UsageError("no prompt: give one, or pipe it in; a conversation is for a terminal, without --json")
+    if flags.n is not None:
+        raise UsageError("--n needs a prompt: a conversation goes on from one answer")
     return True
 
 
@@ -194,7 +201,7 @@ def _piped() -> str:
 def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamRequest, flags: argparse.Namespace) -> int:
     stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
     call = stub.GenerateStream(request, timeout=flags.timeout, metadata=server.metadata)
-    out = Output(live=not flags.json)
+    out = Output(live=not flags.json, answers=max(1, min(request.n, MOST_ANSWERS)))
     with cancelled_at_ctrl_c(call) as interrupted:
         try:
             for message in call:

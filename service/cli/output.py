@@ -1,4 +1,4 @@
-"""An answer on stdout: piece by piece as it comes, or as one JSON object."""
+"""Answers on stdout: piece by piece as they come, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -17,77 +17,29 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
 
 
-class Output:
-    """`live`: piece by piece. What the model thought is shown on a terminal alone, apart from the answer."""
+class Answer:
+    """One of the answers, as far as it has come."""
 
-    def __init__(self, live: bool) -> None:
+    def __init__(self) -> None:
         self.text = ""
         self.reasoning = ""
-        self._live = live
-        self._terminal = live and sys.stdout.isatty()
-        self._dims = self._terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
-        self._last = "\n"  # character on the terminal
-        self._thinking = False
+        self.finish: pb.Finish | None = None
         self._calls: dict[int, pb.ToolCall] = {}
-        self._info = pb.PromptInfo()
-        self._finish: pb.Finish | None = None
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
 
     def take(self, message: pb.GenerateStreamResponse) -> None:
-        if message.HasField("prompt_info"):
-            self._info = message.prompt_info
-        if message.HasField("finish"):
-            self._finish = message.finish
         self.reasoning += message.reasoning
         self.text += message.text
+        if message.HasField("finish"):
+            self.finish = message.finish
         for delta in message.tool_calls:
             call = self._calls.setdefault(delta.index, pb.ToolCall(id=delta.id, name=delta.name))
             call.arguments += delta.arguments
-        if self._terminal and message.reasoning:
-            self._think(True)
-            self._write(message.reasoning)
-        if self._live and message.text:
-            self._think(False)
-            self._write(message.text)
 
-    def close(self) -> None:
-        """The answer is complete."""
-        self._think(False)
-        if not self._live:
-            sys.stdout.write(json.dumps(self._object(), ensure_ascii=False))
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-
-    def end_line(self) -> None:
-        """Lets the next output on the terminal begin on a new line."""
-        self._think(False)
-        if self._last != "\n":
-            self._write("\n")
-
-    def _think(self, begins: bool) -> None:
-        """Where the model's thoughts begin or end."""
-        if begins == self._thinking:
-            return
-        self._thinking = begins
-        if self._dims:
-            sys.stdout.write(_DIM if begins else _PLAIN)
-        if not begins:
-            self._write("\n" if self._last == "\n" else "\n\n")
-
-    def _write(self, text: str) -> None:
-        shown = text.translate(_HARMLESS) if self._terminal else text
-        sys.stdout.write(shown)
-        sys.stdout.flush()
-        self._last = shown[-1]
-
-    def _object(self) -> dict[str, Any]:
-        finish = self._finish or pb.Finish()
+    def object(self) -> dict[str, Any]:
+        finish = self.finish or pb.Finish()
         stop = finish.WhichOneof("matched_stop")
         usage, timings = finish.usage, finish.timings
         return {
-            "request_id": self._info.request_id,
-            "model": self._info.model,
             "text": self.text,
             "reasoning": self.reasoning,
             "tool_calls": [
@@ -107,6 +59,102 @@ class Output:
                 if field.name != "logit_bias"
             },
         }
+
+
+class Output:
+    """`live`: piece by piece; of several answers the first that is not whole, and the others behind it. What the model
+    thought is shown on a terminal alone, apart from the answer."""
+
+    def __init__(self, live: bool, answers: int = 1) -> None:
+        self._live = live
+        self._terminal = live and sys.stdout.isatty()
+        self._dims = self._terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+        self._last = "\n"  # character on the terminal
+        self._thinking = False
+        self._answers = [Answer() for _ in range(answers)]
+        self._showing = -1  # which of them
+        self._info = pb.PromptInfo()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+
+    @property
+    def text(self) -> str:
+        return self._answers[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self._answers[0].reasoning
+
+    def take(self, message: pb.GenerateStreamResponse) -> None:
+        if message.HasField("prompt_info"):
+            self._info = message.prompt_info
+        while len(self._answers) <= message.index:
+            self._answers.append(Answer())
+        if self._showing < 0:
+            self._show_next()
+        self._answers[message.index].take(message)
+        if message.index != self._showing:
+            return
+        self._show(message.reasoning, message.text)
+        while self._answers[self._showing].finish is not None and self._showing + 1 < len(self._answers):
+            self._show_next()
+
+    def close(self) -> None:
+        """The answers are complete."""
+        self._think(False)
+        if not self._live:
+            sys.stdout.write(json.dumps(self._object(), ensure_ascii=False))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """Lets the next output on the terminal begin on a new line."""
+        self._think(False)
+        if self._last != "\n":
+            self._write("\n")
+
+    def _show_next(self) -> None:
+        """Turns to the next answer, with what has come of it; several are told apart by their numbers on a terminal, by
+        an empty line elsewhere."""
+        self._showing += 1
+        if self._live and len(self._answers) > 1:
+            self.end_line()
+            if self._showing:
+                self._write("\n")
+            if self._terminal:
+                self._write(f"{self._showing + 1} of {len(self._answers)}:\n")
+        answer = self._answers[self._showing]
+        self._show(answer.reasoning, answer.text)
+
+    def _show(self, reasoning: str, text: str) -> None:
+        if self._terminal and reasoning:
+            self._think(True)
+            self._write(reasoning)
+        if self._live and text:
+            self._think(False)
+            self._write(text)
+
+    def _think(self, begins: bool) -> None:
+        """Where the model's thoughts begin or end."""
+        if begins == self._thinking:
+            return
+        self._thinking = begins
+        if self._dims:
+            sys.stdout.write(_DIM if begins else _PLAIN)
+        if not begins:
+            self._write("\n" if self._last == "\n" else "\n\n")
+
+    def _write(self, text: str) -> None:
+        shown = text.translate(_HARMLESS) if self._terminal else text
+        sys.stdout.write(shown)
+        sys.stdout.flush()
+        self._last = shown[-1]
+
+    def _object(self) -> dict[str, Any]:
+        """As `GenerateResponse` has them."""
+        first, *more = (answer.object() for answer in self._answers)
+        found = {"request_id": self._info.request_id, "model": self._info.model, **first}
+        return {**found, "more_answers": more} if more else found
 
 
 def _short(value: float) -> float:

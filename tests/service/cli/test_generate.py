@@ -22,7 +22,7 @@ from service.cli import main
 from service.cli.channel import Server
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.certificates import HERE, Authority, write_pair
-from tests.service.cli.host import Host, refusing
+from tests.service.cli.host import Host, refusing, two_words
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -163,6 +163,32 @@ def test_json(run: Run) -> None:
     assert answer["sampling"]["seed"] == 11
 
 
+def several(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
+    """Answers that come mixed, the last of them whole first."""
+    yield pb.GenerateStreamResponse(index=0, text="on", prompt_info=pb.PromptInfo(request_id="r1", model="m"))
+    yield pb.GenerateStreamResponse(index=2, text="thr")
+    yield pb.GenerateStreamResponse(index=2, text="ee", finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH))
+    yield pb.GenerateStreamResponse(index=1, text="tw")
+    yield pb.GenerateStreamResponse(index=0, text="e\n", finish=pb.Finish(reason=pb.FINISH_REASON_STOP))
+    yield pb.GenerateStreamResponse(index=1, text="o", finish=pb.Finish(reason=pb.FINISH_REASON_STOP))
+
+
+def test_several_answers_come_one_after_the_other(run: Run, host: Host) -> None:
+    host.servicer.behaviour = several
+    assert run("x", "--n", "3") == (0, "one\n\ntwo\n\nthree\n", "")
+    assert host.request.n == 3
+    code, out, _ = run("x", "--n", "3", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["text"] == "one\n"
+    assert [one["text"] for one in answer["more_answers"]] == ["two", "three"]
+    assert [one["finish"]["reason"] for one in answer["more_answers"]] == ["stop", "length"]
+    host.servicer.behaviour = two_words
+    run("x")
+    assert not host.request.HasField("n")
+    assert "more_answers" not in json.loads(run("x", "--json")[1])
+
+
 def test_a_refusal_names_the_fields(run: Run, host: Host) -> None:
     bad = error_details_pb2.BadRequest()
     bad.field_violations.add(field="sampling.top_p", description="must be at most 1")
@@ -217,6 +243,7 @@ def test_tokens(run: Run, host: Host, tmp_path: Path) -> None:
 
 USAGE = {
     "number": (["x", "--max-tokens", "many"], "invalid int"),
+    "answers": (["x", "--n", "some"], "invalid int"),
     "too large": (["x", "--max-tokens", "99999999999"], "out of range"),
     "bias": (["x", "--logit-bias", "7"], "--logit-bias"),
     "template argument": (["x", "--template-argument", "style=dry"], "a text needs its quotes"),
@@ -264,6 +291,22 @@ def test_a_terminal_without_a_prompt(run: Run, monkeypatch: pytest.MonkeyPatch) 
     code, _, err = run()
     assert code == 2
     assert "no prompt" in err
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    code, _, err = run("--n", "2")
+    assert code == 2
+    assert "--n needs a prompt" in err
+
+
+def test_a_terminal_numbers_several_answers(run: Run, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = Terminal()
+    host.servicer.behaviour = several
+    monkeypatch.setattr(sys, "stdout", shown)
+    run("x", "--n", "3")
+    assert shown.getvalue().startswith("1 of 3:\none\n\n2 of 3:\ntwo\n\n3 of 3:\nthree\n")
 
 
 def endless(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
