@@ -146,6 +146,7 @@ class AttentionOp:
     bulk: bool = False  # whether the GPU has a copy engine, compute capability 9.0 and newer
     slots: int = SLOTS
     group: int = 1  # rows that are successive tokens of one sequence; it has one line of the page table
+    resident: int = 1  # blocks on a multiprocessor, where they would be too many for one each
 
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
         """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; the new key and value go to their page."""
@@ -173,10 +174,12 @@ class AttentionOp:
         parts = SPLITS if self.longest is None else most_splits(self.longest)
         grid = (parts, heads.keys * heads.subgroups, batch)
         # A block may wait for the others of its row and head only where all blocks run at once.
-        defines["OP_POLL"] = int(grid[0] * grid[1] * grid[2] <= self.multiprocessors)
+        blocks = grid[0] * grid[1] * grid[2]
+        resident = defines["OP_MIN_BLOCKS"] = self.resident if blocks > self.multiprocessors else 1
+        defines["OP_POLL"] = int(blocks <= resident * self.multiprocessors)
         # Places in shared memory leave room for one block on a multiprocessor: else registers hold the pages.
         many = self.longest is None or self.longest > MANY_TOKENS
-        defines["OP_SLOTS"] = self.slots if self.bulk and many and defines["OP_POLL"] else 0
+        defines["OP_SLOTS"] = self.slots if self.bulk and many and defines["OP_POLL"] and resident == 1 else 0
         place = PAGE * heads.dim * 2 + PADDED * 4 * 32
         shared = defines["OP_SLOTS"] * defines["OP_WARPS"] * 2 * place
         kernel = self.library.kernel("attention", "attention", defines, shared)

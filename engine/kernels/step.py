@@ -157,6 +157,7 @@ class ChainPlan:
     longest: int | None = None  # tokens; a row that grows beyond traps. None: no limit but the pages
     slots: int = SLOTS  # of a warp of attention, over long contexts
     group: int = 1  # rows that are successive tokens of one sequence
+    resident: int = 1  # blocks of attention on a multiprocessor, where they would be too many for one each
     two_pass: bool = False  # the head, where no row needs its logits; the weights must have a coarse copy of it
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
@@ -253,6 +254,7 @@ def _layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: 
         bulk=plan.dependent,
         slots=plan.slots,
         group=plan.group,
+        resident=plan.resident,
     )
     gains = [layer.input_gain for layer in weights.layers[1:]] + [weights.final_gain]
     for layer, next_gain in zip(weights.layers, gains, strict=True):

@@ -61,6 +61,7 @@ class Together:
             bulk=how.get("slots", 0) > 0,
             slots=how.get("slots", 0),
             group=count,
+            resident=how.get("resident", 1),
         )
         layer = LayerAttention(pool[0], pool[1], *(case.gains or (None, None)), window)
         out = torch.full((count, heads.queries * heads.dim), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -74,7 +75,8 @@ def test_rows_of_one_sequence_are_rows_alone(
     library: KernelLibrary, launcher: Launcher, heads: Heads, group: int
 ) -> None:
     torch.manual_seed(group)
-    ways: list[dict[str, int]] = [{}, {"at_once": 1 << 20}]
+    here = torch.cuda.get_device_properties(0).multi_processor_count
+    ways: list[dict[str, int]] = [{}, {"at_once": 1 << 20}, {"at_once": here, "resident": 2}]
     if torch.cuda.get_device_capability() >= OVERLAP_CAPABILITY:
         ways.append({"at_once": 1 << 20, "slots": 2})
     for first in (0, 1, 10, 15, 120, 127, 250, 1020, 2047, 2301, 5003):

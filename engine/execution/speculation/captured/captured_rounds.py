@@ -36,6 +36,7 @@ RING = 64  # entries
 _NAP = 20e-6  # seconds between two looks at the ring
 _LOOKS = 64  # after so many the stream is asked
 _TIMINGS, _TOGETHER = 3, 8  # rounds timed at warm-up: so often so many
+_TYPICAL = 512  # tokens of a sequence whose rounds are timed
 _WORDS = 3 * LAID + 5 + MOST_STOPS
 assert (AHEAD + 1) * LAID <= RING
 
@@ -106,12 +107,15 @@ class CapturedRounds:
         max_context: int,
         future: Future | None = None,
         draft: DeviceDraft | None = None,
+        resident: int = 1,
     ) -> None:
+        """`resident`: see `ChainPlan`."""
         self._library = library
         self._weights = weights
         self._max_context = max_context
         self._future = future  # what a draft for measurements knows instead of what was guessed
         self._draft = draft  # None: prompt lookup
+        self._resident = resident
         device = weights.table.device
         self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
@@ -172,7 +176,10 @@ class CapturedRounds:
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
 
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
-            plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, two_pass=two_pass)
+            resident = self._resident
+            plan = ChainPlan(
+                gpu.multiprocessors, dependent=gpu.overlap, group=group, two_pass=two_pass, resident=resident
+            )
             found = []
             for longest in lengths:
                 each = replace(plan, longest=longest)
@@ -207,19 +214,34 @@ class CapturedRounds:
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int) -> float:
-        """What a round of this group costs beside the attention of its rows: of nobody, and in a row."""
-        (*_, steps) = self._rounds[group].two_pass or self._rounds[group].plain
+        """What a round of this group costs a sequence of some length, of which one token is right; in a row. Overwrites
+        the first page."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
         found = []
         for _ in range(_TIMINGS):
+            longest = self._pretend()
             begin.record()
             for _ in range(_TOGETHER):
-                self._graph(steps).replay()
+                self.launch(group, longest)
             end.record()
             end.synchronize()
             found.append(float(begin.elapsed_time(end)) / 1e3 / _TOGETHER)
+        self._state.newest.fill_(-1)
         return min(found)
+
+    def _pretend(self) -> int:
+        """Places a sequence of nobody's; how many tokens it may come to hold."""
+        at, state = min(_TYPICAL, self._max_context // 2), self._state
+        state.block.zero_()
+        state.stops.fill_(-1)
+        for part, value in ((state.newest, at), (state.held, self._max_context), (state.most_drafts, LAID - 1)):
+            part.fill_(value)
+        state.last_position.fill_(self._max_context)
+        self._room.places.pages.zero_()
+        self._verified.history.zero_()
+        self._enqueue_start()
+        return min(at + (_TOGETHER + 1) * LAID, self._max_context)
 
     def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
         found = steps.graphs.get(1)

@@ -113,7 +113,8 @@ class CapturedSpeculation:
         with torch.inference_mode():
             taking_up = 0.0 if self._proposer is None else self._proposer.rehearse()
             self._device.warmup(progress)
-            self.costs = self.costs or Costs({group: self._device.seconds(group) for group in GROUPS})
+            measured = Costs({group: self._device.seconds(group) for group in GROUPS})
+        self.costs = self.costs or measured
         depths = PaidDepths(self.costs, self._proposer, taking_up)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
         patience = PATIENCE if self._proposer is None else 0
