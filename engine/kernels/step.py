@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -185,32 +184,35 @@ def prepare_step(
     plan: ChainPlan,
     sampled: Sampling | None = None,
     ending: Sequence[Launch] | None = None,
+    layers: tuple[Launch, ...] | None = None,
 ) -> tuple[Launch, ...]:
     """One step, to be enqueued again and again. Rows that `sampled` has parameters for choose by those; without it the
     head chooses for all, and the step is shorter. `ending`: what takes the chosen tokens over and lays out the next
-    ones, where that is not `advance`. Raises BuildError."""
-    layers = _layers(library, weights, buffers, plan)
-    return _chained(itertools.chain(layers, _choosing(library, weights, buffers, plan, sampled, ending)), plan)
+    ones, where that is not `advance`. `layers`: by `prepare_layers`, which steps that choose in several ways have in
+    common. Raises BuildError."""
+    rest = _choosing(library, weights, buffers, plan, sampled, ending)
+    layers = layers or prepare_layers(library, weights, buffers, plan)
+    return (*layers, *_chained(rest, plan, plan.trigger))
 
 
 def prepare_layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> tuple[Launch, ...]:
     """The first part of a step: all but the choice. Done again, it needs `prepare_start` before it. Raises
     BuildError."""
-    return _chained(_layers(library, weights, buffers, plan), plan)
+    return _chained(_layers(library, weights, buffers, plan), plan, Trigger.AFTER_WAIT)
 
 
 def prepare_choice(
     library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan, sampled: Sampling | None = None
 ) -> tuple[Launch, ...]:
     """The rest of a step. Raises BuildError."""
-    return _chained(_choosing(library, weights, buffers, plan, sampled), plan)
+    return _chained(_choosing(library, weights, buffers, plan, sampled), plan, Trigger.AFTER_WAIT)
 
 
-def _chained(stages: Iterable[Launch], plan: ChainPlan) -> tuple[Launch, ...]:
+def _chained(stages: Iterable[Launch], plan: ChainPlan, first: Trigger) -> tuple[Launch, ...]:
+    """`first`: AFTER_WAIT where the first may let its successor start only once the chain before has ended."""
     launches = []
     for index, launch in enumerate(stages):
-        # The first lets its successor start only once the chain before has ended.
-        one = launch.with_trigger(Trigger.AFTER_WAIT if index == 0 else plan.trigger)
+        one = launch.with_trigger(first if index == 0 else plan.trigger)
         launches.append(one if plan.dependent else one.alone())
     return tuple(launches)
 

@@ -19,7 +19,15 @@ from engine.kernels.attention import MANY_TOKENS
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
+from engine.kernels.step import (
+    ChainPlan,
+    StepBuffers,
+    StepWeights,
+    allocate,
+    prepare_layers,
+    prepare_start,
+    prepare_step,
+)
 from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
@@ -166,10 +174,16 @@ class CapturedSteps:
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
         draws = self._sampling.first(buffers.batch)
 
+        plans = [replace(plan, longest=longest) for longest in lengths]
+        layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
+
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
-            plans = [replace(plan, longest=longest, two_pass=two_pass) for longest in lengths]
-            chains = [prepare_step(library, self._weights, buffers, each, how) for each in plans]
-            return distinct([Steps(longest, chain, {}) for longest, chain in zip(lengths, chains, strict=True)])
+            found = []
+            for longest, each, common in zip(lengths, plans, layers, strict=True):
+                each = replace(each, two_pass=two_pass)
+                chain = prepare_step(library, self._weights, buffers, each, how, layers=common)
+                found.append(Steps(longest, chain, {}))
+            return distinct(found)
 
         return BatchBucket(
             buffers=buffers,

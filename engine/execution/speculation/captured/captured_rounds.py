@@ -27,7 +27,7 @@ from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_step
+from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_layers, prepare_step
 from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
@@ -175,15 +175,15 @@ class CapturedRounds:
         ending = (accept,) if self._guessing else (accept, self._propose())
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
 
+        plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=self._resident)
+        plans = [replace(plan, longest=longest) for longest in lengths]
+        layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
+
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
-            resident = self._resident
-            plan = ChainPlan(
-                gpu.multiprocessors, dependent=gpu.overlap, group=group, two_pass=two_pass, resident=resident
-            )
             found = []
-            for longest in lengths:
-                each = replace(plan, longest=longest)
-                chain = prepare_step(library, self._weights, buffers, each, how, ending)
+            for longest, each, common in zip(lengths, plans, layers, strict=True):
+                each = replace(each, two_pass=two_pass)
+                chain = prepare_step(library, self._weights, buffers, each, how, ending, common)
                 found.append(Steps(longest, (*self._guess(each, group - 1), *chain), {}))
             return distinct(found)
 
