@@ -62,7 +62,8 @@ class BatchedSteps:
         for done, rows in enumerate(reversed(self._buckets)):
             progress("batches", done, len(self._buckets))
             for sampled in (False, True):
-                graph = self._recorder.record(partial(self._step, rows, sampled), rehearse=True)
+                # The sampling stages are ours, and need no rehearsal beside the products of as many rows.
+                graph = self._recorder.record(partial(self._step, rows, sampled), rehearse=not sampled)
                 self._graphs[rows, sampled] = graph
                 graph.replay()
         self._rows.rehearse()

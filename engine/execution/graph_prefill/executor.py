@@ -85,7 +85,8 @@ class GraphPrefill:
             empty = np.zeros(layout.pages, dtype=np.int32)
             empty[layout.positions : layout.owners] = -1
             self._mail.send(empty)
-            self._graphs[layout] = self._recorder.record(partial(self._forward, layout), rehearse=True)
+            again = layout.chunks == 1  # the products are those of the layout before
+            self._graphs[layout] = self._recorder.record(partial(self._forward, layout), rehearse=not again)
         if self._one is not None:
             self._one.warmup(self._recorder)
         self._many.warmup(self._recorder)
