@@ -21,16 +21,15 @@ _UNBOUNDED = 1 << 62  # tokens
 MANY = 16  # live requests, up to which a message a token takes a small part of any engine's step
 MOST = 1024  # tokens in a message that has no certain size
 _A_STREAM = 0.0001  # seconds: what a token waits for others of its stream, for each stream that runs
-_LONGEST = 0.05  # seconds, that it waits however many streams there are
 _MOST_SCORES = 4096  # tokens of the prompt in a message, and candidates for their places
 _WHOLE = Delivery(1024, 0.1)
 _WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
 
 
-def company(streams: int) -> float:
-    """Seconds that a token may wait for others of its stream while so many run: all together send no more than ten
-    thousand messages a second, of what size these may be."""
-    return 0.0 if streams <= MANY else min(_LONGEST, _A_STREAM * streams)
+def company(streams: int, most: float) -> float:
+    """Seconds that a token waits for others of its stream while so many run, `most` at most: all together send ten
+    thousand messages a second and no more, which is what a front can do."""
+    return 0.0 if streams <= MANY else min(most, _A_STREAM * streams)
 
 
 class AnswerMessage(NamedTuple):
@@ -154,10 +153,10 @@ class Messages:
         `live`: how many requests there are."""
         # An answer that a stop string may end is read token by token, and waits here too.
         stops = request.stops.strings
-        self.batch = Delivery(1, 0.0, request.delivery.elastic) if stops else request.delivery
+        self.batch = Delivery(1, 0.0, request.delivery.company) if stops else request.delivery
         self._outlet = outlet
         self.limit = request.delivery.max_tokens
-        self._elastic = request.delivery.elastic
+        self._sized = request.delivery.company is None
         self._live = live
         self._delay = request.delivery.max_delay if stops or gather else 0.0
         self._keep_ids = _sends_ids(request)
@@ -172,7 +171,7 @@ class Messages:
 
     @property
     def room(self) -> int:
-        most = MOST if self._elastic and self._live() > MANY else self.limit
+        most = self.limit if self._sized or self._live() <= MANY else MOST
         return most - self._count
 
     async def begin(self, prompt: PromptFacts) -> None:

@@ -66,13 +66,18 @@ class ModelFacts:
     defaults: SamplingParams  # its seed means nothing
 
 
+COMPANY = 0.05  # seconds, where the caller says nothing
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """How a stream is cut into messages."""
 
     max_tokens: int
     max_delay: float  # seconds
-    elastic: bool = False  # while many are served, tokens that came meanwhile go together, however many
+    # While many are served, messages hold whatever has come, and a token waits at most so many seconds for others of
+    # its stream; None: how much a message holds is certain.
+    company: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

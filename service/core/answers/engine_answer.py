@@ -121,7 +121,7 @@ class EngineAnswer:
             self.begin()
             return BEGUN
         if self._streams is not None and self._count:  # the first tokens wait for nobody
-            delay = company(self._streams())
+            delay = company(self._streams(), self._batch.company or 0.0)
             self._stream.batch(MOST if delay else 1, delay)
         try:
             events = await self._stream.__anext__()

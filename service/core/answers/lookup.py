@@ -205,7 +205,7 @@ class AnswerSources:
             learn if learns else None,
             charge,
             patience,
-            (lambda: self._slots.running) if batch.elastic else None,
+            (lambda: self._slots.running) if batch.company is not None else None,
         )
 
     def _patience(self, origin: Origin) -> Patience:
@@ -336,7 +336,7 @@ def _needs_cuts(found: Findings, hit: CachedCompletion, limit: int, marks: bool)
 
 
 def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:
-    return Delivery(min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay), batch.elastic)
+    return Delivery(min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay), batch.company)
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.api import Priority
 from service.core.errors import Unimplemented, UnknownModel
-from service.core.request import CacheUse, Delivery, ModelFacts, Output, Request, TextPrompt
+from service.core.request import COMPANY, CacheUse, Delivery, ModelFacts, Output, Request, TextPrompt
 from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.sampling import Parameters, from_json, from_parameters
@@ -70,7 +70,7 @@ def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) 
         output=Output(True, False, None, skip_special=wishes.skip_special),
         priority=Priority.NORMAL,
         time_budget=None,
-        delivery=Delivery(1, 0.0, elastic=True),
+        delivery=Delivery(1, 0.0, COMPANY),
         cache=CacheUse(),
         seeded=wishes.seeded,
         constraint=wishes.constraint(),

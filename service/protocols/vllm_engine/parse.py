@@ -9,6 +9,7 @@ from typing import Literal
 from engine.api import Priority
 from service.core.errors import Unimplemented
 from service.core.request import (
+    COMPANY,
     CacheUse,
     ConstraintText,
     Delivery,
@@ -34,7 +35,7 @@ from service.protocols.wishes import (
 )
 
 _SAMPLING = "sampling_params."
-_EACH_TOKEN = Delivery(1, 0.0, elastic=True)
+_EACH_TOKEN = Delivery(1, 0.0, COMPANY)
 # Fields of the use cases, as this protocol calls them.
 NAMES = {
     TokenPrompt.field: "tokenized.input_ids",

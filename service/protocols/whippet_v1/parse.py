@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from engine.api import Priority
 from service.core.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
 from service.core.request import (
+    COMPANY,
     Access,
     CacheUse,
     ChatPrompt,
@@ -59,7 +60,7 @@ _ACCESS = {
 
 # Of a message without them.
 _OUTPUT = Output(text=True, token_ids=False, logprobs=None)
-_DELIVERY = Delivery(1, 0.0, elastic=True)
+_DELIVERY = Delivery(1, 0.0, COMPANY)
 _CACHE = CacheUse()
 
 
@@ -219,12 +220,13 @@ def _time_budget(message: GenerationMessage, found: Violations) -> float | None:
 
 
 def _delivery(given: pb.DeliveryOptions, found: Violations) -> Delivery:
-    elastic = not given.HasField("max_tokens_per_message")
-    tokens = 1 if elastic else given.max_tokens_per_message
+    sized = given.HasField("max_tokens_per_message")
+    tokens = given.max_tokens_per_message if sized else 1
     found.number("delivery.max_tokens_per_message", tokens, 1, MAX_TOKENS_PER_MESSAGE)
     if not given.HasField("max_delay"):
-        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0, elastic)
-    return Delivery(tokens, _duration("delivery.max_delay", given.max_delay, MAX_DELAY, found), elastic)
+        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0, None if sized else COMPANY)
+    delay = _duration("delivery.max_delay", given.max_delay, MAX_DELAY, found)
+    return Delivery(tokens, delay, None if sized else min(delay, COMPANY))
 
 
 def _cache(given: pb.CacheOptions, found: Violations) -> CacheUse:

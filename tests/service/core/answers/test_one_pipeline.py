@@ -326,7 +326,7 @@ def crowd(front: Front, count: int) -> list[Ticket]:
 
 @pytest.mark.parametrize("cached", [False, True])
 async def test_while_many_are_served_what_came_together_goes_together(cached: bool) -> None:
-    case = replace(PLAIN, sizes=(2, 1), delivery=Delivery(1, 0.0, elastic=True))
+    case = replace(PLAIN, sizes=(2, 1), delivery=Delivery(1, 0.0, company=0.05))
     for others, sizes in ((MANY - 1, [1] * 6), (MANY, [2, 1, 3])):
         front = Front(case, cached)
         crowd(front, others)
@@ -342,7 +342,7 @@ async def test_a_stored_answer_is_cut_when_the_crowd_has_gone_meanwhile() -> Non
     case = replace(PLAIN, sizes=(6,), delivery=Delivery(9, FOREVER))
     front = Front(case, cached=True)
     await front.read(case.request, "first")
-    elastic = replace(case.request, delivery=Delivery(1, 0.0, elastic=True))
+    elastic = replace(case.request, delivery=Delivery(1, 0.0, company=0.05))
     assert numbers(await stored(front, elastic)) == [1] * 6
     others = crowd(front, MANY)
     assert numbers(await front.read(elastic, "r")) == [6]

@@ -98,13 +98,14 @@ async def test_what_breaks_off_is_whole_to_nobody() -> None:
 
 async def test_the_first_tokens_wait_for_nobody_and_later_ones_for_company_while_many_run() -> None:
     running = iter([MANY, MANY + 1, 256, 100_000, 3])
-    made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0, elastic=True), streams=lambda: next(running))
+    made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0, company=0.05), streams=lambda: next(running))
     await made.parts()
     first, *later = made.engine.stream.batched
     assert first == (1, 0.0)
-    assert [delay for _, delay in later] == [company(n) for n in (MANY, MANY + 1, 256, 100_000, 3)]
+    assert [delay for _, delay in later] == [company(n, 0.05) for n in (MANY, MANY + 1, 256, 100_000, 3)]
     assert [tokens for tokens, _ in later] == [1, MOST, MOST, MOST, 1]
-    assert 0 == company(1) == company(MANY) < company(MANY + 1) < company(256) < company(100_000) <= 0.05
+    assert 0 == company(1, 1.0) == company(MANY, 1.0) < company(MANY + 1, 1.0) < company(256, 1.0)
+    assert company(256, 0.01) == 0.01, "no longer than the caller lets it"
     made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0))
     await made.parts()
     assert made.engine.stream.batched == [(1, 0.0)], "who has set a size or a delay gets those"

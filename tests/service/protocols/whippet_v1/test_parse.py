@@ -150,11 +150,15 @@ def test_stop_tokens_include_the_models_own_unless_ignored() -> None:
 
 
 def test_delivery_defaults() -> None:
-    assert read(pb.GenerateRequest()).delivery == Delivery(1, 0.0, elastic=True)
+    assert read(pb.GenerateRequest()).delivery == Delivery(1, 0.0, company=0.05)
     one = pb.DeliveryOptions(max_tokens_per_message=1)
     assert read(pb.GenerateRequest(delivery=one)).delivery == Delivery(1, 0.0)
     late = pb.DeliveryOptions(max_delay=Duration(seconds=1))
-    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 1.0, elastic=True)
+    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 1.0, company=0.05)
+    late.max_delay.FromMilliseconds(10)
+    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 0.01, company=0.01), (
+        "who sets a delay gets it"
+    )
     many = pb.DeliveryOptions(max_tokens_per_message=8)
     assert read(pb.GenerateRequest(delivery=many)).delivery == Delivery(8, 0.05)
     many.max_delay.CopyFrom(Duration())
