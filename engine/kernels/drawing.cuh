@@ -12,6 +12,10 @@ __device__ __forceinline__ u32 mask_word(const u32* masks, int m, int id, int vo
 }
 __device__ __forceinline__ bool allowed(u32 word, int id) { return (word >> (id & 31) & 1u) != 0; }
 
+// Stands for the logit of a token that top_k is sure to drop: no product gives these bits.
+__device__ __forceinline__ float left_out() { return __uint_as_float(0x7FC1D0FFu); }
+__device__ __forceinline__ bool is_left_out(float v) { return __float_as_uint(v) == 0x7FC1D0FFu; }
+
 struct Drawing {
     float heat;  // 0 is greedy
     int place;   // where the chosen token will stand; 0: an idle row

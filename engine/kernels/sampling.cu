@@ -51,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     bool sound = true;
     each_of_block([&](int i, int id) {
         float v = values[i];
-        sound = sound && is_finite(v);
+        if (is_left_out(v)) v = minus_infinity();
+        else sound = sound && is_finite(v);
         const float more = (row.uses & kBiased) ? bias[start + id] : 0.f;
         const u32 mark = (row.uses & kMarked) ? load_shared_state(marks + start + id) : 0u;
         if (row.uses & (kBiased | kMarked)) v = adjusted_logit(row, v, more, mark, barred);

@@ -14,9 +14,10 @@ from dataclasses import dataclass, fields
 import torch
 
 from engine.kernels.attention import RowPages
-from engine.kernels.build import Kernels
+from engine.kernels.build import BuildError, Kernels
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
-from engine.kernels.tokens import Choice
+from engine.kernels.linear import Normed
+from engine.kernels.tokens import Choice, TwoPasses, two_pass_launch
 
 COLDEST = 1e-20  # temperatures below it are not numbers in float32
 SEEN, BARRED, COUNT = -(1 << 31), 1 << 30, (1 << 30) - 1  # of a mark
@@ -25,6 +26,8 @@ _ROW = struct.Struct("<2i5fid q2Q")
 ROW_WORDS = _ROW.size // 4
 _BINS, _LISTED = 2048, 4096
 _THREADS, _EACH = 512, 4
+_BOUNDS = 256  # multiprocessors, at most
+MOST_TOP = 100  # of 132 blocks' bounds the 100th leaves some 200 tokens; beyond, the second pass grows long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,11 @@ class SampledRow:
     noise_key: int = 0  # `engine.sampling.noise.seed_key`
     biased: bool = False  # whether the row has biases
     marked: bool = False  # whether it has penalties or barred tokens
+
+    @property
+    def within_top(self) -> bool:
+        """Whether its likeliest tokens are drawn from, so few that `two_pass_top` finds them, by their logits alone."""
+        return self.temperature > 0 and 0 < self.top_k <= MOST_TOP and not (self.biased or self.marked)
 
     @property
     def heat(self) -> float:
@@ -90,6 +98,8 @@ class Sampling:
     arrived: torch.Tensor  # int32 [batch]
     cuts: torch.Tensor  # int64 [batch, 4]
     candidates: torch.Tensor  # int64 [batch, 4096]
+    bounds: torch.Tensor  # int64 [batch, 256]: what blocks of `two_pass_top` are sure of, a launch's number above
+    launches: torch.Tensor  # int32 [batch]; the first counts those launches
 
     def first(self, batch: int) -> Sampling:
         """The same memory for fewer rows."""
@@ -162,7 +172,27 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
         arrived=zeros(batch, dtype=torch.int32),
         cuts=zeros(batch, 4, dtype=torch.int64),
         candidates=zeros(batch, _LISTED, dtype=torch.int64),
+        bounds=zeros(batch, _BOUNDS, dtype=torch.int64),
+        launches=zeros(batch, dtype=torch.int32),
     )
+
+
+def two_pass_top(
+    library: Kernels, x: Normed, both: TwoPasses, state: Sampling, masks: torch.Tensor | None, places: RowPages
+) -> Launch:
+    """state.logits = those that `SampledRow.within_top` needs; for launches whose rows all are so, or idle."""
+    values: dict[str, Argument] = {
+        "rows": state.rows,
+        "position": places.position,
+        "masks": masks,
+        "bounds": state.bounds,
+        "bounds_stride": _BOUNDS,
+        "launches": state.launches,
+        "logits": state.logits,
+    }
+    if both.blocks > _BOUNDS:
+        raise BuildError(f"{both.blocks} blocks share their bounds, room is for {_BOUNDS}")
+    return two_pass_launch(library, "two_pass_top", x, both, values, OP_BLOCKS=both.blocks)
 
 
 def sampling(library: Kernels, state: Sampling, choice: Choice, places: RowPages) -> tuple[Launch, ...]:

@@ -158,6 +158,7 @@ class ChainPlan:
     group: int = 1  # rows that are successive tokens of one sequence
     resident: int = 1  # blocks of attention on a multiprocessor, where they would be too many for one each
     two_pass: bool = False  # the head, where no row needs its logits; the weights must have a coarse copy of it
+    within_top: bool = False  # and where rows need no others than those of `SampledRow.within_top`
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
         """Of one product."""
@@ -287,9 +288,11 @@ def _choosing(
     choice = buffers.choice
     if sampled is not None:
         choice = replace(choice, logits=sampled.logits, temperature=sampled.heat)
-    if plan.two_pass and sampled is None and weights.coarse is not None:
-        both = plan.two_passes(weights.head, weights.coarse)
+    both = plan.two_passes(weights.head, weights.coarse) if plan.two_pass and weights.coarse is not None else None
+    if both is not None and sampled is None:
         yield tokens.two_pass_head(library, buffers.stream, both, choice, buffers.places)
+    elif both is not None and sampled is not None and plan.within_top:
+        yield sampling.two_pass_top(library, buffers.stream, both, sampled, choice.masks, buffers.places)
     else:
         yield tokens.head(library, buffers.stream, weights.head, choice, buffers.places, how)
     if sampled is not None:

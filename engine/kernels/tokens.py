@@ -84,6 +84,11 @@ class TwoPasses:
         return self.ring_bytes + batch * self.coarse_tiling.block_tiles * 8 * 4
 
     @property
+    def blocks(self) -> int:
+        """Of the grid: no more than the GPU has multiprocessors."""
+        return tiling.blocks(self.coarse.matrix, self.coarse_tiling)
+
+    @property
     def plain_ring(self) -> int:
         """Stages of the second pass: what fits where the first had its own, a tile at the least."""
         size = tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth)
@@ -93,29 +98,37 @@ class TwoPasses:
 
 def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, places: RowPages) -> Launch:
     """As `head`, but without logits."""
-    first, second, batch = both.coarse_tiling, both.plain_tiling, x.residual.shape[0]
-    if first.warps != second.warps:
-        raise ValueError(f"passes of {first.warps} and {second.warps} warps")
-    defines = matrix_defines(both.coarse.matrix, batch, first)
-    defines |= {"OP_ROWS": both.plain.rows, "OP_SQUARES": x.squares.shape[1], "OP_RING_BYTES": both.ring_bytes}
-    defines |= {"OP_PLAIN_DEPTH": second.depth, "OP_PLAIN_TILES": second.tiles, "OP_PLAIN_RING": both.plain_ring}
     values: dict[str, Argument] = {
-        "x": x.scaled,
-        "squares": x.squares,
-        "weights": both.plain.data,
-        "coarse": both.coarse.matrix.data,
-        "margins": both.coarse.margins,
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
         "position": places.position,
         "masks": choice.masks,
         "assured": choice.assured,
         "best": choice.best,
+    }
+    return two_pass_launch(library, "two_pass_head", x, both, values)
+
+
+def two_pass_launch(
+    library: Kernels, name: str, x: Normed, both: TwoPasses, values: dict[str, Argument], **more: int
+) -> Launch:
+    """The launch of a head in two passes; `more`: further definitions."""
+    first, second, batch = both.coarse_tiling, both.plain_tiling, x.residual.shape[0]
+    if first.warps != second.warps:
+        raise ValueError(f"passes of {first.warps} and {second.warps} warps")
+    defines = matrix_defines(both.coarse.matrix, batch, first) | more
+    defines |= {"OP_ROWS": both.plain.rows, "OP_SQUARES": x.squares.shape[1], "OP_RING_BYTES": both.ring_bytes}
+    defines |= {"OP_PLAIN_DEPTH": second.depth, "OP_PLAIN_TILES": second.tiles, "OP_PLAIN_RING": both.plain_ring}
+    matrices: dict[str, Argument] = {
+        "x": x.scaled,
+        "squares": x.squares,
+        "weights": both.plain.data,
+        "coarse": both.coarse.matrix.data,
+        "margins": both.coarse.margins,
         "eps": x.eps,
     }
-    shape = Shape((tiling.blocks(both.coarse.matrix, first), 1, 1), first.threads, both.shared_bytes(batch))
-    kernel = library.kernel("two_pass_head", "two_pass_head", defines, shape.shared)
-    return prepare(kernel, shape, {**values, **CHAIN})
+    shape = Shape((both.blocks, 1, 1), first.threads, both.shared_bytes(batch))
+    return prepare(library.kernel(name, name, defines, shape.shared), shape, {**matrices, **values, **CHAIN})
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.forms import Dense
 
 MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
-STATIC = 40 << 10  # bytes of shared memory that the kernel of two passes declares itself, at most
+STATIC = 44 << 10  # bytes of shared memory that the kernels of two passes declare themselves, at most
 KEPT = 1 << 30  # bytes of the GPU that a coarse copy of the head must leave free
 
 

@@ -38,6 +38,7 @@ ENTRIES = {
     "prefill_heads.cu": ["row_heads"],
     "prefill_stream.cu": ["embed", "add_norm"],
     "two_pass_head.cu": ["two_pass_head"],
+    "two_pass_top.cu": ["two_pass_top"],
     "batch_attention.cu": ["plan", "attend"],
     "rows.cu": ["change", "pick", "finish"],
     "batch_sampling.cu": ["sample"],

@@ -80,6 +80,10 @@ def test_the_head_in_two_passes(recorder: Any, model: Models) -> None:
     state = sampling.allocate(2, weights.head.rows, torch.device("cpu"))
     sampled = prepare_step(recorder, weights, buffers, ChainPlan(132, two_pass=True), state)
     assert [launch.kernel.name for launch in sampled[-6:]] == ["head", "adjust", "bins", "sift", "draw", "advance"]
+    few = prepare_step(recorder, weights, buffers, ChainPlan(132, two_pass=True, within_top=True), state)
+    assert [launch.kernel.name for launch in few[-6:]] == ["two_pass_top", "adjust", "bins", "sift", "draw", "advance"]
+    assert few[-6].values["logits"] == few[-5].values["logits"] == sampled[-6].values["logits"] != 0
+    assert few[-6].values["weights"] == plain[-2].values["weights"]
 
 
 def test_without_overlap(recorder: Any, model: Models) -> None:
