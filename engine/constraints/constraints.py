@@ -116,8 +116,9 @@ class Constraints:
 
     def close(self) -> None:
         """Ends the threads."""
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:

@@ -4,8 +4,9 @@ better decoder was passed over."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from bench.driven import GREEDY
-from engine.api import GenerationRequest, Objection, Stopping, TokenLogprob
+from engine.api import Constraint, GenerationRequest, Objection, Stopping, TokenLogprob
 from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose, leaders
@@ -29,6 +30,7 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
+from tests.engine.execution.constrained.counting import allowed, counting
 from tests.engine.judged import judge
 
 EAGER = EXECUTORS[-1]
@@ -79,6 +81,12 @@ class Trial:
     reason: str | None
     made: list[Counted] = field(default_factory=list)
 
+    def asked(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
+        """As the entry does them: every other one with a constraint, where that is what it is for."""
+        if self.entry.name != "constrained":
+            return requests
+        return [replace(one, constraint=None if at % 2 else Constraint("")) for at, one in enumerate(requests)]
+
     def runner(self) -> Runner:
         """Of this entry and eager."""
 
@@ -112,7 +120,7 @@ def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         max_sequences=16,
         kv_bytes=16 << 20,
     )
-    prepared = prepare(settings, progress)
+    prepared = prepare(settings, progress, counting(320))
     return Trial(entry, settings, prepared, entry.why_not(prepared.parts))
 
 
@@ -125,6 +133,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Pre
         model=str(folder), load_format="dummy", device="cpu", dtype="float32", max_sequences=8, kv_bytes=4 << 20
     )
     return settings, prepare(settings, progress)
+
+
+def within(request: GenerationRequest) -> Callable[[int], torch.Tensor] | None:
+    """What a request with a constraint may say, by how much it has said."""
+    return None if request.constraint is None else partial(allowed, vocabulary=320, stops=(3, 5))
 
 
 def requests(count: int = 8, logprobs: int | None = None, tokens: int = 40) -> list[GenerationRequest]:
@@ -193,12 +206,12 @@ def test_each_executor_agrees_with_eager(trial: Trial) -> None:
     parts = trial.prepared.parts
     gap = GAPS[parts.model.placement.dtype]
     truth = make_runner(trial.settings, trial.prepared, progress, (EAGER,))
-    asked = requests(16)
-    expected = {request: generate(truth, [request], 128, 512)[request.request_id].ids for request in (*asked, *alone())}
+    asked, long = trial.asked(requests(16)), trial.asked(alone())
+    expected = {request: generate(truth, [request], 128, 512)[request.request_id].ids for request in (*asked, *long)}
     assert all(len(ids) >= 20 for ids in expected.values())
     runner = trial.runner()
     for batch, pages, budget, apart in (
-        (alone(), 128, 512, 0),
+        (long, 128, 512, 0),
         (asked[:1], 128, 512, 0),
         (asked[:8], 128, 512, 0),
         (asked[:8][::-1], 128, 512, 0),
@@ -216,7 +229,7 @@ def test_each_executor_agrees_with_eager(trial: Trial) -> None:
             if trial.settings.device == "cpu":
                 assert ids == expected[request]
         for request in batch[:: max(1, len(batch) // 8)]:
-            judge(parts, request, found[request.request_id].ids, gap)
+            judge(parts, request, found[request.request_id].ids, gap, within=within(request))
     runner.close()
     assert trial.made[-1].sampled > 8
     assert trial.made[-1].widest > 4 or trial.entry.name == "captured_speculation"  # one row alone
@@ -227,19 +240,19 @@ def test_log_probabilities_are_eagers(trial: Trial) -> None:
         pytest.skip(trial.reason)
     parts, runner = trial.prepared.parts, trial.runner()
     gap = GAPS[parts.model.placement.dtype]
-    asked = requests(logprobs=3, tokens=24)
+    asked = trial.asked(requests(logprobs=3, tokens=24))
     found = generate(runner, asked, 128, 64)
     for request in asked:
         answer = found[request.request_id]
         assert [len(one.top) for one in answer.logprobs] == [3] * len(answer.ids)
-        judge(parts, request, answer.ids, gap, answer.logprobs)
+        judge(parts, request, answer.ids, gap, answer.logprobs, within(request))
     runner.close()
 
 
 def test_every_entry_is_compared_or_says_why_not(trial: Trial) -> None:
     if trial.reason is None:
         runner = trial.runner()
-        for asked in (requests(4), alone()):
+        for asked in (trial.asked(requests(4)), trial.asked(alone())):
             generate(runner, asked, 128, 64)
         runner.close()
         assert trial.made[-1].sampled > 0, "its claims leave nothing to compare"

@@ -48,15 +48,14 @@ def judge(
         with torch.inference_mode():
             logits = eager.logits([known(one, start, len(before) - start)])
         assert logits is not None
-        if within is not None:
-            logits = logits.masked_fill(~within(at).to(device), NEVER)
+        left = logits if within is None else logits.masked_fill(~within(at).to(device), NEVER)
         row = sampled.sampled_row(sequence)
         if row is None:
             row = SampledRow(temperature=request.sampling.temperature, noise_key=seed_key(request.sampling.seed))
         else:
             sampled.place(state, 0, sequence)
         best, loose = (
-            reference.scores(logits[0], how, len(before), state.bias[0], state.marks[0])
+            reference.scores(left[0], how, len(before), state.bias[0], state.marks[0])
             for how in (moved(row, -1), moved(row, 1))
         )
         assert best is not None

@@ -14,10 +14,16 @@ from engine.constraints.grammars import Grammars
 FORCED = (5, 6, 7)  # of every eleven tokens
 
 
-def allowed(said: int, vocabulary: int) -> torch.Tensor:
+def allowed(said: int, vocabulary: int, stops: Items[int] = ()) -> torch.Tensor:
     """bool [vocabulary]: what may follow so many tokens."""
     ids = torch.arange(vocabulary)
-    return ids == said * 13 % vocabulary if said % 11 in FORCED else (ids * 31 + said * 17) % 7 < 3
+    found = ids == said * 13 % vocabulary if said % 11 in FORCED else (ids * 31 + said * 17) % 7 < 3
+    found[list(stops)] = _may_end(said)
+    return found
+
+
+def _may_end(said: int) -> bool:
+    return said % 11 not in FORCED and said % 3 == 2
 
 
 class CountingMatcher:
@@ -31,8 +37,8 @@ class CountingMatcher:
         return CountingMatcher(self._vocabulary, self._end, self._whole)
 
     def compute_bitmask(self) -> bytes:
-        bits = allowed(self._said, self._vocabulary) & (self._said != self._end)
-        return np.packbits(bits.numpy(), bitorder="little").tobytes()
+        bits = [*allowed(self._said, self._vocabulary).tolist(), _may_end(self._said)]
+        return np.packbits(np.array(bits) & (self._said != self._end), bitorder="little").tobytes()
 
     def consume_tokens(self, ids: Items[int]) -> bool:
         for token in ids:
@@ -71,7 +77,7 @@ class CountingGrammars(Grammars):
         return CountingMatcher(self._size, int(end), kind == "whole")
 
     def vocabulary(self) -> tuple[None, int]:  # type: ignore[override]
-        return None, 0
+        return None, self._size
 
 
 def counting(vocabulary: int) -> Constraints:
