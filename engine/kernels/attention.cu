@@ -75,11 +75,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     if constexpr (OP_SLOTS > 0) {
         ring.prepare(lane);
         static_assert(OP_SLOTS * PageRing::kRuns <= 32, "a lane asks for a run");
-        const int slot = lane / PageRing::kRuns, mine = page + (slot + OP_FIRST) * OP_WARPS;
+        const int slot = lane / PageRing::kRuns, mine = page + slot * OP_WARPS;
         if (slot < OP_SLOTS && mine < end) copy_page(mine, slot, lane % PageRing::kRuns);
+    } else if (page < end) {
+        load_keys(page), load_values(page);
     }
-    bool held = OP_SLOTS == 0 || OP_FIRST > 0;  // the page is in registers
-    if (held && page < end) load_keys(page), load_values(page);
     // The warp's next pages on their way into L2, one a lane.
     if (const int later = page + lane * OP_WARPS;
         OP_SLOTS == 0 && lane > 0 && lane <= OP_PAGES_AHEAD && later < end) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     Partial part;
     for (; page < end; page += OP_WARPS) {
         float s[4] = {}, s1[4] = {};
-        if (OP_SLOTS > 0 && !held) ring.keys(k, g, t);
+        if constexpr (OP_SLOTS > 0) ring.keys(k, g, t);
         sh.replace_keys(k, page, cached, pos, g, t);
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
@@ -138,11 +138,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         }
         const bool more = page + OP_WARPS < end;
         u32 read = 0;  // depends on all that this lane read of the page
-        if constexpr (OP_SLOTS > 0) {
-            if (!held) read = ring.values(v, g, t);
-        } else if (more) {
+        if constexpr (OP_SLOTS > 0)
+            read = ring.values(v, g, t);
+        else if (more)
             load_keys(page + OP_WARPS);
-        }
         const int token = page * kPage + token_at(g);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -161,11 +160,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         }
         part.add(s, v);
         if constexpr (OP_SLOTS > 0) {
-            if (!held) {
-                const int slot = ring.leave(read), next = page + OP_SLOTS * OP_WARPS;
-                if (lane < PageRing::kRuns && next < end) copy_page(next, slot, lane);
-            }
-            held = false;
+            const int slot = ring.leave(read), next = page + OP_SLOTS * OP_WARPS;
+            if (lane < PageRing::kRuns && next < end) copy_page(next, slot, lane);
         } else if (more) {
             load_values(page + OP_WARPS);
         }

@@ -24,12 +24,12 @@ struct VTile {
 // Which token of a page a row of the tensor-core product holds. Any order serves; this one lets the lanes that read shared
 // memory together meet all its banks: a page comes in four runs of four tokens, kRunPad bytes apart, and such lanes read
 // rows of different runs.
-constexpr int kRunPad = OP_PADDED ? 32 : 0;
-constexpr int kPageRuns = OP_PADDED ? 4 : 1;
-constexpr int kLower = OP_PADDED ? 2 : 8;  // tokens from row r's to row r + 8's
+constexpr int kRunPad = 32;
+constexpr int kPageRuns = 4;
+constexpr int kLower = 2;  // tokens from row r's to row r + 8's
 __device__ __forceinline__ int token_at(int row) {
     const int pair = (row >> 1) & 3, odd = row & 1;
-    return OP_PADDED ? 4 * (pair ^ (2 * odd)) + odd + 2 * (row >> 3) : row;
+    return 4 * (pair ^ (2 * odd)) + odd + 2 * (row >> 3);
 }
 __device__ __forceinline__ int tile_token(int t, int i) { return token_at(2 * t + (i & 1) + 4 * (i & 2)); }  // of a VTile
 
@@ -237,35 +237,16 @@ struct Merged {
     __device__ static __forceinline__ void put(u64* to, float v, u32 number) {
         asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64(number) << 32) | __float_as_uint(v)) : "memory");
     }
-    // Two words side by side; each has its own number, so it does not matter whether they are read at once.
-    __device__ static __forceinline__ void put(u64* to, float v, float w, u32 number) {
-        const u64 high = u64(number) << 32;
-        asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1,%2};" ::"l"(to), "l"(high | __float_as_uint(v)),
-                     "l"(high | __float_as_uint(w))
-                     : "memory");
-    }
-    __device__ static __forceinline__ void get(u64& v, u64& w, const u64* from) {
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(v), "=l"(w) : "l"(from) : "memory");
-    }
     __device__ static __forceinline__ u64 get(const u64* from) {
         u64 v;
         asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
         return v;
     }
     __device__ __forceinline__ void leave(u64* outs, u64* sums, u64 head, int d, u32 number) const {
-        if constexpr (OP_ASKED > 4) {
-            put(outs + head * OP_HEAD_DIM + d, x, y, number);
-            if (d == 0) put(sums + head * 2, best, sum, number);
-            return;
-        }
         put(outs + head * OP_HEAD_DIM + d, x, number), put(outs + head * OP_HEAD_DIM + d + 1, y, number);
         if (d == 0) put(sums + head * 2, best, number), put(sums + head * 2 + 1, sum, number);
     }
     __device__ __forceinline__ void ask(const u64* outs, const u64* sums, u64 head, int d) {
-        if constexpr (OP_ASKED > 4) {
-            get(words[0], words[1], sums + head * 2), get(words[2], words[3], outs + head * OP_HEAD_DIM + d);
-            return;
-        }
         words[0] = get(sums + head * 2), words[1] = get(sums + head * 2 + 1);
         words[2] = get(outs + head * OP_HEAD_DIM + d), words[3] = get(outs + head * OP_HEAD_DIM + d + 1);
     }

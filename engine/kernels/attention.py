@@ -17,8 +17,7 @@ SINGLE_PAGES = 8  # a context of so many pages is not split
 MIN_PAGES = 8  # of a split, of the longer ones
 PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read into registers
 SLOTS = 2  # pages of each warp that are copied into shared memory ahead
-PADDED = 0  # pages lie in shared memory in runs, so that lanes that read together meet all banks
-FIRST = 0  # a warp's first page comes into registers all the same
+PAGE_PADDING = 128  # bytes that a page's keys have more in shared memory, and its values: `attention.cuh`'s runs
 ASKED = 4  # splits that the merging block asks for at once
 MANY_TOKENS = SPLITS * MIN_PAGES * PAGE  # a warp has several pages of a context beyond
 
@@ -126,8 +125,6 @@ def attention_defines(heads: Heads) -> dict[str, int]:
         "OP_MIN_PAGES": MIN_PAGES,
         "OP_PAGES_AHEAD": PAGES_AHEAD,
         "OP_MIN_BLOCKS": 1,
-        "OP_PADDED": PADDED,
-        "OP_FIRST": FIRST,
         "OP_ASKED": ASKED,
     }
 
@@ -180,7 +177,7 @@ class AttentionOp:
         # Places in shared memory leave room for one block on a multiprocessor: else registers hold the pages.
         many = self.longest is None or self.longest > MANY_TOKENS
         defines["OP_SLOTS"] = self.slots if self.bulk and many and defines["OP_POLL"] and resident == 1 else 0
-        place = PAGE * heads.dim * 2 + PADDED * 4 * 32
+        place = PAGE * heads.dim * 2 + PAGE_PADDING
         shared = defines["OP_SLOTS"] * defines["OP_WARPS"] * 2 * place
         kernel = self.library.kernel("attention", "attention", defines, shared)
         return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32, shared), {**values, **CHAIN})

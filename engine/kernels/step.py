@@ -166,8 +166,10 @@ class ChainPlan:
         if found is not None:
             return found
         found = tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up")
-        # The head starts beside the last layer: what it asks for early, that layer waits behind.
-        return replace(found, window=2) if stage == "head" else found
+        # These start beside the stages before: what they ask for early, those wait behind.
+        if stage == "head" or (stage == "output" and not found.whole):
+            return replace(found, window=2)
+        return replace(found, window=1) if stage == "down" and found.whole else found
 
     def two_passes(self, head: Matrix, coarse: CoarseCopy) -> TwoPasses:
         """The head and its copy; as many bytes of the copy under way as of the plain head."""

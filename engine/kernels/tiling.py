@@ -33,6 +33,7 @@ class Tiling:
     tiles: int  # summed at once
     ring: int  # stages
     window: int  # stages under way at a time
+    whole: bool = False  # every stage has a place of its own
     min_blocks: int = 1  # resident on a multiprocessor, what the compiler must leave registers for
 
     @property
@@ -84,7 +85,7 @@ def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: 
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
     whole = stages * size <= _WHOLE_BYTES and stages <= MOST_STAGES
     ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, MOST_STAGES)
-    return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW)
+    return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW, whole)
 
 
 def divide(matrix: Matrix, warps: int) -> tuple[int, int]:

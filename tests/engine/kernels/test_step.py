@@ -149,7 +149,7 @@ def test_pages_lie_in_shared_memory_where_a_warp_has_several_and_a_block_the_roo
     plan = ChainPlan(132, longest=longest, dependent=dependent)
     chain = prepare_step(recorder, weights, buffers_of(weights, batch), plan)
     (asked,) = {(defines["OP_SLOTS"], shared) for name, _, defines, shared in recorder.asked if name == "attention"}
-    assert asked == (slots, chain[1].shape.shared) == (slots, slots * 8 * 2 * 16 * weights.heads.dim * 2)
+    assert asked == (slots, chain[1].shape.shared) == (slots, slots * 8 * 2 * (16 * weights.heads.dim * 2 + 128))
 
 
 def kernel_splits(tokens: int, defines: dict[str, int]) -> int:
@@ -194,10 +194,12 @@ def test_a_misspelt_argument_is_told(recorder: Any, model: Models) -> None:
 def test_a_plan_may_divide_a_stage_itself(recorder: Any, model: Models) -> None:
     weights = model("bf16")
     own = ChainPlan(132).tiling("down", weights.layers[0].down.matrix)
-    plan = ChainPlan(132, tilings={"down": replace(own, window=1)})
+    other = ChainPlan(132).tiling("output", weights.layers[0].output.matrix)
+    assert (own.window, other.window) == (1, 2)  # down starts beside gate and up, which it is not to hold up
+    plan = ChainPlan(132, tilings={"down": replace(own, window=3)})
     prepare_step(recorder, weights, buffers_of(weights, 1), plan)
     windows = [defines["OP_WINDOW"] for name, _, defines, _ in recorder.asked if name == "linear_residual"]
-    assert windows == [own.window, 1, own.window, 1]
+    assert windows == [other.window, 3, other.window, 3]
     assert isinstance(own, Tiling)
 
 
