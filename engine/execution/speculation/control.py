@@ -16,7 +16,6 @@ _MEMORY = 0.9  # of what a round told, after the next
 _MARGIN = 1.04  # how much faster it must be by the table, which is not exact
 _OTHERS = 1.08  # how much longer a step may be for those in it that have no draft
 _FIRST_REST, _LAST_REST = 8, 512  # tokens until it is tried again
-_TRYING = 0.03  # of the time, at most, goes into taking up a sequence again
 
 
 class Candidate(NamedTuple):
@@ -47,10 +46,8 @@ class Record:
 class Control:
     """Decides before each step, and is told after it."""
 
-    def __init__(self, costs: Costs, taking_up: float = 0.0) -> None:
-        """`taking_up`: seconds that a sequence costs each time it is drafted for again."""
+    def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._first_rest = max(_FIRST_REST, round(taking_up / costs.seconds(1) / _TRYING))
         self._records: dict[tuple[str, int], Record] = {}  # by proposer and slot
 
     def depths(self, candidates: Items[Candidate], rows: int, tokens: int) -> list[int]:
@@ -71,7 +68,7 @@ class Control:
         record.tried = record.tried * _MEMORY + accepted + (accepted < proposed)
         record.accepted = record.accepted * _MEMORY + accepted
         if record.probing and not accepted:
-            record.rest = min(2 * record.rest, max(_LAST_REST, self._first_rest))
+            record.rest = min(2 * record.rest, _LAST_REST)
             record.resumes_at = len(one.sequence.token_ids) + record.rest
 
     def rate(self, one: Candidate) -> float:
@@ -118,8 +115,7 @@ class Control:
         """Whether a sequence that is thought not to pay is tried with one token. Not at all where even a sure one
         would not pay."""
         if not record.rest:
-            record.rest = self._first_rest
-            record.resumes_at = len(one.sequence.token_ids) + record.rest
+            record.rest, record.resumes_at = _FIRST_REST, len(one.sequence.token_ids) + _FIRST_REST
         if len(one.sequence.token_ids) < record.resumes_at:
             return False
         sure = self._costs.seconds(tokens + 1) + one.proposer.seconds(1, 1)

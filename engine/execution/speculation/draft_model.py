@@ -56,6 +56,7 @@ class DraftModel:
         self._windows = tuple(dict.fromkeys(model.config.windows))
         self._followed: dict[int, Followed] = {}  # by slot
         self._costs = Costs({1: 0.0})
+        self._compute_seconds = 0.0, 0.0  # once, and a token
 
     def measure(self) -> None:
         """A step for so many rows."""
@@ -162,17 +163,24 @@ class DraftModel:
         sampled = None if len(last) == len(token_ids) else torch.tensor(last, dtype=torch.int64, device=device)
         return self.model.forward(StepInput(packed[0], packed[1], packed[2], attention, sampled), self.pool)
 
-    def rehearse(self) -> float:
-        """Does what `compute` does, since first times take milliseconds; seconds of a few tokens. Overwrites the first
-        pages."""
+    def seconds_behind(self, sequence: SequenceState) -> float:
+        """What `compute` of the whole sequence takes, as `rehearse` has measured it."""
+        one = self._followed.get(sequence.slot)
+        known = one is not None and one.sequence is sequence and one.exchanges == sequence.exchanges
+        missing = len(sequence.token_ids) - (one.computed if known and one is not None else 0)
+        return self._compute_seconds[0] + self._compute_seconds[1] * missing
+
+    def rehearse(self) -> None:
+        """Does what `compute` does, and measures it: first times take milliseconds. Overwrites the first pages."""
         most = min(_CHUNK, self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])
-        seconds = 0.0
-        for count in (most, 1, min(16, most), min(16, most)):
+        seconds = []
+        for count in (most, 1, most, 1):
             began, places = time.perf_counter(), list(range(count))
             spans = [RowSpan(0, count, 0, list(range(-(-count // PAGE_SIZE))))]
             self._forward([0] * count, places, places, spans, places[-1:]).sum().item()  # waits
-            seconds = time.perf_counter() - began
-        return seconds
+            seconds.append(time.perf_counter() - began)
+        *_, whole, few = seconds
+        self._compute_seconds = few, max(whole - few, 0.0) / most
 
     def _rehearse(self, rows: int) -> None:
         """A step of so many rows of nobody."""

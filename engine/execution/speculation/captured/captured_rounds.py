@@ -20,7 +20,7 @@ from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, words
 from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
-from engine.execution.speculation.captured.rounds import AHEAD, GROUPS
+from engine.execution.speculation.captured.rounds import GROUPS, MOST_AHEAD
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
@@ -38,7 +38,7 @@ _LOOKS = 64  # after so many the stream is asked
 _TIMINGS, _TOGETHER = 3, 8  # rounds timed at warm-up: so often so many
 _TYPICAL = 512  # tokens of a sequence whose rounds are timed
 _WORDS = 3 * LAID + 5 + MOST_STOPS
-assert (AHEAD + 1) * LAID <= RING
+assert MOST_AHEAD * LAID <= RING  # half of it under way, half of a row that has left
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,19 @@ from dataclasses import replace
 
 import torch
 
-from engine.execution import device_sampling
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_decode import weights
-from engine.execution.graph_decode.pipeline import can_sample
 from engine.execution.speculation.captured.captured_rounds import CapturedRounds
+from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
-from engine.execution.speculation.captured.rounds import AHEAD, GROUPS, RoundPipeline, RoundTold
+from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, ahead_of
 from engine.execution.speculation.captured.single import PATIENCE, SingleRow
-from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
 from engine.execution.step_state import DecodeWeights, Parts, Unfit
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.sequence_state import SequenceState
 
 NO_DRAFT = "draft-model names none"
 why_not = graph_decode.why_not
@@ -35,35 +30,6 @@ def ask(parts: Parts) -> None:
     """Asks for every kernel that it will have; of shapes alone."""
     read, _ = weights.shared(parts)
     CapturedRounds(parts.kernels, read, parts.max_context, draft=_draft(parts)).build()
-
-
-class PaidDepths:
-    """How long drafts are: as `control` finds that they pay, where the host's proposer has something to say. The device
-    guesses for itself, a round or two further on."""
-
-    def __init__(self, costs: Costs, proposer: Proposer | None = None, taking_up: float = 0.0) -> None:
-        """`costs` of a round, its draft included; `taking_up`: seconds, once each time that rounds begin."""
-        self._control = Control(costs, taking_up)
-        self._proposer = proposer or PromptLookup()
-
-    def most(self, sequence: SequenceState) -> int:
-        """Nothing where tokens are counted: each row of a round would need the counts of those before it."""
-        row = device_sampling.sampled_row(sequence)
-        if not can_sample(sequence) or (row is not None and row.marked):
-            return 0
-        return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
-
-    def depth(self, sequence: SequenceState) -> int:
-        """See `single.Depths`."""
-        reach = min(self.most(sequence), self._proposer.reach(sequence))
-        if reach < 1:
-            return 0
-        (depth,) = self._control.depths([Candidate(sequence, self._proposer, reach)], 1, 1)
-        return depth
-
-    def told(self, sequence: SequenceState, one: RoundTold) -> None:
-        """See `single.Depths`."""
-        self._control.told(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
 
 
 def why_no_draft(parts: Parts) -> str | None:
@@ -88,9 +54,6 @@ def _draft(parts: Parts) -> DeviceDraft | None:
 class CapturedSpeculation:
     """Decodes the only row of a step that decodes, where drafts pay."""
 
-    lookahead_tokens = AHEAD * GROUPS[-1] - 1
-    max_tokens_per_row = AHEAD * GROUPS[-1]
-
     def __init__(self, parts: Parts, known: Costs | None = None) -> None:
         """`known` instead of what would be measured."""
         self.costs = known  # of rounds, their drafts included; None until they are measured
@@ -102,7 +65,7 @@ class CapturedSpeculation:
                 self._device.build(GROUPS[:1])
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
-        self._proposer = None if self._draft is None else parts.draft
+        self._guesser = None if self._draft is None else parts.draft
         self._sequences = parts.sequences
         self._pipeline = RoundPipeline(self._device, parts.sequences, parts.max_context)
         self._single: SingleRow | None = None  # until costs are known
@@ -111,15 +74,27 @@ class CapturedSpeculation:
     def warmup(self, progress: Progress) -> None:
         """Compiles, captures, and measures what a round costs."""
         with torch.inference_mode():
-            taking_up = 0.0 if self._proposer is None else self._proposer.rehearse()
+            if self._guesser is not None:
+                self._guesser.rehearse()
             self._device.warmup(progress)
             measured = Costs({group: self._device.seconds(group) for group in GROUPS})
         self.costs = self.costs or measured
-        depths = PaidDepths(self.costs, self._proposer, taking_up)
+        self._pipeline.ahead = ahead_of(self.costs.seconds(1))
+        depths = PaidDepths(self.costs, self._guesser)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
-        patience = PATIENCE if self._proposer is None else 0
+        patience = PATIENCE if self._guesser is None else 0
         self._single = SingleRow(self._pipeline, self._sequences, depths, patience)
         self._apply()
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """All that is under way may be right."""
+        return self._pipeline.ahead.tokens - 1
+
+    @property
+    def max_tokens_per_row(self) -> int:
+        """All that was under way."""
+        return self._pipeline.ahead.tokens
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """The one row of one token, where a draft is expected to pay."""

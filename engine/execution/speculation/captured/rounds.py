@@ -13,6 +13,7 @@ steps of `graph_decode` are, and by the same rules:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,11 +26,27 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 
 GROUPS = (1, 2, 4, 8)  # rows of a round
-AHEAD = 2  # rounds launched and not yet read, at most: what comes of one decides how long the next but one may be
+AHEAD = 2  # rounds launched and not yet read: what comes of one decides how long the next but one may be
+MOST_AHEAD = 8  # where rounds are so short that the host would not come to launch the next in time
+TURN = 250e-6  # seconds until the host comes by again, a guess
 MORE = 8  # flag of an entry: the round tells another
 PARKED = MORE | NO_TOKEN  # nothing was fed: there was no page
 _FLAGS, _TOKEN = 0xF, 0xFFFFFF
 _LAST_NUMBER = 1 << 30  # numbers begin anew above it
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far rounds are launched ahead."""
+
+    rounds: int = AHEAD
+    tokens: int = AHEAD * GROUPS[-1]  # that they may bring
+
+
+def ahead_of(seconds: float) -> Ahead:
+    """For rounds that take so long."""
+    rounds = min(max(AHEAD, math.ceil(TURN / seconds)), MOST_AHEAD)
+    return Ahead(rounds, min(rounds, MOST_AHEAD // 2) * GROUPS[-1])
 
 
 class RoundDevice(Protocol):
@@ -85,6 +102,7 @@ class RoundPipeline:
         self._number = 0  # of the last entry that was read
         self._open = 0  # tokens read of the oldest round under way
         self._told: list[RoundTold] = []
+        self.ahead = Ahead()
 
     def step(self, row: Row, group: int, most_drafts: int = GROUPS[-1] - 1) -> RowResult:
         """At least one id unless the row has failed, and whatever else has come. Launches rounds of `group` rows, with
@@ -172,9 +190,10 @@ class RoundPipeline:
 
     def _send(self, own: RoundRow, group: int) -> None:
         """Launches as far ahead as is wanted, allowed and of use: each round brings 1 to `group` tokens."""
-        while not own.ended and len(self._under_way) < min(AHEAD, own.last - own.stands):
-            furthest = own.stands + sum(self._under_way) - self._open
-            if furthest >= own.pages * PAGE_SIZE:
+        while not own.ended and len(self._under_way) < min(self.ahead.rounds, own.last - own.stands):
+            tokens = sum(self._under_way)
+            furthest = own.stands + tokens - self._open
+            if furthest >= own.pages * PAGE_SIZE or tokens + group > self.ahead.tokens:
                 return
             self._device.launch(group, min(furthest + group, own.last))
             self._under_way.append(group)

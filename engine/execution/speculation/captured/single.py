@@ -25,6 +25,12 @@ class Depths(Protocol):
     def told(self, sequence: SequenceState, one: RoundTold) -> None:
         """What came of a draft."""
 
+    def worth(self, sequence: SequenceState, depth: int) -> bool:
+        """Whether to begin rounds with drafts of `depth` tokens is worth what it costs."""
+
+    def left(self, sequence: SequenceState) -> None:
+        """It goes on in plain steps."""
+
 
 def group_of(depth: int) -> int:
     """Rows of the longest round that drafts so many tokens, or fewer."""
@@ -80,9 +86,12 @@ class SingleRow:
         sequence = self._sequences.of(row)
         if not self._depths.most(sequence):
             return False
-        depth = self._depths.depth(sequence)
+        depth, continues = self._depths.depth(sequence), self._pipeline.continues(row)
         self._group = group_of(depth)
-        if self._group > 1:
+        if self._group > 1 and (continues or self._depths.worth(sequence, depth)):
             self._until = len(sequence.token_ids) + self._patience
             return True
-        return self._pipeline.continues(row) and len(sequence.token_ids) < self._until
+        if continues and len(sequence.token_ids) >= self._until:
+            self._depths.left(sequence)
+            return False
+        return continues

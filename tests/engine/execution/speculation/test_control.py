@@ -64,17 +64,6 @@ def test_wrong_guesses_are_tried_ever_less() -> None:
     assert play(control, one, 1.0, 3000) > 3000, "what becomes right is found out"
 
 
-def test_what_is_dear_to_take_up_is_tried_less_often() -> None:
-    """Of a thousand steps' time at most thirty steps' goes into trying."""
-    for taking_up in (0.0, 20.0, 300.0):
-        control, one = Control(GPU, taking_up), candidate()
-        play(control, one, 0.0, 100)
-        begun = len(one.sequence.token_ids)
-        tries = play(control, one, 0.0, 40_000)
-        assert tries * taking_up <= 0.03 * GPU.seconds(1) * (len(one.sequence.token_ids) - begun)
-        assert tries > 0
-
-
 def test_never_where_a_token_costs_a_step() -> None:
     control, one = Control(LINEAR), candidate()
     assert play(control, one, 1.0, 600) == 0

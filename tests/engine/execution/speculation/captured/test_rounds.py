@@ -12,14 +12,25 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
 
+from bench.driven import GREEDY
+from engine.api import Stopping
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD as STEPS_AHEAD
 from engine.execution.graph_decode.pipeline import DecodePipeline, RowState, can_sample
-from engine.execution.speculation.captured.rounds import AHEAD, GROUPS, MORE, PARKED, RoundPipeline, RoundTold
+from engine.execution.speculation.captured.rounds import (
+    AHEAD,
+    GROUPS,
+    MORE,
+    MOST_AHEAD,
+    PARKED,
+    RoundPipeline,
+    RoundTold,
+    ahead_of,
+)
 from engine.execution.speculation.captured.single import PATIENCE, SingleRow, group_of
 from engine.kernels.reference import verified
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import Admitted, Row, RowResult, StepPlan
 from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
@@ -156,6 +167,12 @@ class Whims:
     def told(self, sequence: SequenceState, one: RoundTold) -> None:
         self.told_of.append(one)
 
+    def worth(self, sequence: SequenceState, depth: int) -> bool:
+        return True
+
+    def left(self, sequence: SequenceState) -> None:
+        """It comes back when it likes."""
+
 
 class Steps:
     """The plain way."""
@@ -187,9 +204,10 @@ class RoundsLife(Life):
             max_batch_tokens=random.Random(seed).choice((5, 64)),
             max_context=min(MOST_CONTEXT, pages * PAGE_SIZE),
             lookahead_tokens=lookahead,
-            max_tokens_per_row=max(AHEAD * LAID, 2 * STEPS_AHEAD),
+            max_tokens_per_row=max(MOST_AHEAD // 2 * LAID, 2 * STEPS_AHEAD),
         )
         self.pipeline = RoundPipeline(self.device, sequences, limits.max_context)
+        self.pipeline.ahead = ahead_of(random.Random(seed).choice((1e-6, 1e-4, 1.0)))
         self.single = SingleRow(self.pipeline, sequences, self.whims, random.Random(seed).choice((0, PATIENCE)))
         super().__init__(seed, SlowRunner(steps, [self.single, Steps(steps, sequences)], sequences), limits)
 
@@ -277,6 +295,26 @@ def test_off_delivers_what_is_under_way_and_goes_on_alike() -> None:
 
 def test_a_group_holds_no_longer_draft_than_asked_for() -> None:
     assert [group_of(depth) for depth in range(8)] == [1, 2, 2, 4, 4, 4, 4, 8]
+
+
+@pytest.mark.parametrize(("depth", "rounds"), [(0, 8), (1, 8), (3, 8), (7, 4)])
+def test_short_rounds_are_launched_further_ahead(monkeypatch: pytest.MonkeyPatch, depth: int, rounds: int) -> None:
+    """So that the device has work until the host comes again; and never more than their pages may hold."""
+    found = [ahead_of(seconds) for seconds in (1e-6, 100e-6, 500e-6, 1.0)]
+    assert [(one.rounds, one.tokens) for one in found] == [(8, 32), (3, 24), (AHEAD, 16), (AHEAD, 16)]
+    device, table, row = (
+        SlowRounds(1, SlowMemory(1, 9), -1, 1.0),
+        SequenceTable(),
+        Row(0, 0, 2, 1, True, 0, (*range(9),)),
+    )
+    asked = Admitted(0, 0, (5, 6, 7), 3, GREEDY, Stopping(max_tokens=140))
+    table.apply(StepPlan(rows=(row,), admitted=(asked,)))
+    monkeypatch.setattr(device, "poll", lambda number: None)
+    pipeline = RoundPipeline(device, table, MOST_CONTEXT)
+    pipeline.ahead = ahead_of(1e-6)
+    with pytest.raises(EngineFailed, match="nothing is under way"):
+        pipeline.step(row, group_of(depth))
+    assert device.launched == rounds
 
 
 def test_a_device_without_an_end_is_told() -> None:

@@ -1,0 +1,76 @@
+"""How long the drafts of rounds are, and when to begin with them: as it pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.execution import device_sampling
+from engine.execution.graph_decode.pipeline import can_sample
+from engine.execution.speculation.captured.rounds import RoundTold
+from engine.execution.speculation.captured.single import group_of
+from engine.execution.speculation.control import Candidate, Control
+from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.draft_model import DraftModel
+from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
+from engine.scheduling.sequence_state import SequenceState
+
+_SOON = 64  # tokens within which a draft model's catching up must be won back, the first time
+_TRYING = 0.03  # of the time in plain steps that catching up may cost, after that
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A sequence that has gone back to plain steps."""
+
+    sequence: SequenceState
+    length: int  # that it had
+
+
+class PaidDepths:
+    """As `control` finds that they pay, where the host's proposer has something to say. The device guesses for itself,
+    a round or two further on."""
+
+    def __init__(self, costs: Costs, draft: DraftModel | None = None) -> None:
+        """`costs` of a round, its draft included. `draft`: None is prompt lookup."""
+        self._costs = costs
+        self._control = Control(costs)
+        self._draft = draft
+        self._proposer: Proposer = draft or PromptLookup()
+        self._left: dict[int, Left] = {}  # by slot
+
+    def most(self, sequence: SequenceState) -> int:
+        """Nothing where tokens are counted: each row of a round would need the counts of those before it."""
+        row = device_sampling.sampled_row(sequence)
+        if not can_sample(sequence) or (row is not None and row.marked):
+            return 0
+        return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
+
+    def depth(self, sequence: SequenceState) -> int:
+        """See `single.Depths`."""
+        reach = min(self.most(sequence), self._proposer.reach(sequence))
+        if reach < 1:
+            return 0
+        (depth,) = self._control.depths([Candidate(sequence, self._proposer, reach)], 1, 1)
+        return depth
+
+    def told(self, sequence: SequenceState, one: RoundTold) -> None:
+        """See `single.Depths`."""
+        self._control.told(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
+
+    def worth(self, sequence: SequenceState, depth: int) -> bool:
+        """A draft model must catch up with the sequence first."""
+        if self._draft is None:
+            return True
+        cost, plain, left = self._draft.seconds_behind(sequence), self._costs.seconds(1), self._left.get(sequence.slot)
+        if left is not None and left.sequence is sequence:
+            return cost <= _TRYING * plain * (len(sequence.token_ids) - left.length)
+        rows = group_of(depth)
+        rate = self._control.rate(Candidate(sequence, self._proposer, depth))
+        saved = plain - self._costs.seconds(rows) / sum(rate**place for place in range(rows))  # a token
+        rest = sequence.stopping.max_tokens - sequence.output_length
+        return cost <= max(saved * min(rest, _SOON), _TRYING * plain * sequence.output_length)
+
+    def left(self, sequence: SequenceState) -> None:
+        """See `single.Depths`."""
+        self._left[sequence.slot] = Left(sequence, len(sequence.token_ids))
