@@ -12,7 +12,7 @@ from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch
 from engine.kernels.speculation import Guessing, Verified
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_step
+from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_layers, prepare_step
 from engine.kernels.tokens import Choice, FirstNorm
 from engine.scheduling.sequence_state import SequenceState
 
@@ -44,13 +44,17 @@ class DraftSteps:
         """`count` guesses; `ending` lays out the target's rows."""
         found = [speculation.follow(library, self._state, self._guessing)] if count else [ending]
         found = [one.with_trigger(how.trigger) for one in found]
+        layers: dict[int, tuple[Launch, ...]] = {}  # by rows
         for number in range(1, count + 1):
             rows = self._rows(number)
             taken = ending
             if number < count:
                 taken = speculation.guess(library, self._state, self._guessing, rows, number)
             plan = replace(how, group=rows, two_pass=self._weights.coarse is not None)
-            found += prepare_step(library, self._weights, self._room.first(rows), plan, None, (taken,))
+            room = self._room.first(rows)
+            if rows not in layers:
+                layers[rows] = prepare_layers(library, self._weights, room, plan)
+            found += prepare_step(library, self._weights, room, plan, None, (taken,), layers[rows])
         return found if how.dependent else [one.alone() for one in found]
 
     def drafted(self, library: Kernels, places: RowPages, first: FirstNorm, count: int) -> Launch:
