@@ -47,7 +47,7 @@ class Both:
         return found
 
 
-def both(library: KernelLibrary, weight: torch.Tensor, x: Normed) -> Both:
+def both(library: KernelLibrary, weight: torch.Tensor, x: Normed, masks: torch.Tensor | None = None) -> Both:
     rows, columns = weight.shape
     batch = x.residual.shape[0]
     head = Matrix(Format.BF16, rows, columns, weight)
@@ -60,6 +60,8 @@ def both(library: KernelLibrary, weight: torch.Tensor, x: Normed) -> Both:
         torch.tensor([seed_key(seed) for seed in range(batch)], device="cuda"),
         torch.zeros(batch, dtype=torch.int64, device="cuda"),
         assured=torch.zeros(batch, dtype=torch.int32, device="cuda"),
+        logits=torch.zeros(batch, rows, device="cuda"),
+        masks=masks,
     )
     position = torch.arange(batch, dtype=torch.int32, device="cuda") * 7 + 3
     position[6:7] = -1
@@ -94,6 +96,30 @@ def test_random_heads(library: KernelLibrary, launcher: Launcher, rows: int, col
     for _ in range(40):
         fill(x)
         one.agree(launcher)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(151936, 1024), (4099, 4096), (77, 64)])
+def test_what_a_mask_bars_is_never_chosen(
+    library: KernelLibrary, launcher: Launcher, rows: int, columns: int, batch: int
+) -> None:
+    x = stream(batch, columns)
+    masks = torch.zeros(batch, -(-rows // 32), dtype=torch.int32, device="cuda")
+    one = both(library, (torch.randn(rows, columns, device="cuda") * columns**-0.5).bfloat16(), x, masks)
+    for share in (1.0, 0.5, 1e-2, 1e-4, 0.0):
+        fill(x)
+        open_ = torch.rand(batch, rows, device="cuda") < share
+        open_[-1, rows // 2] = True  # the only one of its row, in the end
+        words = torch.nn.functional.pad(open_, (0, -rows % 32)).view(batch, -1, 32).long()
+        masks.copy_((words << torch.arange(32, device="cuda")).sum(-1).int())
+        found = one.agree(launcher)
+        assert one.choice.logits is not None
+        for row in range(batch):
+            if row % 8 == 6 or TEMPERATURES[row] > 0:
+                continue
+            left = one.choice.logits[row].masked_fill(~open_[row], -torch.inf)
+            assert int(found[row]) == 0 if not open_[row].any() else ~int(found[row]) & 0xFFFFFFFF == int(left.argmax())
+        assert all(open_[row, ~int(key) & 0xFFFFFFFF] for row, key in enumerate(found.tolist()) if key and row % 8 != 6)
 
 
 FACTORS = {"tiny": 1e-30, "denormal": 1e-39, "zeros": 0.0}
