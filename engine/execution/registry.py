@@ -4,7 +4,7 @@ Each executor says in `claims` which of a step's rows it takes, of those that th
 same pages and the same stream. One that brings several ids a row does so as far as the row's pages reach.
 
 `speculation` takes whole steps, in which it expects some rows to bring several ids; `captured_speculation` the only row
-of a step that decodes, where drafts pay.
+of a step that decodes, where drafts pay. `constrained` takes rows of one token in steps that have a constrained row.
 
 Rows of one token are `graph_decode`'s while they are few, then `batched`'s. `batched` comes last of the three, so that
 what it launches ahead is under way while the host takes in the step.
@@ -20,6 +20,7 @@ from engine.api import Objection, ProposerInfo, Unused
 from engine.errors import Unsupported
 from engine.execution import eager, forward_pass, trials
 from engine.execution.batched import executor as batched
+from engine.execution.constrained import executor as constrained
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_prefill import executor as graph_prefill
 from engine.execution.speculation import executor as speculation
@@ -76,6 +77,9 @@ class ExecutorEntry:
 
 CAPTURED = "captured_speculation"
 EXECUTORS: tuple[ExecutorEntry, ...] = (
+    ExecutorEntry(  # asks for no kernel that `graph_decode` does not
+        "constrained", "graph", constrained.why_not, constrained.Constrained, trials.KERNELS, optional=True
+    ),
     ExecutorEntry(
         CAPTURED,
         "graph",

@@ -14,10 +14,7 @@ import pytest
 import torch
 
 from engine.api import Constraint, GenerationRequest, Stopping
-from engine.execution.constrained import executor as constrained
-from engine.execution.registry import EXECUTORS, ExecutorEntry
 from engine.execution.runner import ModelRunner
-from engine.execution.trials import KERNELS
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
 from engine.sampling.sampler import Sampler
@@ -33,8 +30,6 @@ from tests.engine.judged import judge
 
 pytestmark = pytest.mark.gpu
 TOKENS = 32
-ENTRY = ExecutorEntry("constrained", "graph", constrained.why_not, constrained.Constrained, KERNELS, optional=True)
-REGISTRY = (ENTRY, *EXECUTORS)
 
 
 def requests(share: int) -> list[GenerationRequest]:
@@ -62,7 +57,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 @pytest.fixture(scope="module")
 def runner(prepared: Prepared) -> Iterator[ModelRunner]:
-    made = make_runner(settings_of(), prepared, nobody, REGISTRY)
+    made = make_runner(settings_of(), prepared, nobody)
     yield made
     made.close()
 
