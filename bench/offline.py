@@ -124,8 +124,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens in, of workloads nN")
     parser.add_argument("--tokens", type=int, default=128, help="tokens out, likewise")
     parser.add_argument("--rounds", type=int, default=2, help="of each workload; the best counts")
-    parser.add_argument("--max-sequences", type=int, default=256)
-    parser.add_argument("--max-batch-tokens", type=int, default=512, help="prompt tokens a step")
+    parser.add_argument("--max-sequences", type=int, help="unset: as a server chooses")
+    parser.add_argument("--max-batch-tokens", type=int, help="prompt tokens a step; unset: as a server chooses")
     parser.add_argument("--max-context", type=int, default=2176, help="tokens")
     parser.add_argument("--kv-bytes", type=int)
     parser.add_argument("--threads", type=int, help="on a CPU")
@@ -150,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         decoder=given.decoder,
         load_format=given.load_format,
         max_sequences=given.max_sequences,
+        max_batch_tokens=given.max_batch_tokens,
         max_context=-(-given.max_context // PAGE_SIZE) * PAGE_SIZE,
         kv_bytes=given.kv_bytes,
         threads=given.threads,
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work, name = workload(wanted, given.prompt, given.tokens), wanted
         if sampling != "greedy":
             name += f"-{sampling}"
-        rounds = [run(runner, work, given.max_batch_tokens, SAMPLINGS[sampling]) for _ in range(given.rounds)]
+        rounds = [run(runner, work, runner.info.max_batch_tokens, SAMPLINGS[sampling]) for _ in range(given.rounds)]
         best = max(rounds, key=lambda one: one.output_tokens_per_second)
         records.append(record(given, name, best))
         print(
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
     for rows in given.profile:
-        for name, calls, microseconds in profile(runner, rows, given.max_batch_tokens, given.prompt):
+        for name, calls, microseconds in profile(runner, rows, runner.info.max_batch_tokens, given.prompt):
             print(f"{microseconds:10.1f} µs {calls:7.1f} × {name}")
     runner.close()
     if given.append is not None:

@@ -1,7 +1,7 @@
 """Workloads by name, and the list of records that a file keeps of them: for benches with and without gRPC.
 
-`nN`: N requests at once, of so many tokens in and out. `mixed256`: 256 of 100 to 1,024 in and out. `short1024`: 1,024
-of 128 in and out.
+`nN`: N requests at once, of so many tokens in and out. `firstN`: one of N tokens in and two out.
+`mixed256`: 256 of 100 to 1,024 in and out. `short1024`: 1,024 of 128 in and out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def workload(name: str, prompt: int, tokens: int) -> Work:
         return [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(256)]
     if name == "short1024":
         return [(128, 128)] * 1024
+    if name.startswith("first") and name[5:].isdigit():
+        return [(int(name[5:]), 2)]
     if name[:1] != "n" or not name[1:].isdigit():
         raise ValueError(f"{name!r} is no workload")
     return [(prompt, tokens)] * int(name[1:])

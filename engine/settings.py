@@ -12,11 +12,9 @@ from typing import Any, Literal
 from cache.api import BlockSettings
 
 PAGE_SIZE = 16  # tokens in a key-value page
-CPU_SEQUENCES, CUDA_SEQUENCES = 64, 256  # that run at once, unless the settings say
-CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS = (
-    512,
-    2048,
-)  # prompt tokens of a step, likewise: what keeps the device busy, no more
+CPU_SEQUENCES, CUDA_SEQUENCES = 64, 512  # that run at once, unless the settings say
+CPU_BATCH_TOKENS = 512  # prompt tokens of a step, likewise: what keeps the device busy, no more
+CUDA_BATCH_TOKENS = (2048, 8192)  # at least and at most: what GPU and model manage in a quarter of a second
 
 EngineKind = Literal["model", "fake"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -78,10 +76,14 @@ class SchedulerOptions:
     """How the engine shares itself out."""
 
     max_sequences: int | None = setting(
-        None, "sequences that run at once; unset: 64 on a CPU, on a GPU 256 or what its memory is for", ge=1, le=1024
+        None, "sequences that run at once; unset: 64 on a CPU, on a GPU 512 or what its memory is for", ge=1, le=1024
     )
     max_batch_tokens: int | None = setting(
-        None, "prompt tokens that a step may take; unset: 512 on a CPU, 2048 on a GPU", ge=16, le=1_048_576
+        None,
+        "prompt tokens that a step may take; unset: 512 on a CPU, on a GPU 2048 to 8192, by what it manages of this"
+        " model in a quarter of a second",
+        ge=16,
+        le=1_048_576,
     )
     target_tpot: float | None = setting(
         None,

@@ -28,7 +28,7 @@ from engine.fake.pages import FakePages
 from engine.fake.stamps import stamped
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceState
-from engine.settings import CPU_SEQUENCES, PAGE_SIZE, EngineSettings, ExecutionSwitches
+from engine.settings import CPU_BATCH_TOKENS, CPU_SEQUENCES, PAGE_SIZE, EngineSettings, ExecutionSwitches
 
 _STOP_ODDS = 64
 _SWITCHES = tuple(one.name for one in dataclasses.fields(ExecutionSwitches) if one.name != "batching")
@@ -90,6 +90,7 @@ class FakeRunner:
             vocab_size=fake.vocab_size,
             max_context=context,
             max_sequences=settings.max_sequences or CPU_SEQUENCES,
+            max_batch_tokens=settings.max_batch_tokens or CPU_BATCH_TOKENS,
             page_size=PAGE_SIZE,
             total_pages=fake.total_pages,
             weights_bytes=0,

@@ -31,14 +31,16 @@ from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
-from engine.settings import PAGE_SIZE, EngineSettings
+from engine.settings import CPU_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.draft import Drafting, read_draft
 from engine.worker.foretold import Foretelling, foretell
 from engine.worker.hardware import (
     CpuFeatures,
+    batch_tokens,
     cpu_features,
     free_bytes,
     most_sequences,
+    operations_per_second,
     pick_device,
     pick_dtype,
     pick_threads,
@@ -214,6 +216,7 @@ def make_runner(
         vocab_size=config.vocab_size,
         max_context=room.max_context,
         max_sequences=parts.max_sequences,
+        max_batch_tokens=settings.max_batch_tokens or _batch_tokens(config, placement.device),
         page_size=PAGE_SIZE,
         total_pages=room.pages,
         weights_bytes=parts.model.weights.nbytes,
@@ -229,6 +232,14 @@ def make_runner(
         if not getattr(settings, name):
             runner.set_optimization(name, False)
     return runner
+
+
+def _batch_tokens(config: ModelConfig, device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_BATCH_TOKENS
+    attention = config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
+    weights = config.layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    return batch_tokens(weights, operations_per_second(device))
 
 
 def _device_name(device: torch.device) -> str:

@@ -11,11 +11,15 @@ import torch
 
 from engine.cores import usable_cores
 from engine.errors import Unsupported
-from engine.settings import CPU_SEQUENCES, CUDA_SEQUENCES, PAGE_SIZE, Device, Dtype
+from engine.settings import CPU_SEQUENCES, CUDA_BATCH_TOKENS, CUDA_SEQUENCES, PAGE_SIZE, Device, Dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPUINFO: Final = Path("/proc/cpuinfo")
 LEAST_SEQUENCES, LEAST_TOKENS = 16, 256  # that run at once, and that each should have pages for
+_PROMPT_SECONDS = 0.25
+# Multiplications and additions a cycle of a multiprocessor in sixteen bits, from a compute capability on.
+_OPERATIONS: Final = {(8, 0): 2048, (8, 6): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+_CYCLES, _REACHED = 1.5e9, 0.6  # a second under load; the share of it all that a whole pass reaches
 HIDE: Final = "CPU_HIDE_FEATURES"  # environment variable: flags of /proc/cpuinfo, with commas, to treat as absent
 
 
@@ -90,6 +94,28 @@ def with_pages(sequences: int, pages: int) -> int:
     while sequences // 2 >= LEAST_SEQUENCES and pages * PAGE_SIZE < sequences * LEAST_TOKENS:
         sequences //= 2
     return sequences
+
+
+def operations_per_second(device: torch.device) -> float:
+    """Of products in sixteen bits, as a GPU manages them in a prompt: estimated from what it is."""
+    found = torch.cuda.get_device_properties(device)
+    return operations_of((found.major, found.minor), found.multi_processor_count)
+
+
+def operations_of(capability: tuple[int, int], multiprocessors: int) -> float:
+    """Of any GPU."""
+    known = [operations for least, operations in _OPERATIONS.items() if least <= capability]
+    return (known or [min(_OPERATIONS.values())])[-1] * multiprocessors * _CYCLES * _REACHED
+
+
+def batch_tokens(weights: int, operations: float) -> int:
+    """Prompt tokens of a step, unless the settings say, by the layers' weights and operations a second. More at once is
+    faster for prompts, and streams wait as long for their next token: a quarter of a second, where not even the least
+    takes longer."""
+    tokens, most = CUDA_BATCH_TOKENS
+    while 2 * tokens <= most and 2 * weights * 2 * tokens <= _PROMPT_SECONDS * operations:
+        tokens *= 2
+    return tokens
 
 
 def free_bytes(device: torch.device) -> int:

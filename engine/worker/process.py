@@ -34,7 +34,7 @@ from engine.kv.shared_tier import BlockTier
 from engine.log_lines import use_json
 from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler
-from engine.settings import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, PAGE_SIZE, EngineSettings
+from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.loop import Loop
 from engine.worker.marking import Marking
@@ -122,10 +122,9 @@ def _build(settings: EngineSettings, progress: _ProgressReports, constraints: Co
 
 
 def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:
-    cuda = info.device.startswith("cuda")
     return Limits(
         max_sequences=info.max_sequences,
-        max_batch_tokens=settings.max_batch_tokens or (CUDA_BATCH_TOKENS if cuda else CPU_BATCH_TOKENS),
+        max_batch_tokens=info.max_batch_tokens,
         max_context=info.max_context,
         lookahead_tokens=info.lookahead_tokens,
         max_tokens_per_row=info.max_tokens_per_row,

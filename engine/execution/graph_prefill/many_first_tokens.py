@@ -18,7 +18,7 @@ from engine.kernels import rows as states
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState
 
-_PASSES = 64  # whose entries are kept: no step has more
+_PASSES = 512  # whose entries are kept: of at most 1,024 sequences, at least three prompts end in each
 
 
 class ManyFirstTokens:

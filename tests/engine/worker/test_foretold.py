@@ -26,7 +26,7 @@ from engine.loading.formats import read_folder
 from engine.loading.load import Loading, load
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
-from engine.settings import EngineSettings
+from engine.settings import CUDA_SEQUENCES, EngineSettings
 from engine.worker import prebuild
 from engine.worker.foretold import Foretelling, foretell, foretell_any
 from engine.worker.shapes import fewer_layers, shape_weights
@@ -75,7 +75,7 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
     config, form = read_folder(Path(settings.model), "auto")
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
     weights, wanted = shape_weights(config, form, torch.bfloat16), WantedKernels(gpu)
-    sequences, context = settings.max_sequences or 256, settings.max_context or config.max_context
+    sequences, context = settings.max_sequences or CUDA_SEQUENCES, settings.max_context or config.max_context
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     parts = Parts(
         model=Transformer(config, weights, torch.empty(context, 2, config.head_dim, device="meta"), nowhere),

@@ -10,8 +10,10 @@ import torch
 from engine.worker.hardware import (
     HIDE,
     CpuFeatures,
+    batch_tokens,
     cpu_features,
     most_sequences,
+    operations_of,
     pick_dtype,
     pick_threads,
     with_pages,
@@ -60,9 +62,27 @@ def test_flags_are_those_of_cpuinfo(line: str, bf16: bool, tmp_path: Path, monke
 
 def test_sequences_are_as_many_as_have_pages() -> None:
     assert most_sequences(CPU) == 64
-    assert most_sequences(torch.device("cuda")) == 256
+    assert most_sequences(torch.device("cuda")) == 512
     for pages, sequences in ((1 << 20, 256), (4096, 256), (4095, 128), (2047, 64), (300, 16), (1, 16)):
         assert with_pages(256, pages) == sequences
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors", "weights", "tokens"),
+    [
+        ((9, 0), 132, 440_000_000, 8192),  # H100, the layers of Qwen3-0.6B
+        ((9, 0), 132, 6_980_000_000, 8192),  # Mistral-7B's: 57 ms for each 2,048
+        ((9, 0), 132, 14_000_000_000, 4096),
+        ((8, 0), 108, 6_980_000_000, 2048),  # A100
+        ((8, 9), 58, 440_000_000, 8192),  # L4
+        ((8, 9), 58, 70_000_000_000, 2048),  # more than a quarter of a second, but one pass there is
+        ((7, 5), 40, 440_000_000, 8192),
+    ],
+)
+def test_prompt_tokens_of_a_step_follow_from_gpu_and_model(
+    capability: tuple[int, int], multiprocessors: int, weights: int, tokens: int
+) -> None:
+    assert batch_tokens(weights, operations_of(capability, multiprocessors)) == tokens
 
 
 def test_flags_can_be_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
