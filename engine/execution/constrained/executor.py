@@ -34,9 +34,8 @@ class Constrained:
     def __init__(self, parts: Parts) -> None:
         with torch.inference_mode():
             try:
-                library = parts.gpu.open(parts.model.placement.device)
                 read, self._why_one_pass = weights.shared(parts)
-                self._steps = HalvedSteps(library, read, parts.max_context, parts.max_sequences)
+                self._steps = HalvedSteps(parts.kernels, read, parts.max_context, parts.max_sequences)
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
         self._sequences = parts.sequences

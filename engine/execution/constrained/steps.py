@@ -23,7 +23,7 @@ from engine.execution.patience import Patience
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Launch, Launcher
+from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
 from engine.kernels.step import (
     ChainPlan,
@@ -68,10 +68,8 @@ class HalvedSteps:
         self._pages = -(-max_context // PAGE_SIZE)
         self._lengths = [*(reach for reach in REACHES if reach < max_context), max_context]
         device = weights.table.device
-        properties = torch.cuda.get_device_properties(device)
-        dependent = (properties.major, properties.minor) >= (9, 0)
-        self._plan = ChainPlan(properties.multi_processor_count, dependent=dependent)
-        self._launcher = Launcher()
+        self._plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
+        self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
         # All buckets', one at a time.
         self._sampling = sampling.allocate(bucket(min(most_rows, MOST_ROWS)), weights.head.rows, device)
