@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 
-from engine.client import EngineClient, texts_digest
+from engine.client import Begun, EngineClient, texts_digest
 from engine.errors import InvalidModel
 from engine.settings import CPU_SEQUENCES
 from service.config.settings import Settings
@@ -88,16 +88,21 @@ class Parts:
 
 
 def build(
-    settings: Settings, again: Callable[[], Settings], texts: str, processes: TextProcesses, refusals: Counter[str]
+    settings: Settings,
+    again: Callable[[], Settings],
+    texts: str,
+    processes: TextProcesses,
+    refusals: Counter[str],
+    begun: Begun,
 ) -> Parts:
-    """Everything, bound and not yet started."""
+    """Everything, bound and not yet started, but for the engine's first process, which was begun."""
     identity = Identity(settings)
     guard = identity.guard
     traces = start_traces(settings.traces, settings.served_name)
     instruments = Instruments(settings.log.tenants, traces.observers, traces.counts, traces.sample)
     spoken = protocols(settings)
     counted = frozenset[str]().union(*(protocol.counted for protocol in spoken))
-    cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments, counted)
+    cases, engine = _use_cases(settings, texts, guard, processes, refusals, instruments, counted, begun)
     limits, observers = settings.limits, instruments.observers
     watch = StallWatch(settings.stream.stall_timeout)
     prompts = Inbox(InboxBounds(limits.message_bytes, limits.live_message_bytes), refusals)
@@ -155,6 +160,7 @@ def _use_cases(
     refusals: Counter[str],
     instruments: Instruments,
     counted: frozenset[str],
+    begun: Begun,
 ) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
@@ -167,6 +173,7 @@ def _use_cases(
         texts=texts,
         stream_buffer=settings.stream.buffer_bytes,
         on_progress=instruments.progress,
+        begun=begun,
     )
 
     def capacity() -> int:

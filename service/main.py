@@ -15,7 +15,7 @@ from functools import partial
 
 import uvloop
 
-from engine.client import texts_digest
+from engine.client import Begun, texts_digest
 from engine.errors import EngineError, InvalidModel, Unsupported
 from quant.checkpoint.named import misnamed
 from service.assembly import Parts, build
@@ -73,13 +73,15 @@ async def _serve(settings: Settings, again: Callable[[], Settings]) -> int:
         stop = stack.enter_context(Signals(asyncio.get_running_loop()))
         stack.enter_context(prebuilt_dir(settings.prebuilt_dir, os.environ))
         stack.enter_context(cache_dir(settings.cache_dir, os.environ))
+        begun = Begun(settings.engine_settings().kind)  # imports, while the tokenizer is read here
+        stack.callback(begun.end)
         refusals = Counter[str]()
         processes = TextProcesses(settings.model, refusals=refusals)
         stack.push_async_callback(processes.close)
         if not await stop.before(processes.start()):  # reads the tokenizer first, under limits
             return STOPPED
         texts = texts_digest(settings.model or "")  # before they are read here
-        parts = build(settings, again, texts, processes, refusals)
+        parts = build(settings, again, texts, processes, refusals, begun)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, parts.reload)
         stack.push_async_callback(parts.traces.close)
         stack.push_async_callback(parts.caches.aclose)

@@ -21,6 +21,34 @@ _log = logging.getLogger(__name__)
 _EXIT_POLL = 0.01  # seconds between two looks at a process that is about to end
 
 
+class Begun:
+    """A process that was started before it is known what it will load. Until a `Child` takes it, it imports what it
+    will need, which takes seconds, and has no device."""
+
+    def __init__(self, kind: str) -> None:
+        """As `EngineSettings.kind`. Raises OSError."""
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs, _step_mark() as (fd, self._mark):
+                self._process = _launch(theirs.fileno(), fd, kind)
+        except OSError:
+            self._socket.close()
+            raise
+        self._taken = False
+
+    def take(self) -> tuple[socket.socket, subprocess.Popen[bytes], StepMark]:
+        """Its end is then the caller's business."""
+        self._taken = True
+        return self._socket, self._process, self._mark
+
+    def end(self) -> None:
+        """Unless somebody has taken it."""
+        if not self._taken:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+
+
 class Child(asyncio.Protocol):
     """Reports are passed to `on_report` as they come. `closed` is done once no more can come."""
 
@@ -37,15 +65,12 @@ class Child(asyncio.Protocol):
         self._worked: float | None = None  # seconds of processor time, at the last look
 
     @classmethod
-    async def spawn(cls, settings: EngineSettings, on_report: Callable[[Report], None]) -> Child:
-        """Starts a process and tells it what to load."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs, _step_mark() as (fd, mark):
-                child = cls(_launch(theirs.fileno(), fd), mark, on_report)
-        except OSError:
-            ours.close()
-            raise
+    async def spawn(
+        cls, settings: EngineSettings, on_report: Callable[[Report], None], begun: Begun | None = None
+    ) -> Child:
+        """Starts a process, unless one was begun, and tells it what to load."""
+        ours, process, mark = (begun or Begun(settings.kind)).take()
+        child = cls(process, mark, on_report)
         try:
             await child._loop.create_unix_connection(lambda: child, sock=ours)
         except BaseException:
@@ -169,7 +194,7 @@ def _step_mark() -> Iterator[tuple[int, StepMark]]:
         os.close(fd)
 
 
-def _launch(fd: int, mark: int) -> subprocess.Popen[bytes]:
+def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
     """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
     environment = dict(os.environ)
     home = Path(__file__).resolve().parents[2]
@@ -179,7 +204,10 @@ def _launch(fd: int, mark: int) -> subprocess.Popen[bytes]:
     # front wants one (docs/perf-log.md).
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.worker.process", "--fd", str(fd), "--step-mark", str(mark)],
+        [
+            *(sys.executable, "-P", "-m", "engine.worker.process"),
+            *("--fd", str(fd), "--step-mark", str(mark), "--kind", kind),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=2,  # stdout is the front's
         pass_fds=[fd, mark],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo, Reverted
+from engine.client.child import Begun
 from engine.client.inbox import Stream
 from engine.client.profiles import Profiles
 from engine.client.streams import Streams
@@ -37,8 +38,9 @@ class EngineClient:
         stream_buffer: int = 256 * 1024,  # bytes unread, above which a sequence pauses
         on_progress: Callable[[str, int, int], None] | None = None,  # stage, done, total
         backoff: Backoff = _BACKOFF,
+        begun: Begun | None = None,  # its first process
     ) -> None:
-        self._supervisor = Supervisor(settings, self, backoff)
+        self._supervisor = Supervisor(settings, self, backoff, begun)
         self._folder, self._digest = settings.model, settings.model_digest
         self._texts = texts
         self._streams = Streams(asyncio.get_running_loop(), self._supervisor.send, stream_buffer)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.api import EngineState, ModelInfo
-from engine.client.child import Child, oom_kills
+from engine.client.child import Begun, Child, oom_kills
 from engine.errors import EngineError, EngineFailed, InvalidModel, Unsupported
 from engine.ipc.frames import (
     Command,
@@ -87,13 +87,17 @@ class Listener(Protocol):
 class Supervisor:
     """Keeps one engine process alive."""
 
-    def __init__(self, settings: EngineSettings, listener: Listener, backoff: Backoff) -> None:
+    def __init__(
+        self, settings: EngineSettings, listener: Listener, backoff: Backoff, begun: Begun | None = None
+    ) -> None:
+        """`begun`: the first process."""
         self.state = EngineState.STOPPED
         self.restarts = 0
         self.deaths = Counter(dict.fromkeys(("not_started", "hung", "ended", "killed", "out_of_memory"), 0))
         self._settings = settings
         self._listener = listener
         self._backoff = backoff
+        self._begun = begun
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._refusal: EngineError | None = None
@@ -191,8 +195,9 @@ class Supervisor:
         """One process from start to end; how it ended."""
         self._spawned_at, self._ready_at, self._refusal = time.monotonic(), None, None
         short_of_memory = oom_kills()
+        begun, self._begun = self._begun, None
         try:
-            child = await Child.spawn(self._settings, functools.partial(self._report, first))
+            child = await Child.spawn(self._settings, functools.partial(self._report, first), begun)
         except OSError as error:
             self._lose()
             self.deaths["not_started"] += 1

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -54,12 +55,15 @@ def main() -> int:
     arguments = argparse.ArgumentParser(prog="engine.worker.process")
     arguments.add_argument("--fd", type=int, required=True, help="the socket to the front")
     arguments.add_argument("--step-mark", type=int, required=True, help="memory that says whom a step is run for")
+    arguments.add_argument("--kind", default="fake", help="what will be loaded: imported before the settings come")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     _die_with_parent()
     _die_before_parent()
     given = arguments.parse_args()
     link = Link(socket.socket(fileno=given.fd))
     try:
+        if given.kind == "model":
+            importlib.import_module("engine.worker.build")  # torch: seconds that the fake need not pay
         return _serve(link, Marking(StepMark(given.step_mark)))
     except (EOFError, ConnectionError):
         return 0
@@ -116,7 +120,7 @@ def _settings(link: Link) -> EngineSettings:
 def _build(settings: EngineSettings, progress: _ProgressReports, constraints: Constraints) -> Runner:
     if settings.kind == "fake":
         return FakeRunner(settings, constraints)
-    from engine.worker.build import build  # torch: seconds that the fake need not pay
+    from engine.worker.build import build
 
     return build(settings, progress, constraints)
 

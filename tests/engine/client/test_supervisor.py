@@ -403,6 +403,6 @@ async def test_a_fault_of_the_supervisor_itself_is_no_silence(monkeypatch: pytes
             await ids_of(stream)
         await until(lambda: client.state is EngineState.STOPPED)
     client = EngineClient(FAKE)
-    monkeypatch.setattr(child.Child, "spawn", lambda settings, on_report: 1 / 0)
+    monkeypatch.setattr(child.Child, "spawn", lambda settings, on_report, begun: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         await client.start()
