@@ -48,7 +48,7 @@ OTHERS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Wanted:
     """One stream of a run."""
 
     prompt: tuple[int, ...]
@@ -83,7 +83,7 @@ class Arm:
         self.costs = costs
         self._clock = clock
 
-    def run(self, on: bool, asks: Sequence[Ask]) -> Run:
+    def run(self, on: bool, asks: Sequence[Wanted]) -> Run:
         """All to their ends."""
         self.runner.set_optimization("speculation", on)
         scheduler = planner(self.runner, PagePool(self.runner.info.total_pages), 2048)
@@ -161,7 +161,7 @@ class Beside:
         return all(on.ids == off.ids for on, off in zip(self.on, self.off, strict=True))
 
 
-def beside(arm: Arm, cases: Sequence[Sequence[Ask]], seconds: float) -> Beside:
+def beside(arm: Arm, cases: Sequence[Sequence[Wanted]], seconds: float) -> Beside:
     """Each case with and without, in turns, while there is time; at least once."""
     for on in (True, False):
         arm.run(on, cases[0])  # warm
@@ -209,7 +209,7 @@ def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
 def of_texts(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """A record a set of prompts."""
     for name in given.sets:
-        cases = [[Ask(one, given.tokens)] for one in texts.prompts(name, tokenizer, given.prompts)]
+        cases = [[Wanted(one, given.tokens)] for one in texts.prompts(name, tokenizer, given.prompts)]
         yield record(arm, beside(arm, cases, given.seconds), name, 1)
 
 
@@ -217,10 +217,10 @@ def of_streams(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Ite
     """Two and four that copy; then one beside seven that ask for no drafts."""
     copying = texts.prompts("edit", tokenizer, 4)
     for count in (2, 4):
-        case = [Ask(one, given.tokens) for one in copying[:count]]
+        case = [Wanted(one, given.tokens) for one in copying[:count]]
         yield record(arm, beside(arm, [case], given.seconds), "edit", count)
     others = texts.prompts("code", tokenizer, OTHERS)
-    case = [Ask(copying[0], 2 * given.tokens), *(Ask(one, given.tokens, 0) for one in others)]
+    case = [Wanted(copying[0], 2 * given.tokens), *(Wanted(one, given.tokens, 0) for one in others)]
     found = beside(arm, [case], given.seconds)
     p95 = [
         max(quantile(list(gaps), 0.95) for run in runs[:1] for gaps in run.gaps[1:]) for runs in (found.on, found.off)
@@ -280,7 +280,7 @@ def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Toke
         return rounds * (costs.seconds(1 + asked) + (0.0 if draft is None else draft.seconds(1, asked)))
 
     for k in (1, 3, 7) if on_gpu else range(1, 1 + MOST_DRAFTED):
-        found = beside(arm, [[Ask(one, given.tokens, k)] for one in prompts], given.seconds)
+        found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
         needed = sum(seconds(count, drafted, k) for one in found.on for count, drafted in one.rounds)
         foretold = sum(one.tokens for one in found.on) * costs.seconds(1) / needed
         yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}

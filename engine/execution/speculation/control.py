@@ -105,6 +105,8 @@ class Control:
     def _seconds(self, candidates: Items[Candidate], depths: Items[int], tokens: int) -> float:
         """Of a step with these drafts."""
         seconds = self._costs.seconds(tokens + sum(depths))
+        if len(candidates) == 1:
+            return seconds + candidates[0].proposer.seconds(1, depths[0])
         for proposer in {id(one.proposer): one.proposer for one in candidates}.values():
             asked = [depth for one, depth in zip(candidates, depths, strict=True) if one.proposer is proposer and depth]
             if asked:

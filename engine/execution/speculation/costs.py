@@ -22,9 +22,13 @@ class Costs:
         taken to cost more than a larger one did."""
         self._sizes = sorted(known)
         self._seconds = [min(known[larger] for larger in self._sizes[at:]) for at in range(len(self._sizes))]
+        self._table = [self._between(max(tokens, 1)) for tokens in range(SIZES[-1] + 1)]  # asked for in every step
 
     def seconds(self, tokens: int) -> float:
         """Of a step that feeds so many tokens, at least one."""
+        return self._table[tokens] if tokens < len(self._table) else self._between(tokens)
+
+    def _between(self, tokens: int) -> float:
         sizes, seconds = self._sizes, self._seconds
         above = next((at for at, size in enumerate(sizes) if size >= tokens), len(sizes) - 1)
         if sizes[above] == tokens or len(sizes) == 1:
