@@ -40,6 +40,7 @@ class Constraints:
     def __init__(self, folder: str = "") -> None:
         self._grammars = Grammars(folder)
         self._held: dict[int, _Held] = {}  # by the sequence's key
+        self._followed: set[int] = set()  # in this step
         self._threads: ThreadPoolExecutor | None = None
         self._most_threads = max(1, min(_THREADS, usable_cores() - 1))
 
@@ -49,6 +50,7 @@ class Constraints:
 
     def begin(self, plan: StepPlan) -> None:
         """Takes in who gave up a slot and who got one, and lets masks be made for the rows that sample."""
+        self._followed.clear()
         if plan.released or plan.admitted:
             self._enter(plan)
         if not self._held:
@@ -63,9 +65,11 @@ class Constraints:
         """One bit for each token that may come next, from the lowest bit of the first byte on; `assumed`: next but for
         these. None may where these may not come, or end it. Waits for it."""
         held = self._held[key]
-        self._make([held])
-        if held.making is not None:
-            held.making.result()
+        if held.making is None:
+            self._make_now([held])
+            held.making = Future()
+            held.making.set_result(None)
+        held.making.result()
         if not assumed:
             return held.mask
         before = tuple(assumed)
@@ -100,18 +104,25 @@ class Constraints:
             mask = _barred(mask, sequence.stopping.stop_token_ids)
         return any(mask)
 
-    def follow(self, rows: Iterable[Row], results: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Takes in what a step brought; the same, with what the grammars force behind it."""
+    def follow(
+        self, rows: Iterable[Row], results: dict[int, RowResult], *, awaited: bool = False
+    ) -> dict[int, RowResult]:
+        """Takes in what a step brought; the same, with what the grammars force behind it. Rows count once a step.
+        `awaited`: the next masks are waited for at once."""
         if not self._held:
             return results
         going = []
         for row in rows:
             held = self._held.get(row.key)
+            if row.key in self._followed:
+                continue
             if row.sample and held is not None and results[row.key].token_ids:
+                self._followed.add(row.key)
                 result = results[row.key] = self._follow(held, results[row.key])
                 if result.end is None and result.token_ids[-1] not in held.stops:
                     going.append(held)
-        self._make(going)  # for what these sample next, while their results are taken in
+        if len(going) > 1 or not awaited:
+            self._make(going)  # for what these sample next, while their results are taken in
         return results
 
     def close(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Rows
 
 import torch
 
-from engine.execution.constrained.pipeline import MOST_ROWS, HalvesPipeline
+from engine.execution.constrained.pipeline import MOST_ROWS, HalvesPipeline, Mask
 from engine.execution.constrained.steps import HalvedSteps
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_decode import weights
@@ -28,8 +29,9 @@ def can_choose(sequence: SequenceState) -> bool:
 class Constrained:
     """Decodes rows of one token."""
 
-    lookahead_tokens = 1
+    lookahead_tokens = 2
     max_tokens_per_row = 1
+    ahead = False  # whether a step is drawn before the tokens of the one before it are handed on
 
     def __init__(self, parts: Parts) -> None:
         with torch.inference_mode():
@@ -40,7 +42,7 @@ class Constrained:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
         self._sequences = parts.sequences
         self._constraints = parts.constraints
-        self._pipeline = HalvesPipeline(self._steps, parts.sequences, parts.max_context, parts.constraints.mask)
+        self._pipeline = HalvesPipeline(self._steps, parts.sequences, parts.max_context, self, ahead=self.ahead)
         self._fused = True
 
     def warmup(self, progress: Progress) -> None:
@@ -57,8 +59,16 @@ class Constrained:
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One token a row."""
-        found = self._pipeline.step(rows)
-        return self._constraints.ended(found, [self._sequences.of(row) for row in rows])
+        return self._pipeline.step(rows)
+
+    def mask(self, key: int) -> Mask:
+        """See `pipeline.Grammar`."""
+        return self._constraints.mask(key)
+
+    def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
+        """See `pipeline.Grammar`."""
+        found = self._constraints.ended(found, [self._sequences.of(row) for row in rows])
+        return self._constraints.follow(rows, found, awaited=self.ahead)
 
     @property
     def switches(self) -> Mapping[str, str | None]:

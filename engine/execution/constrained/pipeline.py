@@ -12,7 +12,7 @@ layers end. A step moves every live row on by one token, and its tokens are read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +51,16 @@ class HalvesDevice(Protocol):
         """A moment. Raises where nothing is under way."""
 
 
+class Grammar(Protocol):
+    """What rows with a constraint may say."""
+
+    def mask(self, key: int) -> Mask:
+        """Of that sequence's next token. Waits for it."""
+
+    def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
+        """Moves on by these tokens; the same, with what is forced behind them."""
+
+
 @dataclass(slots=True, eq=False)
 class HalvesRow:
     """A row that the device holds."""
@@ -71,32 +81,47 @@ class HalvesPipeline:
     """The rows on the device, and whether their next tokens were fed."""
 
     def __init__(
-        self, device: HalvesDevice, sequences: SequenceTable, max_context: int, mask: Callable[[int], Mask]
+        self, device: HalvesDevice, sequences: SequenceTable, max_context: int, grammar: Grammar, *, ahead: bool
     ) -> None:
-        """`mask` waits for the mask of the sequence of that key."""
+        """`ahead`: a step is drawn once the tokens before it are read, before they are handed on."""
         self._device = device
         self._sequences = sequences
         self._max_context = max_context
-        self._mask = mask
+        self._grammar = grammar
+        self._ahead = ahead
         self._held: list[HalvesRow] = []
-        self._number = 0  # of the last step
-        self._fed = False
+        self._number = 0  # of the last step that was drawn
+        self._fed = False  # the tokens behind it, or where none is drawn yet, those that the next one begins with
+        self._drawn = False  # a step that was not read
 
     def step(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        """One id for each row, or none."""
+        """One id for each row, or none; and what its constraint forces behind it."""
         try:
             held = self._agree(rows)
-            if not self._fed:
-                self._device.feed(1 + max(own.position for own in held))
-            masked = {at: own.sequence.key for at, own in enumerate(held) if own.sequence.constraint is not None}
-            masks = {at: self._mask(key) for at, key in masked.items()}
-            self._number += 1
-            self._device.draw(masks)
-            self._feed_ahead(held)
-            return self._receive(held)
+            if not self._drawn:
+                self._draw(held)
+            found = self._grammar.take(rows, self._receive(held))
+            if self._ahead and self._same_go_on(held, found):
+                self._draw(held)
+            return found
         except BaseException:
             self._held = []
             raise
+
+    def _draw(self, held: Rows[HalvesRow]) -> None:
+        if not self._fed:
+            self._device.feed(1 + max(own.position for own in held))
+        masked = {at: own.sequence.key for at, own in enumerate(held) if own.sequence.constraint is not None}
+        masks = {at: self._grammar.mask(key) for at, key in masked.items()}
+        self._number += 1
+        self._device.draw(masks)
+        self._drawn = True
+        self._feed_ahead(held)
+
+    def _same_go_on(self, held: Rows[HalvesRow], found: Mapping[int, RowResult]) -> bool:
+        """Whether the next step should be of the same rows, and is fed."""
+        one_each = all(len(result.token_ids) == 1 and result.end is None for result in found.values())
+        return self._fed and one_each and not any(own.ended for own in held)
 
     def _agree(self, rows: Rows[Row]) -> list[HalvesRow]:
         """Makes the device's rows the plan's."""
@@ -112,7 +137,7 @@ class HalvesPipeline:
             self._number = 0
         held = self._held = [self._begin(row) for row in rows]
         self._device.write([_state_of(own) for own in held], self._number)
-        self._fed = False
+        self._fed = self._drawn = False
         return held
 
     def _continues(self, own: HalvesRow, row: Row) -> bool:
@@ -135,6 +160,7 @@ class HalvesPipeline:
 
     def _receive(self, held: Rows[HalvesRow]) -> dict[int, RowResult]:
         """Waits for the step's tokens."""
+        self._drawn = False
         found: dict[int, RowResult] = {}
         for index, own in enumerate(held):
             while (entry := self._device.poll(index, self._number)) is None:

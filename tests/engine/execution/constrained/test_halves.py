@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
@@ -67,13 +68,18 @@ class HalvesDevice(SlowDevice):
 class Halves:
     """What decodes steps with a constrained row in them, which know how long their sequence is."""
 
-    def __init__(self, device: HalvesDevice, sequences: SequenceTable, max_context: int) -> None:
+    def __init__(self, device: HalvesDevice, sequences: SequenceTable, max_context: int, ahead: bool) -> None:
         self.sequences = sequences
-        self.pipeline = HalvesPipeline(device, sequences, max_context, self.mask)
+        self.pipeline = HalvesPipeline(device, sequences, max_context, self, ahead=ahead)
+        self.known: dict[int, int] = {}
 
     def mask(self, key: int) -> Mask:
-        state = next(state for state in self.sequences.states() if state.key == key)
-        return len(state.token_ids).to_bytes(4, "little")
+        return self.known[key].to_bytes(4, "little")
+
+    def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
+        for key, result in found.items():
+            self.known[key] += len(result.token_ids)
+        return found
 
     def claims(self, rows: Rows[Row]) -> Rows[Row]:
         if all(self.sequences.of(row).constraint is None for row in rows):
@@ -82,6 +88,7 @@ class Halves:
         return mine if len(mine) <= MOST_ROWS else ()
 
     def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        self.known = {row.key: len(self.sequences.of(row).token_ids) for row in rows}
         return self.pipeline.step(rows)
 
 
@@ -103,7 +110,7 @@ class Ahead:
 class HalvesLife(Life):
     """Some sequences with a constraint, some without."""
 
-    def __init__(self, seed: int, pages: int, lookahead: int, sick: int, most: int = 8) -> None:
+    def __init__(self, seed: int, pages: int, lookahead: int, sick: int, most: int = 8, *, drawn: bool) -> None:
         chance = random.Random(seed)
         self.device, self.share = HalvesDevice(seed, pages, sick), chance.choice((0.2, 0.5, 1.0))
         limits = Limits(
@@ -115,7 +122,7 @@ class HalvesLife(Life):
         )
         sequences, context = SequenceTable(), limits.max_context
         ahead = Ahead(SlowDevice(seed + 1, pages, sick, self.device), sequences, context)
-        decoding = [Halves(self.device, sequences, context), ahead]
+        decoding = [Halves(self.device, sequences, context, drawn), ahead]
         super().__init__(seed, SlowRunner(self.device, decoding, sequences), limits)
 
     def take(self, asked: GenerationRequest) -> None:
@@ -128,23 +135,26 @@ class HalvesLife(Life):
     ahead=some.sampled_from((0, 1, 15)),
     sick=some.sampled_from((-1, SICK)),
     most=some.sampled_from((1, 3, 8, 12)),
+    drawn=some.booleans(),
 )
 @examples(max_examples=60)
-def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, most: int) -> None:
-    life = HalvesLife(seed, pages, ahead, sick, most)
+def test_whatever_happens_each_answer_is_its_own(
+    seed: int, pages: int, ahead: int, sick: int, most: int, drawn: bool
+) -> None:
+    life = HalvesLife(seed, pages, ahead, sick, most, drawn=drawn)
     life.live(12)
     life.check()
 
 
-def alone(**stopping: object) -> HalvesLife:
-    life = HalvesLife(1, 40, 1, -1)
+def alone(drawn: bool, **stopping: object) -> HalvesLife:
+    life = HalvesLife(1, 40, 2, -1, drawn=drawn)
     life.share = 1.0
     life.take(request([5, 6, 7], **stopping))
     return life
 
 
 def test_the_next_step_is_fed_before_the_tokens_of_this_one_are_read() -> None:
-    life = alone(max_tokens=50)
+    life = alone(False, max_tokens=50)
     while life.step():
         assert life.device.feedings - life.device.draws <= 1
         if 2 < len(life.got[0]) < 49:
@@ -154,9 +164,21 @@ def test_the_next_step_is_fed_before_the_tokens_of_this_one_are_read() -> None:
     assert life.device.draws == life.device.feedings == 49  # the first token was the prompt's; none is fed for nothing
 
 
-def test_a_stop_ends_the_row_on_the_device() -> None:
+def test_a_step_is_drawn_before_the_tokens_of_the_one_before_it_are_handed_on() -> None:
+    life = alone(True, max_tokens=50)
+    while life.step():
+        if 2 < len(life.got[0]) < 48:
+            assert life.device.draws == len(life.got[0])  # one more than was told, but for the prompt's own token
+            assert life.device.feedings == life.device.draws + 1
+    life.check()
+    assert life.device.written == 1
+    assert life.device.draws == life.device.feedings == 49
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_stop_ends_the_row_on_the_device(drawn: bool) -> None:
     ids, _ = answer(request([5, 6, 7]), 150, -1)
-    life = alone(max_tokens=100, stop_token_ids=(ids[20],))
+    life = alone(drawn, max_tokens=100, stop_token_ids=(ids[20],))
     while life.step():
         pass
     life.device.flush()
