@@ -75,13 +75,13 @@ class Eager:
         hidden = model.forward(self._pack(rows, drafts), self._parts.pool)
         return model.logits(hidden) if hidden.shape[0] else None
 
-    def rehearse(self, tokens: int) -> None:
-        """Feeds so many tokens of nobody, each followed by a choice, and waits for the device. Overwrites the first
-        pages."""
+    def rehearse(self, tokens: int, before: int) -> None:
+        """Feeds so many tokens of nobody behind `before` others, each followed by a choice, and waits for the device.
+        Overwrites the first pages."""
         model, device = self._parts.model, self._parts.model.placement.device
-        pages = list(range(-(-tokens // PAGE_SIZE)))
-        places = torch.arange(tokens, device=device)
-        spans = [RowSpan(at, 1, at, pages) for at in range(tokens)]
+        pages = list(range(-(-(before + tokens) // PAGE_SIZE)))
+        places = torch.arange(before, before + tokens, device=device)
+        spans = [RowSpan(at, 1, before + at, pages) for at in range(tokens)]
         attention = StepAttention(spans, self._windows, self._parts.pool, device)
         hidden = model.forward(StepInput(places * 0, places, places, attention, None), self._parts.pool)
         model.logits(hidden).argmax(dim=-1).tolist()

@@ -16,6 +16,7 @@ _MEMORY = 0.9  # of what a round told, after the next
 _MARGIN = 1.04  # how much faster it must be by the table, which is not exact
 _OTHERS = 1.08  # how much longer a step may be for those in it that have no draft
 _FIRST_REST, _LAST_REST = 8, 512  # tokens until it is tried again
+_TURN = 64  # tokens after which another proposer is tried on a sequence
 
 
 class Candidate(NamedTuple):
@@ -36,6 +37,7 @@ class Record:
     rest: int = 0  # tokens that it rests for, once it does not pay
     resumes_at: int = 0  # length of the sequence at which it is tried again
     probing: bool = False
+    chosen_at: int = 0  # length of the sequence when the proposer was last chosen for it
 
     @property
     def rate(self) -> float:
@@ -70,6 +72,30 @@ class Control:
         if record.probing and not accepted:
             record.rest = min(2 * record.rest, _LAST_REST)
             record.resumes_at = len(one.sequence.token_ids) + record.rest
+
+    def choose(self, found: Items[Candidate], rows: int, tokens: int) -> Candidate:
+        """Of proposers for one sequence, the first of those that would make most tokens a second of a step as for
+        `depths`. One that was not chosen for long has its turn: what a text repeats changes as it goes on."""
+        length = len(found[0].sequence.token_ids)
+        chosen = found[0]
+        if len(found) > 1:
+            chosen = max(found, key=lambda one: self._tokens_a_second(one, rows, tokens))
+            for one in found:
+                record = self._record(one)
+                if length - max(record.chosen_at, one.sequence.prompt_length) >= max(_TURN, record.rest):
+                    chosen = one
+        self._record(chosen).chosen_at = length
+        return chosen
+
+    def _tokens_a_second(self, one: Candidate, rows: int, tokens: int) -> float:
+        """Of a step in which it alone is drafted for, as long as is best."""
+        rate, best = self._record(one).rate, rows / self._costs.seconds(tokens)
+        gain, expected = rate, float(rows)
+        for depth in range(1, 1 + one.most):
+            expected += gain
+            gain *= rate
+            best = max(best, expected / (self._costs.seconds(tokens + depth) + one.proposer.seconds(1, depth)))
+        return best
 
     def rate(self, one: Candidate) -> float:
         """How likely the proposer's next token is thought to be accepted."""

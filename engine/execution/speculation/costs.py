@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
+_CONTEXT = 512  # tokens that stand before those fed: attention to them makes each row dearer
 Clock = Callable[[], float]  # seconds
 _REPEATS = 4  # the best of them counts, since others use the machine too
 _PATIENCE = 2.0  # seconds, after which no more is tried
@@ -41,20 +42,21 @@ class Costs:
         return seconds[below] + (tokens - sizes[below]) * slope
 
 
-def measure(step: Callable[[int], None], most: int, clock: Clock) -> Costs:
-    """Costs of `step`, which feeds so many tokens, up to `most` of them."""
+def measure(step: Callable[[int, int], None], most: int, clock: Clock) -> Costs:
+    """Costs of `step`, which feeds so many tokens behind so many others; of all there may be `most`."""
     known: dict[int, float] = {}
+    before = max(0, min(_CONTEXT, most - SIZES[-1]))
     began = time.perf_counter()
     for size in SIZES:
-        if size > most or time.perf_counter() - began > _PATIENCE:
+        if before + size > most or time.perf_counter() - began > _PATIENCE:
             break
-        step(size)  # what is set up at a first call
-        known[size] = _timed(step, size, clock)
+        step(size, before)  # what is set up at a first call
+        known[size] = _timed(step, size, before, clock)
     for _ in range(_REPEATS):  # size after size each time, so that what is slow for a while is slow for all
         for size in known:
             if time.perf_counter() - began > _PATIENCE:
                 break
-            known[size] = min(known[size], _timed(step, size, clock))
+            known[size] = min(known[size], _timed(step, size, before, clock))
     return Costs(known)
 
 
@@ -63,7 +65,7 @@ def clock_of(device: torch.device) -> Clock:
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _timed(step: Callable[[int], None], size: int, clock: Clock) -> float:
+def _timed(step: Callable[[int, int], None], size: int, before: int, clock: Clock) -> float:
     began = clock()
-    step(size)
+    step(size, before)
     return clock() - began

@@ -182,9 +182,9 @@ class DraftModel:
         *_, whole, few = seconds
         self._compute_seconds = few, max(whole - few, 0.0) / most
 
-    def _rehearse(self, rows: int) -> None:
-        """A step of so many rows of nobody."""
-        places = list(range(rows))
-        pages = list(range(-(-rows // PAGE_SIZE)))
-        spans = [RowSpan(at, 1, at, pages) for at in places]
+    def _rehearse(self, rows: int, before: int) -> None:
+        """A step of so many rows of nobody, behind so many tokens."""
+        places = list(range(before, before + rows))
+        pages = list(range(-(-(before + rows) // PAGE_SIZE)))
+        spans = [RowSpan(at, 1, place, pages) for at, place in enumerate(places)]
         self.model.logits(self._forward([0] * rows, places, places, spans, places)).argmax(dim=-1).tolist()

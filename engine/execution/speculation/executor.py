@@ -100,22 +100,22 @@ class Speculation:
     def _decide(self, rows: tuple[Row, ...]) -> tuple[tuple[Candidate, int], ...]:
         if self._control is None:
             return ()
-        candidates = [one for row in rows if row.count == 1 and row.sample for one in self._candidate(row)]
+        sampled, tokens = sum(row.sample for row in rows), sum(row.count for row in rows)
+        wanted = [self._candidates(row) for row in rows if row.count == 1 and row.sample]
+        candidates = [self._control.choose(found, sampled, tokens) for found in wanted if found]
         if not candidates:
             return ()
-        depths = self._control.depths(candidates, sum(row.sample for row in rows), sum(row.count for row in rows))
+        depths = self._control.depths(candidates, sampled, tokens)
         return tuple((one, depth) for one, depth in zip(candidates, depths, strict=True) if depth)
 
-    def _candidate(self, row: Row) -> tuple[Candidate, ...]:
-        """The proposer that is thought to guess best, if any has something to say."""
-        assert self._control is not None
+    def _candidates(self, row: Row) -> list[Candidate]:
+        """The proposers that have something to say, best first."""
         sequence = self._parts.sequences.of(row)
         most = most_draftable(sequence, self._parts.max_context)
         if most < 1:
-            return ()
+            return []
         reaches = [(one, min(most, one.reach(sequence))) for one in self._proposers]
-        found = [Candidate(sequence, proposer, reach) for proposer, reach in reaches if reach > 0]
-        return (max(found, key=self._control.rate),) if found else ()
+        return [Candidate(sequence, proposer, reach) for proposer, reach in reaches if reach > 0]
 
     @staticmethod
     def _places(row: Row, drafts: Mapping[int, Draft]) -> range:

@@ -111,7 +111,8 @@ def test_costs_are_lines_between_what_was_measured() -> None:
 def test_measuring_ends_by_itself() -> None:
     now, steps = 0.0, []
 
-    def step(size: int) -> None:
+    def step(size: int, before: int) -> None:
+        assert size + before <= 8
         nonlocal now
         now += size * (3.0 if len(steps) < 3 else 1.0)
         steps.append(size)
