@@ -328,9 +328,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in measured(given):
         print(told(one), flush=True)
         records.append(about | one)
+        if given.append is not None:
+            append(given.append, records[-1:], NAMES)
     print(json.dumps(records))
-    if given.append is not None:
-        append(given.append, records, NAMES)
     return 0
 
 

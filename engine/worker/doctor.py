@@ -18,8 +18,8 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
-from engine.execution.graph_decode.weights import why_one_pass
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
+from engine.execution.graph_decode import weights
+from engine.execution.registry import CAPTURED, EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
 from engine.execution.speculation.captured.executor import NO_DRAFT
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, KvShape
@@ -32,6 +32,7 @@ from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, Quantization
 from engine.worker import hardware
+from engine.worker.draft import read_draft
 from engine.worker.shapes import shape_weights
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_model, of_texts
@@ -103,6 +104,7 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
     parser.add_argument("--dtype", default="auto", choices=get_args(Dtype))
     parser.add_argument("--quantization", default="auto", choices=get_args(Quantization))
     parser.add_argument("--decoder", default="auto", choices=get_args(DecoderChoice))
+    parser.add_argument("--draft-model", default="")
     parser.add_argument("--digest", action="store_true")
     given = vars(parser.parse_args(argv))
     digest = given.pop("digest")
@@ -125,14 +127,13 @@ def examine(settings: EngineSettings, digest: bool = False) -> Report:
         report.dtypes = _dtypes(device, dtype, settings)
         report.formats = _formats(None if config is None else form)
         parts = None if config is None else _parts(config, form, Placement(dtype, device))
+        draft = None if config is None else _draft(settings, config, device)
         report.decoders = _decoders(settings, parts, device)
         if parts is not None:
-            report.model = _model(settings, form, parts, digest)
+            report.model = _model(settings, form, parts, draft, digest)
             report.optimizations = _switches(parts, report)
         chosen = next((one.name for one in report.decoders if one.chosen), None)
-        report.proposers = [
-            Option(one.name, not one.why_not, one.why_not or None) for one in proposers(chosen, NO_DRAFT)
-        ]
+        report.proposers = _proposers(chosen, parts, draft)
         if not any(one.chosen for one in report.decoders):
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in report.decoders)
             raise Unsupported(f"no decoder can serve this model here ({reasons})")
@@ -216,31 +217,54 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
     else:
-        reasons = {"two_pass_head": why_one_pass(parts)}
+        reasons = {"two_pass_head": weights.why_one_pass(parts)}
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
+
+
+def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) -> Parts | None:
+    """The draft model, if there is one. Raises InvalidModel or Unsupported for one that would be refused."""
+    if not settings.draft_model:
+        return None
+    read = read_draft(Path(settings.draft_model), Path(settings.model), config)
+    check(read.folder, read.config, read.form)
+    quantized = read.form.in_memory is not None
+    dtype = hardware.pick_dtype(settings.dtype, read.config.dtype, device, hardware.cpu_features(), quantized)
+    return _parts(read.config, read.form, Placement(dtype, device))
+
+
+def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
+    """Who would guess, under the decoder in use."""
+    verifier = CAPTURED if chosen == "graph" else chosen
+    no_draft = NO_DRAFT if draft is None else None
+    if parts is not None and draft is not None and verifier == CAPTURED:
+        no_draft = weights.why_not(draft)
+    return [Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifier, no_draft)]
 
 
 def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
     """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
-    weights = shape_weights(config, form, placement.dtype)
-    model = Transformer(config, weights, rope_table(config.rope, 1, placement.device), placement)
+    model = Transformer(
+        config, shape_weights(config, form, placement.dtype), rope_table(config.rope, 1, placement.device), placement
+    )
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
     pool = KvCache(shape, 1, placement.activations, heads_outside=placement.device.type == "cpu")
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 
-def _model(settings: EngineSettings, form: Format, parts: Parts, digest: bool) -> ModelReport:
+def _model(settings: EngineSettings, form: Format, parts: Parts, draft: Parts | None, digest: bool) -> ModelReport:
     """Raises InvalidModel or Unsupported for what would keep it from being served."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
     check(folder, config, form)
     parameters = sum(_count(shape) for shape in dense_tensors(config).values())
     size = parts.model.weights.nbytes
     free = hardware.free_bytes(placement.device)
-    if size > free:
-        raise Unsupported(f"{folder}: the weights take {size} bytes, {free} are free; use a smaller model or device")
+    needed = size + (0 if draft is None else draft.model.weights.nbytes)
+    if needed > free:
+        raise Unsupported(f"{folder}: the weights take {needed} bytes, {free} are free; use a smaller model or device")
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    beside = 0 if draft is None else draft.pool.shape.page_bytes(draft.model.placement.activations.dtype)
     sequences = settings.max_sequences or hardware.most_sequences(placement.device)
-    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free)
+    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)
     known = of_model(weights_digest(folder, form), of_texts(folder)) if digest else None
     return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages, known)
 

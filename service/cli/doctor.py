@@ -34,8 +34,11 @@ ENGINE_TIMEOUT = 120.0  # seconds; a cold disk and a sleeping GPU take their tim
 
 def run(argv: Sequence[str]) -> int:
     flags = _parser().parse_args(argv)
-    if flags.model is not None and (refused := misnamed(flags.model)):
-        return complain(refused, USAGE)
+    for folder in (flags.model, flags.draft_model):
+        if folder is not None and (refused := misnamed(folder)):
+            return complain(refused, USAGE)
+    if flags.draft_model is not None and flags.model is None:
+        return complain("--draft-model guesses for a model: name that by --model", USAGE)
     report = examine(flags)
     text = json.dumps(report, indent=2) if flags.json else render(report)
     sys.stdout.write(text + "\n")
@@ -55,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype), help=_AS_SERVE)
     parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization), help=_AS_SERVE)
     parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
+    parser.add_argument("--draft-model", metavar="FOLDER", help="say whether it can guess for the model of --model")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT", help=_PORT)
@@ -115,6 +119,8 @@ def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
         arguments.append("--digest")
     if flags.model is not None:
         arguments += ["--model", flags.model]
+    if flags.draft_model is not None:
+        arguments += ["--draft-model", flags.draft_model]
     try:
         done = subprocess.run(
             command("engine.worker.doctor", arguments),

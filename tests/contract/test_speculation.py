@@ -30,12 +30,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8": {"quantization": "int8"},
     "bfloat16": {"dtype": "bfloat16"},
+    "int4": {},
 }
-
-
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+CONFIGS: dict[str, dict[str, Any]] = {"int4": {"quantization_config": AWQ}}
 CASES = [
     *(("plain", name) for name in ("lookup", "draft", "both", "prophet", "half", "wrong")),
-    *((form, name) for form in ("int8", "bfloat16") for name in ("both", "half")),
+    *((form, name) for form in ("int8", "bfloat16", "int4") for name in ("both", "half")),
 ]
 
 
@@ -64,7 +65,7 @@ def speculating(settings: EngineSettings, prepared: Prepared, *proposers: Propos
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Prepared]:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(dict(EAGER.trial)))
+    (folder / "config.json").write_text(json.dumps({**EAGER.trial, **CONFIGS.get(request.param, {})}))
     settings = EngineSettings(
         model=str(folder),
         load_format="dummy",

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Pre
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(dict(EXECUTORS[-1].trial)))
     settings = EngineSettings(
-        model=str(folder), load_format="dummy", device="cpu", dtype="float32", max_sequences=4, kv_bytes=4 << 20
+        model=str(folder), load_format="dummy", device="cpu", dtype="float32", max_sequences=8, kv_bytes=4 << 20
     )
     return settings, prepare(settings, progress)
 
@@ -43,7 +43,7 @@ class Engine:
         info = runner.info
         self.runner = CheckedRunner(runner)
         limits = Limits(
-            max_sequences=4,
+            max_sequences=8,
             max_batch_tokens=512,
             max_context=context,
             lookahead_tokens=info.lookahead_tokens,
@@ -161,6 +161,50 @@ def test_a_request_may_limit_it(prophet: ModelRunner, truth: list[int]) -> None:
         key = engine.ask(plain_request(PROMPT, 41, draft_limit=limit))
         assert engine.ids(key) == truth[:41]
         assert len(engine.events[key]) == steps
+
+
+def test_one_of_eight(prophet: ModelRunner, truth: list[int]) -> None:
+    """It alone gets more than an id a step, and is gone early; the others lose no step to it."""
+    engine = Engine(prophet, pages=96)
+    one = engine.admit(plain_request(PROMPT, 80))
+    others = [engine.admit(plain_request(PROMPT, 80, draft_limit=0)) for _ in range(7)]
+    steps = 0
+    while engine.scheduler.live:
+        engine.step()
+        steps += 1
+    assert [engine.ids(key) for key in (one, *others)] == [truth[:80]] * 8
+    assert len(engine.events[one]) == 1 + -(-79 // 8)
+    assert steps == 80
+    for key in others:
+        assert [len(event.token_ids) for event in engine.events[key]] == [1] * 80
+        assert not any(event.draft_proposed for event in engine.events[key])
+
+
+@pytest.mark.parametrize("pages", [9, 10, 11, 12, 13])
+def test_pages_taken_away_between_two_runs(prophet: ModelRunner, truth: list[int], pages: int) -> None:
+    """Each needs nine pages in the end, and loses them at another place of a run."""
+    engine = Engine(prophet, context=144, pages=pages)
+    keys = [engine.admit(plain_request(PROMPT, 120, draft_limit=limit)) for limit in (None, 3)]
+    while engine.scheduler.live:
+        engine.step()
+    assert engine.scheduler.load.preemptions > 0
+    assert [engine.ids(key) for key in keys] == [truth[:120]] * 2
+
+
+def test_cancelled_at_every_place_of_a_page(prophet: ModelRunner, truth: list[int]) -> None:
+    """What was accepted until then stays shared, and what was not is nobody's."""
+    for limit in range(8):
+        for steps in (1, 2, 3):
+            engine = Engine(prophet)
+            gone = engine.admit(plain_request(PROMPT, 200, draft_limit=limit))
+            for _ in range(steps):
+                engine.step()
+            engine.scheduler.cancel(gone)
+            engine.step()
+            said = engine.ids(gone)
+            assert said == truth[: 1 + (steps - 1) * (limit + 1)]
+            key = engine.ask(plain_request((*PROMPT, *said), 20))
+            assert engine.ids(key) == truth[len(said) : len(said) + 20]
 
 
 def test_switched_fifty_times(prophet: ModelRunner, truth: list[int]) -> None:

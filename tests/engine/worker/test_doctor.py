@@ -65,6 +65,20 @@ def test_it_tells_what_building_comes_to(dtype: Any) -> None:
     assert report.model.weights_bytes <= info.weights_bytes <= report.model.weights_bytes * 1.05
 
 
+def test_a_draft_model_takes_pages_and_guesses() -> None:
+    report = doctor.examine(settings(draft_model=str(DEMO.parent / "demo-draft"), kv_bytes=4 << 20))
+    runner = build(settings(draft_model=str(DEMO.parent / "demo-draft"), kv_bytes=4 << 20), lambda *_: None)
+    runner.close()
+    alone = doctor.examine(settings(kv_bytes=4 << 20)).model
+    assert report.problems == []
+    assert report.model is not None
+    assert alone is not None
+    assert report.model.pages == runner.info.total_pages < alone.pages
+    assert [(one.name, one.reason or "") for one in report.proposers] == [
+        (one.name, one.why_not) for one in runner.info.proposers
+    ]
+
+
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_its_digest_is_that_of_a_model_that_is_served(quantization: Any) -> None:
     given = settings(quantization=quantization)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from service.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
+DRAFT = ROOT / "models" / "demo-draft"
 
 
 def whippet(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -183,6 +185,7 @@ def flags(**given: Any) -> argparse.Namespace:
             "cache_dir": None,
             "prebuilt_dir": None,
             "digest": False,
+            "draft_model": None,
             **ports,
             **given,
         }
@@ -205,6 +208,19 @@ def test_the_doctor_on_the_demo_model() -> None:
     told = render(report)
     for part in (str(DEMO), "Qwen3ForCausalLM", "eager: in use", "ready to serve", "a chat template"):
         assert part in told
+
+
+def test_the_doctor_on_a_draft_model(tmp_path: Path) -> None:
+    """Checked as a server checks it, and counted with its pages."""
+    done = whippet("doctor", "--model", str(DEMO), "--draft-model", str(DRAFT), "--device", "cpu")
+    assert done.returncode == 0
+    assert "draft_model: in use" in done.stdout
+    shutil.copytree(DRAFT, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    done = whippet("doctor", "--model", str(DEMO), "--draft-model", str(tmp_path / "other"), "--device", "cpu")
+    assert done.returncode == 1
+    assert f"its tokenizer.json is not that of {DEMO}" in done.stdout
+    assert doctor.run(["--draft-model", str(DRAFT)]) == 2, "of which model, nobody said"
 
 
 def test_the_doctor_on_a_broken_folder(tmp_path: Path) -> None:

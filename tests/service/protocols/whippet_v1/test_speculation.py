@@ -44,6 +44,22 @@ def test_usage_counts_what_was_guessed(four: Server) -> None:
         assert answer.text == plain.text
 
 
+def test_a_stop_string_within_accepted_ids(four: Server) -> None:
+    """Wherever in a step's four ids it ends; nothing behind it is told, or counted as output."""
+    text = four.generation.Generate(ask("x", 40), timeout=60).text
+    for at in range(2, 26):
+        stop = text[at : at + 3]
+        asked = ask("x", stopping=pb.StoppingOptions(max_tokens=40, stop_strings=[stop]))
+        answer = four.generation.Generate(asked, timeout=60)
+        assert answer.text == text[: text.index(stop)]
+        assert answer.finish.reason == pb.FINISH_REASON_STOP_STRING
+        again = pb.GenerateStreamRequest.FromString(asked.SerializeToString())
+        streamed = list(four.generation.GenerateStream(again, timeout=60))
+        assert "".join(one.text for one in streamed) == answer.text
+        assert len(text[: text.index(stop)]) < answer.finish.usage.completion_tokens <= text.index(stop) + len(stop)
+        assert streamed[-1].finish.usage.completion_tokens == answer.finish.usage.completion_tokens
+
+
 def test_operators_see_it(four: Server) -> None:
     before = four.idle().draft_proposed
     four.generation.Generate(ask("y", 40), timeout=60)
