@@ -17,6 +17,8 @@ GPU = Costs({1: 1.0, 2: 1.05, 4: 1.1, 8: 1.4, 16: 2.0, 32: 4.0})  # roughly what
 class Dear(PromptLookup):
     """Each of its tokens costs half a step."""
 
+    name = "dear"
+
     def seconds(self, rows: int, depth: int) -> float:
         return 0.5 * depth
 
@@ -90,6 +92,26 @@ def test_those_who_have_no_draft_wait_little_longer() -> None:
         assert depth == 1
         control.told(one, depth, depth)
         one.sequence.token_ids += [0] * (depth + 1)
+
+
+def test_who_guesses_is_who_brings_most() -> None:
+    """At equal acceptance the cheap one; where that is seldom right, the dear one, and the cheap one in its turns."""
+    control, cheap = Control(GPU), candidate()
+    other = Candidate(cheap.sequence, Dear(), 7)
+    assert control.choose([cheap, other], 1, 1) is cheap
+    for _ in range(30):
+        control.told(cheap, 7, 0)
+        control.told(other, 7, 7)
+    chosen = []
+    for _ in range(200):
+        chosen.append(control.choose([cheap, other], 1, 1))
+        cheap.sequence.token_ids.append(0)
+    turns = [at for at, one in enumerate(chosen) if one is cheap]
+    assert 2 <= len(turns) <= 4
+    assert turns[0] > 60
+    for _ in range(60):
+        control.told(cheap, 7, 7)
+    assert control.choose([cheap, other], 1, 1) is cheap
 
 
 def test_a_slot_that_changes_hands_begins_anew() -> None:
