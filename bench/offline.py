@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -28,10 +28,12 @@ from bench.workloads import Work, append, workload
 from engine.api import SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
+from engine.scheduling.plan import StepPlan
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, LoadFormat
 from engine.worker.build import build
 
 _PROFILED = 40  # steps
+_PASS, _PASSES = 2048, 4  # tokens of the largest pass of prompts, and how many are watched
 SAMPLINGS = {
     "greedy": GREEDY,
     "top-k": replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95),
@@ -106,10 +108,35 @@ def profile(runner: ModelRunner, rows: int, budget: int, prompt: int) -> list[tu
                 break
             made += sum(len(event.token_ids) for event in scheduler.commit(plan, runner.run(plan), 0.0))
         torch.cuda.synchronize()
-    steps = made / rows
-    rows_of = [(f"wall a step, {rows} rows, watched", 1.0, (time.monotonic() - began) / steps * 1e6)]
+    return kernels(found, f"wall a step, {rows} rows, watched", time.monotonic() - began, made / rows)
+
+
+def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, float]]:
+    """Kernels of a pass over as many prompts as it holds: name, calls and µs a pass, most first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    def plan() -> StepPlan:
+        scheduler = planner(runner, PagePool(runner.info.total_pages), _PASSES * _PASS)
+        for key in range(_PASSES * _PASS // prompt):
+            scheduler.admit(asked(key, tuple(range(3, 3 + prompt)), 1))
+        found = scheduler.plan(0.0)
+        assert found is not None
+        return found
+
+    runner.run(plan())
+    watched, began = plan(), time.monotonic()
+    with watch(activities=[ProfilerActivity.CUDA]) as found:
+        runner.run(watched)
+        torch.cuda.synchronize()
+    return kernels(found, f"wall a pass of {_PASS} tokens, watched", time.monotonic() - began, _PASSES)
+
+
+def kernels(found: Any, name: str, seconds: float, steps: float) -> list[tuple[str, float, float]]:
+    """Of what a profiler saw in so many steps, the clock's seconds first."""
     averages = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
-    return rows_of + [(one.key[:90], one.count / steps, one.self_device_time_total / steps) for one in averages[:24]]
+    rows = [(one.key[:90], one.count / steps, one.self_device_time_total / steps) for one in averages[:24]]
+    return [(name, 1.0, seconds / steps * 1e6), *rows]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -130,7 +157,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-bytes", type=int)
     parser.add_argument("--threads", type=int, help="on a CPU")
     parser.add_argument("--append", type=Path, help="a JSON list that gets a record a workload")
-    parser.add_argument("--profile", type=int, nargs="*", default=[], help="rows whose steps are taken apart, on a GPU")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        nargs="*",
+        default=[],
+        help="rows whose steps are taken apart, and a pass of prompts, on a GPU",
+    )
     parser.add_argument("--revision", help="the commit, where git is not")
     return parser.parse_args(argv)
 
@@ -173,6 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     for rows in given.profile:
         for name, calls, microseconds in profile(runner, rows, runner.info.max_batch_tokens, given.prompt):
+            print(f"{microseconds:10.1f} µs {calls:7.1f} × {name}")
+    if given.profile:
+        for name, calls, microseconds in profile_prompts(runner, given.prompt):
             print(f"{microseconds:10.1f} µs {calls:7.1f} × {name}")
     runner.close()
     if given.append is not None:
