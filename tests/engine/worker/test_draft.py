@@ -13,7 +13,8 @@ import torch
 from bench.driven import GREEDY
 from engine.api import Stopping
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS
+from engine.execution.registry import CAPTURED, EXECUTORS, proposers
+from engine.execution.speculation.captured.executor import NO_DRAFT
 from engine.execution.speculation.proposer import Wish
 from engine.execution.trials import KERNELS, PLAIN
 from engine.kernels.gpu import GpuShape
@@ -120,3 +121,17 @@ def test_what_is_computed_ahead_changes_no_guess(folder: Folder) -> None:
         assert model.propose([Wish(sequence, 5)]) == [expected]
         keys, values = (one.pool.read_pages(torch.arange(3)) for one in (model, other))
         assert torch.allclose(keys, values, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "no_draft", "lookup", "draft"),
+    [
+        (None, None, "no executor in use verifies drafts", "no executor in use verifies drafts"),
+        ("speculation", None, "", ""),
+        (CAPTURED, None, "the draft model guesses in its place", ""),
+        (CAPTURED, "heads of 20", "", "heads of 20"),
+        (CAPTURED, NO_DRAFT, "", NO_DRAFT),
+    ],
+)
+def test_who_guesses_and_why_not_the_other(verifier: str | None, no_draft: str | None, lookup: str, draft: str) -> None:
+    assert [one.why_not for one in proposers(verifier, no_draft)] == [lookup, draft]
