@@ -8,9 +8,10 @@ its prefix is on its way) or parked (it has none, and its reader is behind).
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 
-from engine.api import EngineLoad, FinishReason
+from engine.api import EngineLoad, FinishReason, Priority
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
@@ -24,6 +25,7 @@ from engine.scheduling.rows import admission_of, row_of
 from engine.scheduling.sequence import PrefixPage, Sequence
 from engine.scheduling.tally import Tally
 from engine.scheduling.turns import Turns
+from engine.scheduling.yielding import Yielding
 from engine.settings import PAGE_SIZE
 
 
@@ -66,6 +68,8 @@ class Scheduler:
         self._width = limits.max_sequences if batching else 1
         self._turns = Turns(limits.max_batch_tokens)
         self._pacing = Pacing(limits.target_tpot, limits.max_sequences)
+        self._yielding = Yielding()
+        self._watched = 0  # live sequences of interactive priority
         self._paused = 0
         self._fetching: dict[int, Sequence] = {}
         self._tally = Tally()
@@ -82,6 +86,7 @@ class Scheduler:
         if request.stopping.max_tokens < (request.prompt_logprobs is None):
             raise ValueError("max_tokens is too low")
         self._live[sequence.key] = sequence
+        self._watched += request.priority == Priority.INTERACTIVE
         self._turns.admitted(sequence)
         if self._tier is not None and self._tier.ask(sequence):
             sequence.fetching = True
@@ -160,11 +165,11 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None where nobody can be fed."""
         self._start_waiting()
-        budget = self._pacing.prompt_tokens(self._running, self._turns.budget)
+        fed, budget = self._to_feed()
         lookahead = self._limits.lookahead_tokens
         rows = []
         begun: set[bytes] = set()  # pages that siblings will begin with
-        for sequence in self._turns.next(self._running):  # lowest rank first, so that no planned row loses its pages
+        for sequence in fed:  # lowest rank first, so that no planned row loses its pages
             if sequence.paused or sequence.slot < 0:
                 continue
             if sequence.first_token_at is None and self._awaits_sibling(sequence, begun):
@@ -186,15 +191,24 @@ class Scheduler:
             rows.append(row_of(sequence, start, count, sample))
         if not rows:
             self._pacing.idle()
+            self._yielding.away()
             return None
         self._pacing.begin(now)
         return self._plan(rows)
+
+    def _to_feed(self) -> tuple[Items[Sequence], int]:
+        """Whom the next step may feed, and how many prompt tokens."""
+        budget = self._pacing.prompt_tokens(self._running, self._turns.budget)
+        running = self._turns.next(self._running)
+        return self._yielding.choose(running, budget) if self._watched else (running, budget)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
         """Takes in what the step brought. ValueError, and nothing is taken in, where that is not what was planned."""
         self._check(plan, result)
         self._turns.went_well()
         self._pacing.ended(plan, result, now)
+        if self._watched:
+            self._yielding.ended(plan, result, now)
         self._tally.steps += 1
         events = []
         for row in plan.rows:
@@ -264,6 +278,7 @@ class Scheduler:
         """Says again what a step that did not come back was to take in, as nobody knows whether the runner did. Whom it
         was to feed and who still holds a slot."""
         self._pacing.idle()
+        self._yielding.away()
         self._released = [*plan.released, *self._released]
         for admitted in plan.admitted:
             sequence = self._live.get(admitted.key)
@@ -298,9 +313,9 @@ class Scheduler:
     def _start_waiting(self) -> None:
         """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
         while (first := self._waiting.first()) is not None:
-            if not self._may_start():
-                return
             sequence = self._live[first[1]]
+            if not self._may_start() and not self._given_way(sequence):
+                return
             found = self._prefixes.find(sequence)
             pages = self._pages_for(len(sequence.token_ids) + self._limits.lookahead_tokens) - len(found)
             if not self._make_room(pages, found):
@@ -316,6 +331,17 @@ class Scheduler:
         """Whether one more sequence would have a slot, if need be a paused one's."""
         most = self._most_running
         return len(self._running) < most or sum(not one.paused for one in self._running) < most
+
+    def _given_way(self, sequence: Sequence) -> bool:
+        """For who is watched, one of the background that ranks behind gives up its slot: it might keep it for long."""
+        if sequence.request.priority != Priority.INTERACTIVE:
+            return False
+        ready = [one for one in self._running if not one.paused]
+        last = ready[-1]
+        if last.request.priority != Priority.BACKGROUND or rank(last) < rank(sequence):
+            return False
+        self._preempt(last)
+        return self._may_start()
 
     @property
     def _most_running(self) -> int:
@@ -380,6 +406,9 @@ class Scheduler:
     def _remove(self, sequence: Sequence, sound: bool = True) -> None:
         """Ends a live sequence, wherever it is."""
         del self._live[sequence.key]
+        self._watched -= sequence.request.priority == Priority.INTERACTIVE
+        if not self._watched:
+            self._yielding.away()
         self._turns.ended(sequence)
         when = timer(sequence)
         if when is not None:

@@ -1,0 +1,138 @@
+"""Background sequences beside one that somebody watches: a step feeds as many of them as make it little longer than it
+is without them. Torch-free.
+
+What a step takes by its rows is learnt from steps, beginning with none of the background: twice as many are tried as
+long as those before cost little. Who is left out keeps slot and pages, and the lowest ranks are fed first, so that they
+end and others follow. Their prompts get a small share of the time, a short chunk now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from engine.api import Priority
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
+
+_LONGER = 1.35  # times as long as a step without them
+_PROMPTS = 0.08  # of the time that steps without them take goes to their prompts
+_CHUNK = 256  # tokens of those a step
+_GUESSED = 4.0  # steps that a chunk is taken to last, before one was measured
+_SETTLING = 2  # steps after a change of rows, which are not measured
+_MEASURED = 4  # steps, before anything is known
+_NEWEST = 0.2  # weight of the newest one
+_ANEW = 1024  # steps after which everything is measured again
+
+
+class _Cost:
+    """Seconds of a step, as lately."""
+
+    __slots__ = ("seconds", "steps")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.steps = 0
+
+    def learn(self, seconds: float) -> None:
+        self.seconds = seconds if not self.steps else self.seconds + _NEWEST * (seconds - self.seconds)
+        self.steps += 1
+
+    @property
+    def known(self) -> bool:
+        return self.steps >= _MEASURED
+
+
+class Yielding:
+    """Asked before each step in which somebody is watched, told after it."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, _Cost] = {}  # by rows of the background beside the others
+        self._others = 0  # rows of those when they were measured
+        self._chunk = 0.0  # seconds that one adds; 0: not measured yet
+        self._since_chunk = 0.0  # seconds of steps
+        self._steps = 0
+        self._began: float | None = None  # the end of the step before
+        self._fed = 0  # rows of the background in the step that is under way
+        self._prompts = False  # one of its prompts is
+        self._settling = _SETTLING
+
+    def away(self) -> None:
+        """The next step is none of these, or its time says nothing."""
+        self._began, self._settling = None, _SETTLING
+
+    def choose(self, sequences: Items[Sequence], budget: int) -> tuple[Items[Sequence], int]:
+        """Of those that a step may feed, lowest rank first, whom it does, and how many prompt tokens. Who has waited
+        for so long that it ranks before one that is watched yields to none."""
+        ready = [one for one in sequences if not one.paused]
+        last = max((at for at, one in enumerate(ready) if one.request.priority == Priority.INTERACTIVE), default=None)
+        behind = [] if last is None else [one for one in ready[last:] if one.request.priority == Priority.BACKGROUND]
+        if not behind:
+            self.away()
+            return sequences, budget
+        yielding = {one.key for one in behind}
+        before = [one for one in ready if one.key not in yielding]
+        decoding = [one for one in behind if _left(one) == 1]
+        prompts = [one for one in behind if _left(one) > 1]
+        self._adapt(len(before))
+        fed = decoding[: self._allowed(len(decoding))]
+        self._settling = _SETTLING if len(fed) != self._fed else max(0, self._settling - 1)
+        self._fed = len(fed)
+        self._prompts = False
+        if prompts and self._spare() and all(_left(one) == 1 for one in before):
+            fed.append(prompts[0])
+            budget, self._prompts = min(budget, _CHUNK), True
+        chosen = {one.key for one in (*before, *fed)}
+        return [one for one in ready if one.key in chosen], budget
+
+    def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """A step has come back that this was asked about."""
+        began, self._began = self._began, now
+        if began is None or now <= began:
+            return
+        rows = [row for row in plan.rows if row.count == 1 and row.sample]
+        tokens = sum(len(result.rows[row.key].token_ids) for row in rows)
+        self._steps += 1
+        self._since_chunk += now - began
+        if not tokens:
+            return
+        seconds = (now - began) * len(rows) / tokens
+        if self._prompts:
+            self._since_chunk = 0.0
+            usual = self._costs.get(self._fed)
+            self._chunk = max(seconds - (usual.seconds if usual is not None else 0.0), 0.0)
+            self._settling = _SETTLING
+        elif len(rows) == len(plan.rows) and not self._settling:
+            self._costs.setdefault(self._fed, _Cost()).learn(seconds)
+
+    def _adapt(self, others: int) -> None:
+        """What was measured beside other company, or long ago, says nothing."""
+        if self._steps >= _ANEW or not others / 2 <= self._others <= 2 * others:
+            self._steps, self._others = 0, others
+            self._costs.clear()
+
+    def _allowed(self, most: int) -> int:
+        """Rows of the background in the next step."""
+        alone = self._costs.get(0)
+        if alone is None or not alone.known:
+            return 0
+        rows = 0
+        while (more := max(1, 2 * rows)) <= most:
+            cost = self._costs.get(more)
+            if cost is None or not cost.known:
+                return more
+            if cost.seconds > _LONGER * alone.seconds:
+                break
+            rows = more
+        return rows
+
+    def _spare(self) -> bool:
+        """Whether it is time for a chunk of the background's prompts."""
+        alone = self._costs.get(0)
+        if alone is None or not alone.known:
+            return False
+        return self._since_chunk * _PROMPTS >= (self._chunk or _GUESSED * alone.seconds)
+
+
+def _left(sequence: Sequence) -> int:
+    """Tokens that are not computed yet: one where it decodes."""
+    return len(sequence.token_ids) - sequence.computed
