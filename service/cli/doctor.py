@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype), help=_AS_SERVE)
     parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization), help=_AS_SERVE)
     parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
-    parser.add_argument("--draft-model", metavar="FOLDER", help="say whether it can guess for the model of --model")
+    parser.add_argument("--draft-model", metavar="FOLDER", help="say whether it can guess for that of --model")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT", help=_PORT)

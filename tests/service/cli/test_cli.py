@@ -313,5 +313,5 @@ def test_the_doctor_takes_the_settings_of_a_server() -> None:
     given = {
         name: value for name, value in vars(doctor._parser().parse_args([])).items() if name not in ("json", "digest")
     }
-    assert len(given) == 11
+    assert len(given) == 12
     assert given == {name: known[name] for name in given}
