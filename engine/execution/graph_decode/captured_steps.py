@@ -134,6 +134,9 @@ class BatchBucket:
     two_pass: tuple[Steps, ...]  # as `reaches`, with the head in two passes; none without its coarse copy
     sampling: Sampling
     sampled: tuple[Steps, ...]  # as `reaches`, for rows of which some need the sampling stages
+    within_top: tuple[
+        Steps, ...
+    ]  # as `sampled`, for rows that all are drawn from their likeliest tokens; as `two_pass`
     ring: memoryview  # of 64-bit words [rows · RING]
 
 
@@ -152,6 +155,7 @@ class CapturedSteps:
         vocabulary, device = weights.head.rows, weights.table.device
         self._sampling = sampling.allocate(self.sizes[-1], vocabulary, device)  # all buckets', one at a time
         self._draws = False  # whether the sampling stages are needed here
+        self._within_top = False  # and need few logits
         self._patience = Patience()
         self.graphs = True  # False: launches one by one
         self.two_pass = weights.coarse is not None  # where no row needs the sampling stages; the tokens are the same
@@ -180,7 +184,7 @@ class CapturedSteps:
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
             found = []
             for longest, each, common in zip(lengths, plans, layers, strict=True):
-                each = replace(each, two_pass=two_pass)
+                each = replace(each, two_pass=two_pass, within_top=two_pass)
                 chain = prepare_step(library, self._weights, buffers, each, how, layers=common)
                 found.append(Steps(longest, chain, {}))
             return distinct(found)
@@ -193,6 +197,7 @@ class CapturedSteps:
             two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
             sampling=draws,
             sampled=reaches(draws),
+            within_top=() if self._weights.coarse is None else reaches(draws, two_pass=True),
             ring=words(buffers.progress.ring),
         )
 
@@ -205,7 +210,8 @@ class CapturedSteps:
         wanted = [
             (steps, size)
             for each in self._buckets.values()
-            for steps in (*(each.two_pass or each.reaches), *each.sampled)  # the others when they are first wanted
+            # All `reaches` too would be captured for nothing: where there are two passes, they are when first wanted.
+            for steps in (*(each.two_pass or each.reaches), *each.sampled, *each.within_top)
             for size in SIZES
         ]
         for done, (steps, size) in enumerate(wanted):
@@ -245,7 +251,9 @@ class CapturedSteps:
             for each in self._buckets.values():
                 each.buffers.progress.ring.zero_()
         here.state.block.copy_(fill(states, here.buffers.batch, number).block, non_blocking=True)
-        self._draws = any(sampled.needed(row.sequence, len(row.unreported)) for row in states)
+        needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in states]
+        self._draws = any(need is not None for need in needs)
+        self._within_top = all(need is not None and need.within_top for need in needs)
         for index, row in enumerate(states):
             self.add_pages(index, 0, row.pages)
             if self._draws:
@@ -264,8 +272,11 @@ class CapturedSteps:
         """Steps of all rows."""
         self._patience.launched()
         here = self._current
-        plain = here.two_pass if self.two_pass and here.two_pass else here.reaches
-        reach = next(reach for reach in (here.sampled if self._draws else plain) if reach.longest >= longest)
+        if self.two_pass and here.two_pass and self._within_top == self._draws:
+            reaches = here.within_top if self._draws else here.two_pass
+        else:
+            reaches = here.sampled if self._draws else here.reaches
+        reach = next(reach for reach in reaches if reach.longest >= longest)
         if self.graphs:
             self._graph(reach, steps).replay()
             return
