@@ -27,7 +27,6 @@ ROW_WORDS = _ROW.size // 4
 _BINS, _LISTED = 2048, 4096
 _THREADS, _EACH = 512, 4
 _BOUNDS = 256  # multiprocessors, at most
-MOST_TOP = 100  # of 132 blocks' bounds the 100th leaves some 200 tokens; beyond, the second pass grows long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +45,9 @@ class SampledRow:
     biased: bool = False  # whether the row has biases
     marked: bool = False  # whether it has penalties or barred tokens
 
-    @property
-    def within_top(self) -> bool:
-        """Whether its likeliest tokens are drawn from, so few that `two_pass_top` finds them, by their logits alone."""
-        return self.temperature > 0 and 0 < self.top_k <= MOST_TOP and not (self.biased or self.marked)
+    def within_top(self, most: int) -> bool:
+        """Whether it draws from so few of its likeliest tokens, and needs no more than the model's logits of them."""
+        return self.temperature > 0 and 0 < self.top_k <= most and not (self.biased or self.marked)
 
     @property
     def heat(self) -> float:
@@ -175,6 +173,12 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
         bounds=zeros(batch, _BOUNDS, dtype=torch.int64),
         launches=zeros(batch, dtype=torch.int32),
     )
+
+
+def most_top(multiprocessors: int) -> int:
+    """A top-k up to which `two_pass_top` gains: one from each of that many blocks, which leaves 1.5 tokens a block on
+    the average. Nearer to all blocks the bound falls, and the second pass grows, without an end."""
+    return multiprocessors * 10 // 13
 
 
 def two_pass_top(

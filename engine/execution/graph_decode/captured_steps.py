@@ -156,6 +156,7 @@ class CapturedSteps:
         self._sampling = sampling.allocate(self.sizes[-1], vocabulary, device)  # all buckets', one at a time
         self._draws = False  # whether the sampling stages are needed here
         self._within_top = False  # and need few logits
+        self._most_top = sampling.most_top(library.gpu.multiprocessors)
         self._patience = Patience()
         self.graphs = True  # False: launches one by one
         self.two_pass = weights.coarse is not None  # where no row needs the sampling stages; the tokens are the same
@@ -253,7 +254,7 @@ class CapturedSteps:
         here.state.block.copy_(fill(states, here.buffers.batch, number).block, non_blocking=True)
         needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in states]
         self._draws = any(need is not None for need in needs)
-        self._within_top = all(need is not None and need.within_top for need in needs)
+        self._within_top = all(need is not None and need.within_top(self._most_top) for need in needs)
         for index, row in enumerate(states):
             self.add_pages(index, 0, row.pages)
             if self._draws:

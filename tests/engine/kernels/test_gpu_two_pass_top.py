@@ -12,7 +12,7 @@ from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.linear import Normed
-from engine.kernels.sampling import MOST_TOP, SampledRow
+from engine.kernels.sampling import SampledRow
 from engine.kernels.step import ChainPlan
 from engine.kernels.tokens import Choice
 from engine.kernels.weights import Format, Matrix
@@ -25,7 +25,7 @@ SHAPES = [(151936, 1024), (32000, 4096), (1003, 896), (77, 64)]
 ROWS = [
     SampledRow(temperature=0.8, top_k=50, top_p=0.95),
     SampledRow(temperature=1.0, top_k=1),
-    SampledRow(temperature=1.5, top_k=MOST_TOP),
+    SampledRow(temperature=1.5, top_k=100),
     SampledRow(temperature=0.3, top_k=20, top_p=0.5),
     SampledRow(temperature=5.0, top_k=64, min_p=0.05),
     SampledRow(temperature=1e-3, top_k=7, top_p=0.9, min_p=0.1),
