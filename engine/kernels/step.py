@@ -10,6 +10,7 @@ import torch
 from engine.kernels import linear as ops
 from engine.kernels import sampling, tiling, tokens
 from engine.kernels.attention import (
+    MANY_TOKENS,
     SLOTS,
     AttentionOp,
     Embedding,
@@ -167,9 +168,10 @@ class ChainPlan:
             return found
         found = tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up")
         # These start beside the stages before: what they ask for early, those wait behind.
-        if stage == "head" or (stage == "output" and not found.whole):
+        if stage == "head" or (stage in ("qkv", "output") and not found.whole):
             return replace(found, window=2)
-        return replace(found, window=1) if stage == "down" and found.whole else found
+        short = self.longest is not None and self.longest <= MANY_TOKENS
+        return replace(found, window=1) if stage == "down" and found.whole and short else found
 
     def two_passes(self, head: Matrix, coarse: CoarseCopy) -> TwoPasses:
         """The head and its copy; as many bytes of the copy under way as of the plain head."""

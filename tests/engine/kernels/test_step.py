@@ -193,9 +193,14 @@ def test_a_misspelt_argument_is_told(recorder: Any, model: Models) -> None:
 
 def test_a_plan_may_divide_a_stage_itself(recorder: Any, model: Models) -> None:
     weights = model("bf16")
-    own = ChainPlan(132).tiling("down", weights.layers[0].down.matrix)
+    own = ChainPlan(132, longest=512).tiling("down", weights.layers[0].down.matrix)
+    long = ChainPlan(132, longest=4096).tiling("down", weights.layers[0].down.matrix)
     other = ChainPlan(132).tiling("output", weights.layers[0].output.matrix)
-    assert (own.window, other.window) == (1, 2)  # down starts beside gate and up, which it is not to hold up
+    assert (own.window, long.window, other.window) == (
+        1,
+        2,
+        2,
+    )  # down is not to hold up gate and up, beside which it starts
     plan = ChainPlan(132, tilings={"down": replace(own, window=3)})
     prepare_step(recorder, weights, buffers_of(weights, 1), plan)
     windows = [defines["OP_WINDOW"] for name, _, defines, _ in recorder.asked if name == "linear_residual"]
