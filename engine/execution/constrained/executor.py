@@ -31,7 +31,6 @@ class Constrained:
 
     lookahead_tokens = 2
     max_tokens_per_row = 1
-    ahead = False  # whether a step is drawn before the tokens of the one before it are handed on
 
     def __init__(self, parts: Parts) -> None:
         with torch.inference_mode():
@@ -42,7 +41,7 @@ class Constrained:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
         self._sequences = parts.sequences
         self._constraints = parts.constraints
-        self._pipeline = HalvesPipeline(self._steps, parts.sequences, parts.max_context, self, ahead=self.ahead)
+        self._pipeline = HalvesPipeline(self._steps, parts.sequences, parts.max_context, self)
         self._fused = True
 
     def warmup(self, progress: Progress) -> None:
@@ -68,7 +67,7 @@ class Constrained:
     def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
         """See `pipeline.Grammar`."""
         found = self._constraints.ended(found, [self._sequences.of(row) for row in rows])
-        return self._constraints.follow(rows, found, awaited=self.ahead)
+        return self._constraints.follow(rows, found, awaited=True)
 
     @property
     def switches(self) -> Mapping[str, str | None]:

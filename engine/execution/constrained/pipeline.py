@@ -2,11 +2,12 @@
 
 A step is fed, then chosen. What is fed needs the tokens before, which the device has itself; what is chosen needs a
 mask of each row with a constraint, which the host makes once it knows these tokens. So the next step is fed before the
-tokens of this one are read, and masks are made meanwhile: the device waits for nobody as long as they come before its
-layers end. A step moves every live row on by one token, and its tokens are read before anything else is done.
+tokens of this one are read, and drawn as soon as they are read and its masks are made, before anyone is told of them:
+the device waits for nobody as long as masks come before its layers end. A step moves every live row on by one token.
 
 - Rows are written whole, never in part, and then fed anew. What was fed for rows that have since gone comes before
   anything later on the same stream, and what was fed for rows that stay is written again by what they are fed next.
+- Where rows change, what was drawn for those that stay is drawn again: choices depend on seed and position alone.
 - Nothing is fed that a row's pages do not reach.
 """
 
@@ -80,15 +81,11 @@ class HalvesRow:
 class HalvesPipeline:
     """The rows on the device, and whether their next tokens were fed."""
 
-    def __init__(
-        self, device: HalvesDevice, sequences: SequenceTable, max_context: int, grammar: Grammar, *, ahead: bool
-    ) -> None:
-        """`ahead`: a step is drawn once the tokens before it are read, before they are handed on."""
+    def __init__(self, device: HalvesDevice, sequences: SequenceTable, max_context: int, grammar: Grammar) -> None:
         self._device = device
         self._sequences = sequences
         self._max_context = max_context
         self._grammar = grammar
-        self._ahead = ahead
         self._held: list[HalvesRow] = []
         self._number = 0  # of the last step that was drawn
         self._fed = False  # the tokens behind it, or where none is drawn yet, those that the next one begins with
@@ -101,8 +98,8 @@ class HalvesPipeline:
             if not self._drawn:
                 self._draw(held)
             found = self._grammar.take(rows, self._receive(held))
-            if self._ahead and self._same_go_on(held, found):
-                self._draw(held)
+            if self._same_go_on(held, found):
+                self._draw(held)  # before the tokens before it are handed on
             return found
         except BaseException:
             self._held = []

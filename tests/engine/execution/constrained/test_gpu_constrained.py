@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from engine.api import Constraint, GenerationRequest, Stopping
-from engine.execution.constrained.executor import Constrained
 from engine.execution.runner import ModelRunner
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
@@ -56,13 +55,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(settings_of(folder), nobody, counting(VOCABULARY))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["told", "ahead"])
-def runner(request: pytest.FixtureRequest, prepared: Prepared) -> Iterator[ModelRunner]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Constrained, "ahead", request.param)
-        made = make_runner(settings_of(), prepared, nobody)
-        yield made
-        made.close()
+@pytest.fixture(scope="module")
+def runner(prepared: Prepared) -> Iterator[ModelRunner]:
+    made = make_runner(settings_of(), prepared, nobody)
+    yield made
+    made.close()
 
 
 def settings_of(folder: Path | str = "") -> EngineSettings:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
@@ -68,9 +67,9 @@ class HalvesDevice(SlowDevice):
 class Halves:
     """What decodes steps with a constrained row in them, which know how long their sequence is."""
 
-    def __init__(self, device: HalvesDevice, sequences: SequenceTable, max_context: int, ahead: bool) -> None:
+    def __init__(self, device: HalvesDevice, sequences: SequenceTable, max_context: int) -> None:
         self.sequences = sequences
-        self.pipeline = HalvesPipeline(device, sequences, max_context, self, ahead=ahead)
+        self.pipeline = HalvesPipeline(device, sequences, max_context, self)
         self.known: dict[int, int] = {}
 
     def mask(self, key: int) -> Mask:
@@ -110,7 +109,7 @@ class Ahead:
 class HalvesLife(Life):
     """Some sequences with a constraint, some without."""
 
-    def __init__(self, seed: int, pages: int, lookahead: int, sick: int, most: int = 8, *, drawn: bool) -> None:
+    def __init__(self, seed: int, pages: int, lookahead: int, sick: int, most: int = 8) -> None:
         chance = random.Random(seed)
         self.device, self.share = HalvesDevice(seed, pages, sick), chance.choice((0.2, 0.5, 1.0))
         limits = Limits(
@@ -122,7 +121,7 @@ class HalvesLife(Life):
         )
         sequences, context = SequenceTable(), limits.max_context
         ahead = Ahead(SlowDevice(seed + 1, pages, sick, self.device), sequences, context)
-        decoding = [Halves(self.device, sequences, context, drawn), ahead]
+        decoding = [Halves(self.device, sequences, context), ahead]
         super().__init__(seed, SlowRunner(self.device, decoding, sequences), limits)
 
     def take(self, asked: GenerationRequest) -> None:
@@ -135,37 +134,23 @@ class HalvesLife(Life):
     ahead=some.sampled_from((0, 1, 15)),
     sick=some.sampled_from((-1, SICK)),
     most=some.sampled_from((1, 3, 8, 12)),
-    drawn=some.booleans(),
 )
 @examples(max_examples=60)
-def test_whatever_happens_each_answer_is_its_own(
-    seed: int, pages: int, ahead: int, sick: int, most: int, drawn: bool
-) -> None:
-    life = HalvesLife(seed, pages, ahead, sick, most, drawn=drawn)
+def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, most: int) -> None:
+    life = HalvesLife(seed, pages, ahead, sick, most)
     life.live(12)
     life.check()
 
 
-def alone(drawn: bool, **stopping: object) -> HalvesLife:
-    life = HalvesLife(1, 40, 2, -1, drawn=drawn)
+def alone(**stopping: object) -> HalvesLife:
+    life = HalvesLife(1, 40, 2, -1)
     life.share = 1.0
     life.take(request([5, 6, 7], **stopping))
     return life
 
 
-def test_the_next_step_is_fed_before_the_tokens_of_this_one_are_read() -> None:
-    life = alone(False, max_tokens=50)
-    while life.step():
-        assert life.device.feedings - life.device.draws <= 1
-        if 2 < len(life.got[0]) < 49:
-            assert life.device.feedings == life.device.draws + 1  # it is under way
-    life.check()
-    assert life.device.written == 1
-    assert life.device.draws == life.device.feedings == 49  # the first token was the prompt's; none is fed for nothing
-
-
 def test_a_step_is_drawn_before_the_tokens_of_the_one_before_it_are_handed_on() -> None:
-    life = alone(True, max_tokens=50)
+    life = alone(max_tokens=50)
     while life.step():
         if 2 < len(life.got[0]) < 48:
             assert life.device.draws == len(life.got[0])  # one more than was told, but for the prompt's own token
@@ -175,10 +160,9 @@ def test_a_step_is_drawn_before_the_tokens_of_the_one_before_it_are_handed_on() 
     assert life.device.draws == life.device.feedings == 49
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_a_stop_ends_the_row_on_the_device(drawn: bool) -> None:
+def test_a_stop_ends_the_row_on_the_device() -> None:
     ids, _ = answer(request([5, 6, 7]), 150, -1)
-    life = alone(drawn, max_tokens=100, stop_token_ids=(ids[20],))
+    life = alone(max_tokens=100, stop_token_ids=(ids[20],))
     while life.step():
         pass
     life.device.flush()
