@@ -406,6 +406,40 @@ def stored(results: Results, what: str, quantile: str) -> str:
     return fixed(results["cache-cpu"]["figures"][f"answer of 64 tokens, {what}"][quantile])
 
 
+PROPOSERS = {"prompt_lookup": "prompt lookup", "draft_model": "demo draft", "both": "both"}
+TEXTS = {
+    "edit": "a file, and the same again",
+    "quote": "a passage, quoted",
+    "code": "code, gone on with",
+    "prose": "prose, gone on with",
+    "chat": "a question",
+}
+
+
+def speculation(results: Results, name: str) -> str:
+    """What each proposer makes of each set of prompts, one stream; with the share of drafted tokens that was right."""
+    alone = [one for one in results[name] if one.get("streams") == 1 and one["k"] is None]
+    found = {(one["proposer"], one["prompts"]): one for one in alone}
+    used = [who for who in PROPOSERS if any(who == proposer for proposer, _ in found)]
+
+    def cell(who: str, text: str) -> str:
+        one = found.get((who, text))
+        return "" if one is None else f"{fixed(one['ratio'], 2)} · {percent(one['acceptance'])} %"
+
+    rows = [(said, *(cell(who, text) for who in used)) for text, said in TEXTS.items()]
+    return table(["", *(PROPOSERS[who] for who in used)], rows)
+
+
+def depths_cpu(results: Results) -> str:
+    """Drafts of k tokens always: measured, and foretold from acceptance and costs."""
+    rows = []
+    for who in ("prompt_lookup", "draft_model"):
+        of_who = {one["k"]: one for one in results["speculation-cpu"] if one["proposer"] == who and one["k"]}
+        cells = (f"{fixed(one['ratio'], 2)} ({fixed(one['predicted_ratio'], 2)})" for _, one in sorted(of_who.items()))
+        rows.append((PROPOSERS[who], *cells))
+    return table(["", *map(str, range(1, 8))], rows)
+
+
 RENDERERS: Mapping[str, Renderer] = {
     "readme": readme,
     "decode-h100": decode_h100,
@@ -425,6 +459,9 @@ RENDERERS: Mapping[str, Renderer] = {
     "trace-cpu": trace_cpu,
     "gate-cpu": gate_cpu,
     "soaking-cpu": soaking,
+    "speculation-cpu": lambda r: speculation(r, "speculation-cpu"),
+    "speculation-h100": lambda r: speculation(r, "speculation-h100"),
+    "depths-cpu": depths_cpu,
     "throughput.next-day": next_day,
     "decode.revision": lambda r: str(r["decode-h100"][0]["revision"]),
     "engine.many": lambda r: many_cpu(r, 16),

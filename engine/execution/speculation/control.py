@@ -14,7 +14,7 @@ from engine.scheduling.sequence_state import SequenceState
 _PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
 _MEMORY = 0.9  # of what a round told, after the next
 _MARGIN = 1.04  # how much faster it must be by the table, which is not exact
-_OTHERS = 1.08  # how much longer a step may be for those in it that have no draft
+_OTHERS = 1.05  # how much longer a step may be by the table for those that have no draft; by the clock up to twice that
 _FIRST_REST, _LAST_REST = 8, 512  # tokens until it is tried again
 _TURN = 64  # tokens after which another proposer is tried on a sequence
 
