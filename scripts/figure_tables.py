@@ -133,10 +133,11 @@ def decode_h100(results: Results) -> str:
                     whole(served(run, context)) if "served" in run else "",
                     "" if number else " / ".join(first),
                     "" if number else f"{engine['peak_bytes'] / 1e9:.2f} / {engine['driver_bytes'] / 1e9:.2f}",
+                    "" if number else run["revision"],
                 ]
             )
     head = ["", "context", "engine, tokens/s", "of the roofline", "through gRPC, tokens/s"]
-    return table([*head, "first token, engine / gRPC, ms", "GPU memory, torch / driver, GB"], rows)
+    return table([*head, "first token, engine / gRPC, ms", "GPU memory, torch / driver, GB", "commit"], rows)
 
 
 def peers_h100(results: Results) -> str:
@@ -463,7 +464,6 @@ RENDERERS: Mapping[str, Renderer] = {
     "speculation-h100": lambda r: speculation(r, "speculation-h100"),
     "depths-cpu": depths_cpu,
     "throughput.next-day": next_day,
-    "decode.revision": lambda r: str(r["decode-h100"][0]["revision"]),
     "engine.many": lambda r: many_cpu(r, 16),
     "engine.most": lambda r: many_cpu(r, 64),
     "engine.revision": lambda r: str(r["engine-cpu"]["sha"]),

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.api import Finish, FinishReason, GenerationRequest
+from engine.api import Finish, FinishReason, GenerationRequest, Priority
 from engine.client.inbox import Inbox, Send, Stream, exception_of
 from engine.client.suspects import Suspects
 from engine.errors import EngineError, Quarantined
@@ -39,7 +39,7 @@ class Streams:
         self._suspects = Suspects()
         self._woken = 0  # readers, in this turn of the event loop
         self._to_wake = deque[Inbox]()  # in later ones
-        self._to_begin = deque[Inbox]()  # before those: nothing was read of them yet
+        self._to_wake_first = deque[Inbox]()  # before those: nothing was read of them yet, or somebody watches
 
     def __len__(self) -> int:
         return len(self._inboxes) + len(self._kept)
@@ -79,7 +79,8 @@ class Streams:
         """Soon: a turn of the event loop wakes few readers, since each writes a message, and whatever else there is to
         do, new calls above all, waits for those of one turn."""
         if self._woken == _WOKEN_A_TURN:
-            (self._to_wake if inbox.begun else self._to_begin).append(inbox)
+            watched = inbox.request.priority == Priority.INTERACTIVE
+            (self._to_wake_first if watched or not inbox.begun else self._to_wake).append(inbox)
             return
         if not self._woken:
             self.loop.call_soon(self._next_turn)
@@ -88,8 +89,8 @@ class Streams:
 
     def _next_turn(self) -> None:
         self._woken = 0
-        for _ in range(min(len(self._to_begin) + len(self._to_wake), _WOKEN_A_TURN)):
-            self.wake((self._to_begin or self._to_wake).popleft())
+        for _ in range(min(len(self._to_wake_first) + len(self._to_wake), _WOKEN_A_TURN)):
+            self.wake((self._to_wake_first or self._to_wake).popleft())
 
     def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""

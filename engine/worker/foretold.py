@@ -16,6 +16,7 @@ from engine.errors import Unsupported
 from engine.execution.registry import EXECUTORS
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.step_state import GpuKernels, Parts, Unfit
+from engine.kernels.attention import MIN_PAGES, PAGE, SPLITS
 from engine.kernels.build import BuildError, Source, WantedKernels
 from engine.kernels.gpu import GpuShape
 from engine.kv.kv_cache import KvCache, KvShape
@@ -25,7 +26,7 @@ from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.loading.formats import Format
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
-from engine.settings import CUDA_SEQUENCES, PAGE_SIZE, EngineSettings
+from engine.settings import CUDA_SEQUENCES, EngineSettings
 from engine.worker.shapes import fewer_layers, shape_weights
 from quant.checkpoint.config import ModelConfig
 
@@ -61,8 +62,12 @@ def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
 
 
 def foretell_any(settings: EngineSettings, what: Foretelling) -> set[Source]:
-    """Whatever `max-context` and `max-sequences` will be: short contexts have ways of their own through attention."""
-    return foretell(settings, what) | foretell(replace(settings, max_context=PAGE_SIZE), what)
+    """Whatever `max-context` and `max-sequences` will be: into how many parts a context is split decides which blocks
+    of attention may wait for each other."""
+    found = foretell(settings, what)
+    for parts in range(1, SPLITS + 1):
+        found |= foretell(replace(settings, max_context=parts * MIN_PAGES * PAGE), what)
+    return found
 
 
 def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) -> Iterator[Parts]:

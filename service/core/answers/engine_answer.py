@@ -14,6 +14,7 @@ from engine.api import (
     Finish,
     FinishReason,
     GenerationRequest,
+    Priority,
     Start,
     TokenEvents,
     TokenLogprob,
@@ -121,7 +122,8 @@ class EngineAnswer:
             self.begin()
             return BEGUN
         if self._streams is not None and self._count:  # the first tokens wait for nobody
-            delay = company(self._streams(), self._batch.company or 0.0)
+            watched = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
+            delay = 0.0 if watched else company(self._streams(), self._batch.company or 0.0)
             self._stream.batch(MOST if delay else 1, delay)
         try:
             events = await self._stream.__anext__()

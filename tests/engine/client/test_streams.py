@@ -6,10 +6,11 @@ import asyncio
 import gc
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
-from engine.api import Finish, FinishReason, Start, TokenEvents, TokenLogprob
+from engine.api import Finish, FinishReason, Priority, Start, TokenEvents, TokenLogprob
 from engine.client.streams import Streams
 from engine.errors import Aborted, DeadlineExceeded, EngineFailed, EngineUnavailable
 from engine.fake import plain_request
@@ -342,9 +343,10 @@ async def test_who_is_cancelled_before_its_turn_is_not_waited_for() -> None:
     assert await anext(streams[1]) == TokenEvents((7,))
 
 
-async def test_who_waits_for_a_first_token_is_woken_before_those_who_had_one() -> None:
+async def test_who_waits_for_a_first_token_or_is_watched_is_woken_before_the_others() -> None:
     desk = Desk()
-    streams = [desk.streams.open(plain_request((1,))) for _ in range(64)]
+    watched = replace(plain_request((1,)), priority=Priority.INTERACTIVE)
+    streams = [desk.streams.open(watched if number == 40 else plain_request((1,))) for number in range(64)]
     desk.streams.deliver([], range(1, 61), [0] * 60)
     for stream in streams[:60]:
         await anext(stream)
@@ -358,4 +360,7 @@ async def test_who_waits_for_a_first_token_is_woken_before_those_who_had_one() -
     await asyncio.sleep(0)
     desk.streams.deliver([], range(1, 65), [1] * 64)
     await asyncio.gather(*readers)
-    assert order == [*range(8), *range(60, 64), *range(8, 60)], "a turn's worth, then the new ones"
+    late = [number for number in range(8, 60) if number != 40]
+    assert order == [*range(8), 40, *range(60, 64), *late], (
+        "a turn's worth, then the one that is watched and the new ones"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -34,13 +35,14 @@ class Made:
         stops: tuple[str, ...] = (),
         batch: Delivery | None = None,
         streams: Callable[[], int] | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         self.engine = ScriptedEngine(script)
         self.slots = AdmissionSlots(LimitOptions(), lambda: 2)
         self.whole: list[CachedCompletion] = []
         self.answer = EngineAnswer(
             self.engine,
-            plain_request((120,), 9),
+            replace(plain_request((120,), 9), priority=priority),
             batch or Delivery(16, 0.02),
             lambda: self.slots.take(Priority.NORMAL, 1, None),
             lambda: Detokenizer(Tokenizer.of_bytes(), stops),
@@ -109,6 +111,10 @@ async def test_the_first_tokens_wait_for_nobody_and_later_ones_for_company_while
     made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0))
     await made.parts()
     assert made.engine.stream.batched == [(1, 0.0)], "who has set a size or a delay gets those"
+    lively = Delivery(1, 0.0, company=0.05)
+    made = Made(events(*[b"a"] * 6), batch=lively, streams=lambda: 256, priority=Priority.INTERACTIVE)
+    await made.parts()
+    assert set(made.engine.stream.batched) == {(1, 0.0)}, "nor does who is watched wait for company"
 
 
 async def pieces(*parts: AnswerPart | Exception, pause: float = 0.0) -> AsyncIterator[AnswerPart]:
