@@ -20,7 +20,6 @@ from typing import Protocol
 
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.pipeline import BUCKETS, NO_TOKEN, RowState
-from engine.sampling.noise import seed_key
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
@@ -133,7 +132,7 @@ class HalvesPipeline:
         if self._number > _LAST_NUMBER:
             self._number = 0
         held = self._held = [self._begin(row) for row in rows]
-        self._device.write([_state_of(own) for own in held], self._number)
+        self._device.write([RowState.of(own.sequence, own.position, own.last) for own in held], self._number)
         self._fed = self._drawn = False
         return held
 
@@ -169,18 +168,3 @@ class HalvesPipeline:
         if len(found) < len(held):
             raise EngineFailed("a sequence has two rows")
         return found
-
-
-def _state_of(own: HalvesRow) -> RowState:
-    sequence = own.sequence
-    return RowState(
-        token=sequence.token_ids[own.position],
-        position=own.position,
-        last_position=own.last,
-        stops=sequence.stopping.stop_token_ids,
-        temperature=sequence.sampling.temperature,
-        noise_key=seed_key(sequence.sampling.seed),
-        pages=tuple(sequence.pages),
-        sequence=sequence,
-        unreported=(),
-    )

@@ -17,7 +17,7 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.constrained.pipeline import MOST_ROWS
-from engine.execution.graph_decode.captured_steps import REACHES, RING, State, fill, placed, state_of, words
+from engine.execution.graph_decode.captured_steps import REACHES, RING, State, fill, placed, state_of, told, words
 from engine.execution.graph_decode.pipeline import RowState, bucket
 from engine.execution.patience import Patience
 from engine.execution.token_masks import Mask, TokenMasks
@@ -165,8 +165,7 @@ class HalvedSteps:
 
     def poll(self, index: int, number: int) -> int | None:
         """flags << 24 | token of the entry, None where it has not come."""
-        entry = self._current.ring[index * RING + (number - 1) % RING]
-        return entry & 0xFFFFFFFF if entry >> 32 == number else None
+        return told(self._current.ring, index, number)
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""

@@ -104,6 +104,12 @@ def words(ring: torch.Tensor) -> memoryview:
     return memoryview(held).cast("B").cast("q")
 
 
+def told(ring: memoryview, row: int, number: int) -> int | None:
+    """What the device wrote as that entry of a row, None where it has not come."""
+    entry = ring[row * RING + (number - 1) % RING]
+    return entry & 0xFFFFFFFF if entry >> 32 == number else None
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The step of a batch bucket whose rows are no longer than `longest`."""
@@ -286,8 +292,7 @@ class CapturedSteps:
 
     def poll(self, index: int, number: int) -> int | None:
         """flags << 24 | token of the entry, None where it has not come."""
-        entry = self._current.ring[index * RING + (number - 1) % RING]
-        return entry & 0xFFFFFFFF if entry >> 32 == number else None
+        return told(self._current.ring, index, number)
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""

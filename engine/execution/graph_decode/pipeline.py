@@ -47,6 +47,21 @@ class RowState:
     sequence: SequenceState
     unreported: tuple[int, ...]  # tokens that no result has brought yet
 
+    @classmethod
+    def of(cls, sequence: SequenceState, position: int, last: int, unreported: Rows[int] = ()) -> RowState:
+        """Of a sequence whose token at `position` is to be fed: the last of those unreported, where there are any."""
+        return cls(
+            token=unreported[-1] if unreported else sequence.token_ids[position],
+            position=position,
+            last_position=last,
+            stops=sequence.stopping.stop_token_ids,
+            temperature=sequence.sampling.temperature,
+            noise_key=seed_key(sequence.sampling.seed),
+            pages=tuple(sequence.pages),
+            sequence=sequence,
+            unreported=tuple(unreported),
+        )
+
 
 class StepDevice(Protocol):
     """The device: every call but `poll` and `wait` is queued behind those before it."""
@@ -196,7 +211,7 @@ class DecodePipeline:
             own.index = len(states)
             held.append(own)
             if not own.ended:
-                states.append(_state_of(own))
+                states.append(RowState.of(own.sequence, own.first, own.last, own.unreported))
         self._bucket = bucket(len(states)) if states else 0
         if states:
             self._device.write(states, self._number)
@@ -274,21 +289,6 @@ class DecodePipeline:
                 own.unreported.append(entry & 0xFFFFFF)
         self._read += 1
         return True
-
-
-def _state_of(own: PipelineRow) -> RowState:
-    sequence = own.sequence
-    return RowState(
-        token=own.unreported[-1] if own.unreported else sequence.token_ids[own.first],
-        position=own.first,
-        last_position=own.last,
-        stops=sequence.stopping.stop_token_ids,
-        temperature=sequence.sampling.temperature,
-        noise_key=seed_key(sequence.sampling.seed),
-        pages=tuple(sequence.pages),
-        sequence=sequence,
-        unreported=tuple(own.unreported),
-    )
 
 
 def _report(own: PipelineRow) -> RowResult:

@@ -17,7 +17,7 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
-from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, words
+from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, told, words
 from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
 from engine.execution.speculation.captured.rounds import GROUPS, MOST_AHEAD
@@ -301,8 +301,7 @@ class CapturedRounds:
 
     def poll(self, number: int) -> int | None:
         """proposed << 28 | flags << 24 | token of the entry, None where it has not come."""
-        entry = self._ring[(number - 1) % RING]
-        return entry & 0xFFFFFFFF if entry >> 32 == number else None
+        return told(self._ring, 0, number)
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""

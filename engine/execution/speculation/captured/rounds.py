@@ -20,7 +20,6 @@ from typing import Protocol
 
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
-from engine.sampling.noise import seed_key
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
@@ -173,18 +172,7 @@ class RoundPipeline:
         sequence = self._sequences.of(row)
         last = min(sequence.prompt_length + sequence.stopping.max_tokens, self._max_context) - 1
         own = RoundRow(sequence, row.start, last, len(sequence.pages), sequence.exchanges, most_drafts)
-        state = RowState(
-            token=sequence.token_ids[row.start],
-            position=row.start,
-            last_position=last,
-            stops=sequence.stopping.stop_token_ids,
-            temperature=sequence.sampling.temperature,
-            noise_key=seed_key(sequence.sampling.seed),
-            pages=tuple(sequence.pages),
-            sequence=sequence,
-            unreported=(),
-        )
-        self._device.write(state, most_drafts, self._number)
+        self._device.write(RowState.of(sequence, row.start, last), most_drafts, self._number)
         self._own = own
         return own
 
