@@ -1,0 +1,221 @@
+"""Tables of what was measured without a GPU, and of what ran for long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scripts.cells import fixed, percent, rounded, signed, table, whole
+from scripts.results import Results
+
+# One machine without a GPU
+
+
+def engine_cpu(results: Results) -> str:
+    """The demo model beside transformers."""
+    found = results["engine-cpu"]
+    rows = [[name, whole(row["median"])] for name, row in found["tokens_per_second"].items()]
+    rows += [[f"ratio, {name}", f"{row['median']:.2f}"] for name, row in found["ratios"].items()]
+    return table(["", "tokens/s"], rows)
+
+
+def many_cpu(results: Results, streams: int) -> str:
+    """Times as fast as transformers at its best one after the other."""
+    ratios = results["engine-many-cpu"]["ratios"]
+    return fixed(next(row["median"] for name, row in ratios.items() if f" {streams} streams /" in name))
+
+
+def front_cpu(results: Results) -> str:
+    """Throughput of the front."""
+    rows = []
+    for name, row in results["front-cpu"]["figures"].items():
+        if "messages_per_s" in row:
+            rates = [whole(row["messages_per_s"]), whole(row["tokens_per_s"]), whole(row["front_us_per_message"])]
+            rows.append([name, *rates])
+    return table(["", "messages/s", "tokens/s", "CPU µs a message"], rows)
+
+
+def quantized_cpu(results: Results) -> str:
+    """Weights in fewer bits, on a CPU."""
+    rows = []
+    for name, row in results["quantized-cpu"]["tokens_per_second"].items():
+        size = row["weights_bytes"] / 2**20
+        rows.append(
+            [name, fixed(row["median"]), fixed(row["of_bfloat16"], 2), fixed(row["of_float32"], 2), whole(size)]
+        )
+    return table(["", "tokens/s", "of bfloat16", "of float32", "weights, MiB"], rows)
+
+
+def quality_cpu(results: Results) -> str:
+    """What fewer bits cost the demo model."""
+    names = {"whippet-awq": "Whippet", "autoawq": "AutoAWQ 0.2.9", "nearest": "rounded to nearest"}
+    ways = [(f"4 bits, groups of {g}: {title}", f"{name}-{g}") for g in (32, 128) for name, title in names.items()]
+    ways += [("8 bits: Whippet, made while loading", "whippet-int8"), ("8 bits: bitsandbytes", "bitsandbytes-int8")]
+    rows = []
+    for title, name in ways:
+        found = results["quality-cpu"]["figures"][name]["comparison"]
+        change = found["perplexity_change"]
+        interval = f"({signed(change['low'])} to {signed(change['high'])})"
+        cells = [f"{signed(change['value'])} % {interval}", f"{found['kl']:.4f}", percent(found["agreement"], 1) + " %"]
+        rows.append([title, *cells])
+    return table(["", "perplexity (95 % interval)", "mean KL, nats", "same first choice"], rows)
+
+
+# Caches
+
+
+def lookups_cpu(results: Results) -> str:
+    """Semantic lookups by length of the question."""
+    figures = results["cache-cpu"]["figures"]
+    lengths = [name.removeprefix("lookup, idle, ") for name in figures if name.startswith("lookup, idle, ")]
+    rows = []
+    for length in lengths:
+        idle, busy = figures[f"lookup, idle, {length}"], figures[f"lookup, generating, {length}"]
+        title = "CLINC150, " + length if "come" in length else length
+        rows.append([title, fixed(idle["p50"]), fixed(idle["p95"]), fixed(busy["p50"]), fixed(busy["p95"])])
+    return table(["question", "p50", "p95", "p50 while a model generates", "p95"], rows)
+
+
+def pairs_cpu(results: Results) -> str:
+    """The guard of the semantic cache against a cosine threshold alone."""
+    found = results["pairs-cpu"]
+    rules = {"guarded": "what `on` serves by equal words", "cosine": f"cosine {found['settings']['cosine']:.2f} alone"}
+    rows = []
+    for rule, title in rules.items():
+        pairs, signs, ordinary = (found["figures"][suite][rule] for suite in ("pairs", "signs", "ordinary"))
+        wrong = [f"{row['wrong']} of {row['wrong_of']} ({_interval(row['wrong_share'])})" for row in (pairs, signs)]
+        right = [f"{row['right']} of {row['right_of']}" for row in (pairs, ordinary)]
+        rows.append([title, *wrong, *right])
+    heads = ["served wrongly: other words", "case or signs alone", "served rightly: other words", "case or signs alone"]
+    return table(["", *heads], rows)
+
+
+def _interval(shares: tuple[float, float]) -> str:
+    return f"{percent(shares[0], 1)} to {percent(shares[1], 1)} %"
+
+
+def faults_cpu(results: Results) -> str:
+    """What a sick Redis costs a request."""
+    titles = {
+        "well": "healthy",
+        "well again": "healthy again, last of the run",
+        "slow": "each reply 100 ms late",
+        "cut": "replies cut short",
+        "full": "full (OOM on every write)",
+        "read-only": "read-only",
+        "emptied": "emptied before each request",
+        "stalled": "accepts and never replies",
+        "gone": "connection refused",
+    }
+    figures = results["cache-faults-cpu"]["figures"]
+    rows = [[titles[name], *(fixed(figures[name][q]) for q in ("p50", "p95", "p99"))] for name in titles]
+    return table(["Redis", "p50", "p95", "p99"], rows)
+
+
+def prefix_cpu(results: Results) -> str:
+    """First token with and without a shared prefix."""
+    found = results["prefix-cpu"]["first_token"]
+    titles = {
+        "computed": "computed",
+        "device": "found in the engine's memory",
+        "redis, after a restart": "fetched from Redis by a newly started engine",
+    }
+    rows = []
+    for name, title in titles.items():
+        times = found["times_faster"][name]
+        rows.append([title, whole(found["milliseconds"][name]), "" if times == 1 else f"{times:.1f}×"])
+    return table(["", "first token, ms", ""], rows)
+
+
+def trace_cpu(results: Results) -> str:
+    """Hit rates of Mooncake's conversation trace."""
+    rows = [
+        [whole(row["blocks"]), percent(row["device"], 2) + " %", percent(row["device_beyond_head"], 2) + " %"]
+        for row in results["prefix-cpu"]["trace"]
+    ]
+    return table(["room for blocks", "blocks found", "without the first block, which all requests share"], rows)
+
+
+def soak(results: Results, key: str) -> float:
+    """A figure of the ten minutes' soak."""
+    return float(max(results["soak-h100"], key=lambda run: run["seconds"])[key])
+
+
+def soaking(results: Results) -> str:
+    """The two servers under callers and trouble."""
+    rows = [
+        [
+            "the demo model" if run["model"] else "the fake engine",
+            whole(run["requests"]),
+            *(whole(ended(run, code)) for code in ("OK", "UNAVAILABLE")),
+            whole(sum(run["trouble"].values())),
+            whole(run["restarts"]),
+            whole(run["faults"]),
+            " / ".join(f"{rounded(run['grown_bytes'][name] / 2**20, 1)}" for name in ("front", "engine")),
+        ]
+        for run in results["soaking-cpu"]
+    ]
+    head = [
+        "",
+        "requests",
+        "whole answers",
+        "UNAVAILABLE",
+        "troubles",
+        "engines killed",
+        "faults",
+        "front / engine grew by, MiB",
+    ]
+    return table(head, rows)
+
+
+def ended(run: Mapping[str, Any], code: str) -> int:
+    """Requests of any kind that ended so."""
+    return sum(count for end, count in run["ends"].items() if end.split()[1] == code)
+
+
+def gate_cpu(results: Results) -> str:
+    """What the gate between fetching and computing decides, by measured rate of prefill."""
+    rows = [
+        [whole(row["token_bytes"]), whole(row["prefill_tokens_per_second"]), "fetches" if row["fetch"] else "computes"]
+        for row in results["prefix-cpu"]["gate"]
+    ]
+    return table(["bytes of keys and values a token", "prefill, tokens/s", "the gate"], rows)
+
+
+def stored(results: Results, what: str, quantile: str) -> str:
+    """An answer of 64 tokens, ms."""
+    return fixed(results["cache-cpu"]["figures"][f"answer of 64 tokens, {what}"][quantile])
+
+
+PROPOSERS = {"prompt_lookup": "prompt lookup", "draft_model": "demo draft", "both": "both"}
+TEXTS = {
+    "edit": "a file, and the same again",
+    "quote": "a passage, quoted",
+    "code": "code, gone on with",
+    "prose": "prose, gone on with",
+    "chat": "a question",
+}
+
+
+def speculation(results: Results, name: str) -> str:
+    """What each proposer makes of each set of prompts, one stream; with the share of drafted tokens that was right."""
+    alone = [one for one in results[name] if one.get("streams") == 1 and one["k"] is None]
+    found = {(one["proposer"], one["prompts"]): one for one in alone}
+    used = [who for who in PROPOSERS if any(who == proposer for proposer, _ in found)]
+
+    def cell(who: str, text: str) -> str:
+        one = found.get((who, text))
+        return "" if one is None else f"{fixed(one['ratio'], 2)} · {percent(one['acceptance'])} %"
+
+    rows = [(said, *(cell(who, text) for who in used)) for text, said in TEXTS.items()]
+    return table(["", *(PROPOSERS[who] for who in used)], rows)
+
+
+def depths_cpu(results: Results) -> str:
+    """Drafts of k tokens always: measured, and foretold from acceptance and costs."""
+    rows = []
+    for who in ("prompt_lookup", "draft_model"):
+        of_who = {one["k"]: one for one in results["speculation-cpu"] if one["proposer"] == who and one["k"]}
+        cells = (f"{fixed(one['ratio'], 2)} ({fixed(one['predicted_ratio'], 2)})" for _, one in sorted(of_who.items()))
+        rows.append((PROPOSERS[who], *cells))
+    return table(["", *map(str, range(1, 8))], rows)
