@@ -191,7 +191,7 @@ class ModelInfo:
     vocab_size: int
     max_context: int  # prompt and output, tokens; what model and page pool both allow
     max_sequences: int
-    max_batch_tokens: int = 512  # prompt tokens of a step
+    max_batch_tokens: int  # prompt tokens of a step
     page_size: int
     total_pages: int
     weights_bytes: int

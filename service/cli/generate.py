@@ -34,7 +34,6 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 BROKEN_PIPE = 141
-MOST_ANSWERS = 16  # that a server gives; it refuses more
 _SAMPLING = (  # flags that are fields of SamplingOptions
     "temperature",
     "top_p",
@@ -201,7 +200,7 @@ def _piped() -> str:
 def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamRequest, flags: argparse.Namespace) -> int:
     stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
     call = stub.GenerateStream(request, timeout=flags.timeout, metadata=server.metadata)
-    out = Output(live=not flags.json, answers=max(1, min(request.n, MOST_ANSWERS)))
+    out = Output(live=not flags.json, answers=max(1, request.n))
     with cancelled_at_ctrl_c(call) as interrupted:
         try:
             for message in call:

@@ -71,7 +71,8 @@ class Output:
         self._dims = self._terminal and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
         self._last = "\n"  # character on the terminal
         self._thinking = False
-        self._answers = [Answer() for _ in range(answers)]
+        self._wanted = answers
+        self._answers = [Answer()]  # that have begun, or come before one that has
         self._showing = -1  # which of them
         self._info = pb.PromptInfo()
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -88,16 +89,20 @@ class Output:
     def take(self, message: pb.GenerateStreamResponse) -> None:
         if message.HasField("prompt_info"):
             self._info = message.prompt_info
-        while len(self._answers) <= message.index:
-            self._answers.append(Answer())
+        self._wanted = max(self._wanted, message.index + 1)
         if self._showing < 0:
             self._show_next()
-        self._answers[message.index].take(message)
+        self._answer(message.index).take(message)
         if message.index != self._showing:
             return
         self._show(message.reasoning, message.text)
-        while self._answers[self._showing].finish is not None and self._showing + 1 < len(self._answers):
+        while self._answer(self._showing).finish is not None and self._showing + 1 < self._wanted:
             self._show_next()
+
+    def _answer(self, index: int) -> Answer:
+        while len(self._answers) <= index:
+            self._answers.append(Answer())
+        return self._answers[index]
 
     def close(self) -> None:
         """The answers are complete."""
@@ -117,13 +122,13 @@ class Output:
         """Turns to the next answer, with what has come of it; several are told apart by their numbers on a terminal, by
         an empty line elsewhere."""
         self._showing += 1
-        if self._live and len(self._answers) > 1:
+        if self._live and self._wanted > 1:
             self.end_line()
             if self._showing:
                 self._write("\n")
             if self._terminal:
-                self._write(f"{self._showing + 1} of {len(self._answers)}:\n")
-        answer = self._answers[self._showing]
+                self._write(f"{self._showing + 1} of {self._wanted}:\n")
+        answer = self._answer(self._showing)
         self._show(answer.reasoning, answer.text)
 
     def _show(self, reasoning: str, text: str) -> None:

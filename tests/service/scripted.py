@@ -27,6 +27,7 @@ INFO = ModelInfo(
     vocab_size=256,
     max_context=4096,
     max_sequences=8,
+    max_batch_tokens=512,
     page_size=16,
     total_pages=256,
     weights_bytes=0,
