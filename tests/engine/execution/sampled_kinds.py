@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from bench.driven import GREEDY
+from engine.api import GenerationRequest, Stopping
 
 VOCABULARY = 5000
 CONFIG: dict[str, Any] = {
@@ -33,6 +36,21 @@ KINDS = [
     replace(PLAIN, logit_bias=tuple((token, 3.0) for token in range(0, 300))),
 ]
 GAP = 0.15  # in logits, which reach 8: what bf16 may differ by
+
+
+def one_of_each(tokens: int) -> list[GenerationRequest]:
+    """A request of each kind, with prompts of many lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        GenerationRequest(
+            request_id=str(key),
+            token_ids=tuple(torch.randint(0, VOCABULARY, (9 * key + 1,), generator=generator).tolist()),
+            sampling=kind,
+            stopping=Stopping(max_tokens=tokens, min_tokens=20 if key % 2 else 0, stop_token_ids=(4999,)),
+            arrived_at=0.0,
+        )
+        for key, kind in enumerate(KINDS)
+    ]
 
 
 def nobody(stage: str, done: int, total: int) -> None:

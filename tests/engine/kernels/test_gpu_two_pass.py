@@ -157,15 +157,20 @@ def test_adversarial_rows(
         one.agree(launcher)
 
 
+def spoil(x: Normed, part: slice, value: float) -> None:
+    """Fresh activations, these columns of which are that."""
+    fill(x)
+    x.residual[:, part] = value
+    x.scaled[:, part] = value
+    x.squares.copy_(x.residual.square().view(8, -1, 8).sum(-1))
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-39, 1e30, 3e38, float("inf"), float("nan")])
 def test_adversarial_activations(library: KernelLibrary, launcher: Launcher, value: float) -> None:
     x = stream(8, 1024)
     one = both(library, torch.randn(20000, 1024, device="cuda").bfloat16(), x)
     for part in (slice(0, 1), slice(0, 1024)):
-        fill(x)
-        x.residual[:, part] = value
-        x.scaled[:, part] = value
-        x.squares.copy_(x.residual.square().view(8, -1, 8).sum(-1))
+        spoil(x, part, value)
         one.agree(launcher)
 
 

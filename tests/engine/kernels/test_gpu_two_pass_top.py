@@ -17,7 +17,7 @@ from engine.kernels.step import ChainPlan
 from engine.kernels.tokens import Choice
 from engine.kernels.weights import Format, Matrix
 from engine.sampling.noise import seed_key
-from tests.engine.kernels.test_gpu_two_pass import ADVERSARIES, adversarial, fill, stream
+from tests.engine.kernels.test_gpu_two_pass import ADVERSARIES, adversarial, fill, spoil, stream
 
 pytestmark = pytest.mark.gpu
 
@@ -115,10 +115,7 @@ def test_adversarial_activations(library: KernelLibrary, launcher: Launcher, val
     x = stream(8, 1024)
     one = Both(library, torch.randn(20000, 1024, device="cuda").bfloat16(), x)
     for part in (slice(0, 1), slice(0, 1024)):
-        fill(x)
-        x.residual[:, part] = value
-        x.scaled[:, part] = value
-        x.squares.copy_(x.residual.square().view(8, -1, 8).sum(-1))
+        spoil(x, part, value)
         one.agree(launcher)
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from engine.api import Constraint, GenerationRequest, Stopping
+from engine.api import Constraint, GenerationRequest
 from engine.execution.runner import ModelRunner
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
@@ -25,7 +24,7 @@ from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
 from tests.engine.execution.constrained.counting import FORCED, allowed, counting
-from tests.engine.execution.sampled_kinds import CONFIG, GAP, KINDS, VOCABULARY, nobody
+from tests.engine.execution.sampled_kinds import CONFIG, GAP, VOCABULARY, nobody, one_of_each
 from tests.engine.judged import judge
 
 pytestmark = pytest.mark.gpu
@@ -34,17 +33,9 @@ TOKENS = 32
 
 def requests(share: int) -> list[GenerationRequest]:
     """One of each kind; every `share`-th has a constraint."""
-    generator = torch.Generator().manual_seed(1)
     return [
-        GenerationRequest(
-            request_id=str(key),
-            token_ids=tuple(torch.randint(0, VOCABULARY, (9 * key + 1,), generator=generator).tolist()),
-            sampling=kind,
-            stopping=Stopping(max_tokens=TOKENS, min_tokens=20 if key % 2 else 0, stop_token_ids=(4999,)),
-            arrived_at=0.0,
-            constraint=Constraint("") if key % share == 0 else None,
-        )
-        for key, kind in enumerate(KINDS)
+        replace(one, constraint=Constraint("") if key % share == 0 else None)
+        for key, one in enumerate(one_of_each(TOKENS))
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.api import GenerationRequest, Stopping
+from engine.api import GenerationRequest
 from engine.execution.capture import Recorder
 from engine.execution.eager import Eager
 from engine.execution.runner import ModelRunner
@@ -22,25 +22,11 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
-from tests.engine.execution.sampled_kinds import CONFIG, GAP, KINDS, VOCABULARY, nobody
+from tests.engine.execution.sampled_kinds import CONFIG, GAP, nobody, one_of_each
 from tests.engine.judged import judge
 
 pytestmark = pytest.mark.gpu
 TOKENS = 60
-
-
-def requests() -> list[GenerationRequest]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        GenerationRequest(
-            request_id=str(key),
-            token_ids=tuple(torch.randint(0, VOCABULARY, (9 * key + 1,), generator=generator).tolist()),
-            sampling=kind,
-            stopping=Stopping(max_tokens=TOKENS, min_tokens=20 if key % 2 else 0, stop_token_ids=(4999,)),
-            arrived_at=0.0,
-        )
-        for key, kind in enumerate(KINDS)
-    ]
 
 
 @pytest.fixture
@@ -72,7 +58,7 @@ def test_every_row_draws_by_its_own_parameters(folder: Path) -> None:
     prepared = prepare(settings_of(folder), nobody)
     runner = make_runner(settings_of(folder), prepared, nobody)
     assert runner.info.decoder == "graph"
-    asked = requests()
+    asked = one_of_each(TOKENS)
     together = generate(runner, asked, 200)
     cramped = generate(runner, asked[::-1], 26)  # rows lose their pages and come back
     for request in asked:
@@ -106,7 +92,7 @@ def test_no_such_row_is_left_to_eager(folder: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Eager, "run", counted)
     monkeypatch.setattr(Sampler, "sample", drawn)
-    asked = requests()
+    asked = one_of_each(TOKENS)
     generate(runner, asked, 200)
     assert eager_rows == 0
     assert sampled_rows == 0  # not after a prompt either
@@ -122,5 +108,5 @@ def test_nothing_is_left_to_be_captured_by_a_request(folder: Path, monkeypatch: 
         raise AssertionError("a graph was captured for a request")
 
     monkeypatch.setattr(Recorder, "record", never)
-    generate(runner, requests(), 200)
+    generate(runner, one_of_each(TOKENS), 200)
     runner.close()
