@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ class Run:
 
     tokens: int
     seconds: float
-    rounds: tuple[tuple[int, int], ...]  # of one stream: how many of a step, and tokens proposed
+    steps: tuple[tuple[int, int], ...]  # of one stream: so many, and tokens drafted in each
     proposed: int
     accepted: int
     ids: tuple[tuple[int, ...], ...]
@@ -77,8 +77,18 @@ class Run:
 class Arm:
     """A runner with its proposers, whose speculation is switched."""
 
-    def __init__(self, name: str, runner: ModelRunner, clock: Clock, parts: Parts, costs: Costs) -> None:
+    def __init__(
+        self,
+        name: str,
+        runner: ModelRunner,
+        clock: Clock,
+        parts: Parts,
+        costs: Costs,
+        rounds: CapturedSpeculation | None,
+    ) -> None:
+        """`rounds`: the executor that launches them ahead, if it is that."""
         self.name = name
+        self.rounds = rounds
         self.runner = runner
         self.parts = parts
         self.costs = costs
@@ -117,7 +127,8 @@ class Arm:
         scheduler = self._begin(asks)
         ids: dict[int, list[int]] = {key: [] for key in range(len(asks))}
         begun: set[int] = set()
-        rounds: list[tuple[int, int]] = []
+        steps: list[tuple[int, int]] = []
+        read: Mapping[int, int] = {}
         began, ended, tokens, proposed, accepted = 0.0, 0.0, 0, 0, 0
         while (plan := scheduler.plan(0.0)) is not None:
             result = self.runner.run(plan)
@@ -138,13 +149,18 @@ class Arm:
                 rows = result.rows.values()
                 proposed += sum(row.draft_proposed for row in rows)
                 accepted += sum(row.draft_accepted for row in rows)
-                rounds += [(len(row.token_ids) - row.draft_accepted, row.draft_proposed) for row in rows]
+                steps += [(len(row.token_ids) - row.draft_accepted, row.draft_proposed) for row in rows]
             elif not began and len(begun) == len(asks):
-                began = now
+                began, read = now, {} if self.rounds is None else self.rounds.read
+        if self.rounds is not None:
+            # Several rounds came of one step of the planner.
+            found = {group - 1: count - read.get(group, 0) for group, count in self.rounds.read.items()}
+            plain = sum(count for count, _ in steps) - sum(found.values())
+            steps = [(plain, 0), *((count, drafted) for drafted, count in found.items())]
         return Run(
             tokens,
             ended - began,
-            tuple(rounds),
+            tuple(steps),
             proposed,
             accepted,
             tuple(tuple(each) for each in ids.values()),
@@ -184,8 +200,9 @@ class Beside:
 
 def beside(arm: Arm, cases: Sequence[Sequence[Wanted]], seconds: float) -> Beside:
     """Each case with and without, in turns, while there is time; at least once."""
-    for on in (True, False):
-        arm.run(on, cases[0])  # warm
+    for case in cases:  # sizes that were not met yet are set up
+        for on in (True, False):
+            arm.run(on, case)
     began, turns = time.monotonic(), 0
     runs: dict[bool, list[Run]] = {True: [], False: []}
     while not turns or time.monotonic() - began < seconds * turns / (turns + 1):
@@ -224,7 +241,8 @@ def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
     )
     runner = make_runner(settings, prepared, lambda *_: None, registry)
     costs = next((one.costs for one in made if isinstance(one, (Speculation, CapturedSpeculation)) and one.costs), FREE)
-    return Arm(name, runner, clock_of(prepared.parts.model.placement.device), prepared.parts, costs)
+    rounds = next((one for one in made if isinstance(one, CapturedSpeculation)), None)
+    return Arm(name, runner, clock_of(prepared.parts.model.placement.device), prepared.parts, costs, rounds)
 
 
 def of_texts(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -296,15 +314,12 @@ def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Toke
         None if on_gpu or arm.name == "prompt_lookup" else arm.parts.draft
     )  # a GPU's rounds are measured with theirs
 
-    def seconds(rounds: int, drafted: int, k: int) -> float:
-        if not drafted:
-            return rounds * costs.seconds(1)
-        asked = k if on_gpu else drafted
-        return rounds * (costs.seconds(1 + asked) + (0.0 if draft is None else draft.seconds(1, asked)))
+    def seconds(steps: int, drafted: int) -> float:
+        return steps * (costs.seconds(1 + drafted) + (0.0 if draft is None else draft.seconds(1, drafted)))
 
-    for k in (1, 3, 7) if on_gpu else range(1, 1 + MOST_DRAFTED):
+    for k in range(1, 1 + MOST_DRAFTED):
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
-        needed = sum(seconds(count, drafted, k) for one in found.on for count, drafted in one.rounds)
+        needed = sum(seconds(count, drafted) for one in found.on for count, drafted in one.steps)
         foretold = sum(one.tokens for one in found.on) * costs.seconds(1) / needed
         yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}
 

@@ -2,13 +2,14 @@
 //
 // It has computed a sequence but for its newest token, or its two newest: of a draft that was right to its end the last
 // guess was never fed. So the first step feeds the last two, as rows of one sequence, and may write one of them again.
-// Each further step feeds a guess. Rows are two a sequence in the first step, and one in the others.
+// Each further step feeds a guess. Rows are two a sequence in the first step, and one in the others. A sequence that may
+// have no draft, since its pages end, is fed them all the same: the round moves it on, and what it lacked would be three.
 #include "embedding.cuh"
 #include "place.cuh"
 
 constexpr int kThreads = 256;
 
-// Lays out the two newest tokens of each sequence that may have a draft.
+// Lays out the two newest tokens of each sequence.
 extern "C" __global__ void __launch_bounds__(kThreads)
     follow(const int* newest, const int* held, const int* last_position, const int* most_drafts, const int* history,
            int most_tokens, u64* best, u32* assured, int* position, const u16* table, const float* gain, float* residual,
@@ -19,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const Place place(newest, held, last_position, most_drafts, s);
-    const bool live = place.guesses(1, nullptr);
+    const bool live = place.newest > 0 && place.rows > 0;
     const int at = place.newest - 1 + m % 2;
     if (threadIdx.x == 0) {
         best[m] = 0;

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from engine.execution import device_sampling
 from engine.execution.graph_decode.pipeline import can_sample
 from engine.execution.speculation.captured.rounds import RoundTold
-from engine.execution.speculation.captured.single import group_of
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
@@ -65,9 +64,8 @@ class PaidDepths:
         cost, plain, left = self._draft.seconds_behind(sequence), self._costs.seconds(1), self._left.get(sequence.slot)
         if left is not None and left.sequence is sequence:
             return cost <= _TRYING * plain * (len(sequence.token_ids) - left.length)
-        rows = group_of(depth)
         rate = self._control.rate(Candidate(sequence, self._proposer, depth))
-        saved = plain - self._costs.seconds(rows) / sum(rate**place for place in range(rows))  # a token
+        saved = plain - self._costs.seconds(1 + depth) / sum(rate**place for place in range(1 + depth))  # a token
         rest = sequence.stopping.max_tokens - sequence.output_length
         return cost <= max(saved * min(rest, _SOON), _TRYING * plain * sequence.output_length)
 

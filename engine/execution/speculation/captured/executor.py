@@ -14,7 +14,7 @@ from engine.execution.speculation.captured.captured_rounds import CapturedRounds
 from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
 from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, ahead_of
-from engine.execution.speculation.captured.single import PATIENCE, SingleRow
+from engine.execution.speculation.captured.single import PATIENCE, SingleRow, group_of
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.step_state import DecodeWeights, Parts, Unfit
@@ -77,9 +77,10 @@ class CapturedSpeculation:
             if self._guesser is not None:
                 self._guesser.rehearse()
             self._device.warmup(progress)
-            measured = Costs({group: self._device.seconds(group) for group in GROUPS})
-        self.costs = self.costs or measured
-        self._pipeline.ahead = ahead_of(self.costs.seconds(1))
+            measured = {group: self._device.seconds(group) for group in GROUPS}
+        # A round of one row more than a group has costs what the next group does.
+        self.costs = self.costs or Costs({1 + depth: measured[group_of(depth)] for depth in range(GROUPS[-1])})
+        self._pipeline.ahead = ahead_of(measured[1])
         depths = PaidDepths(self.costs, self._guesser)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
         patience = PATIENCE if self._guesser is None else 0
@@ -95,6 +96,11 @@ class CapturedSpeculation:
     def max_tokens_per_row(self) -> int:
         """All that was under way."""
         return self._pipeline.ahead.tokens
+
+    @property
+    def read(self) -> Mapping[int, int]:
+        """Rounds that were read, by rows."""
+        return dict(self._pipeline.read)
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """The one row of one token, where a draft is expected to pay."""

@@ -14,7 +14,7 @@ steps of `graph_decode` are, and by the same rules:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,6 +71,7 @@ class RoundDevice(Protocol):
 class RoundTold:
     """What came of a round."""
 
+    rows: int  # that it was made for
     proposed: int
     accepted: int
 
@@ -101,6 +102,7 @@ class RoundPipeline:
         self._number = 0  # of the last entry that was read
         self._open = 0  # tokens read of the oldest round under way
         self._told: list[RoundTold] = []
+        self.read = Counter[int]()  # rounds, by rows: for measurements
         self.ahead = Ahead()
 
     def step(self, row: Row, group: int, most_drafts: int = GROUPS[-1] - 1) -> RowResult:
@@ -213,10 +215,11 @@ class RoundPipeline:
                 self._open += 1
             if flags == MORE:
                 continue
-            self._under_way.popleft()
+            rows = self._under_way.popleft()
             own.ended = flags != 0
             accepted = self._open - (0 if flags & NO_TOKEN else 1)
-            self._told.append(RoundTold(entry >> 28 & _FLAGS, accepted))
+            self.read[rows] += 1
+            self._told.append(RoundTold(rows, entry >> 28 & _FLAGS, accepted))
             self._open = 0
             return True
         return False

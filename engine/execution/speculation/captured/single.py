@@ -33,8 +33,8 @@ class Depths(Protocol):
 
 
 def group_of(depth: int) -> int:
-    """Rows of the longest round that drafts so many tokens, or fewer."""
-    return max(group for group in GROUPS if group <= depth + 1)
+    """Rows of the shortest round that drafts so many tokens."""
+    return next(group for group in GROUPS if group > depth)
 
 
 class SingleRow:

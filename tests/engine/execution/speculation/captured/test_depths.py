@@ -54,10 +54,10 @@ def test_nothing_to_look_up_is_no_draft() -> None:
 def test_right_drafts_grow_and_wrong_ones_end() -> None:
     depths, state = PaidDepths(H100), sequence()
     for _ in range(20):
-        depths.told(state, RoundTold(7, 7))
+        depths.told(state, RoundTold(8, 7, 7))
     assert depths.depth(state) == 7
     for _ in range(60):
-        depths.told(state, RoundTold(7, 0))
+        depths.told(state, RoundTold(8, 7, 0))
     assert depths.depth(state) == 0
 
 

@@ -294,7 +294,7 @@ def test_off_delivers_what_is_under_way_and_goes_on_alike() -> None:
 
 
 def test_a_group_holds_no_longer_draft_than_asked_for() -> None:
-    assert [group_of(depth) for depth in range(8)] == [1, 2, 2, 4, 4, 4, 4, 8]
+    assert [group_of(depth) for depth in range(8)] == [1, 2, 4, 4, 8, 8, 8, 8]
 
 
 @pytest.mark.parametrize(("depth", "rounds"), [(0, 8), (1, 8), (3, 8), (7, 4)])
