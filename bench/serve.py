@@ -52,6 +52,7 @@ class Bench:
     model: model_pb2.Model
     given: argparse.Namespace
     source: Source
+    about: dict[str, str]  # of every record
     found: list[tuple[str, Outcome]] = field(default_factory=list)
 
     def job(self, wishes: list[Wish], streams: int, seconds: float | None = None, **fields: Any) -> Job:
@@ -81,10 +82,17 @@ class Bench:
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen, _window(seconds))
 
+    @property
+    def records(self) -> list[dict[str, object]]:
+        """Of all loads so far, as a file keeps them."""
+        return [{**self.about, "workload": load, **found.record()} for load, found in self.found]
+
     def keep(self, name: str, found: Outcome, **extra: object) -> None:
-        """Says and keeps it."""
+        """Says and keeps it, in the file at once: a run that is cut short leaves what it had."""
         found = replace(found, extra=extra)
         self.found.append((name, found))
+        if self.given.append is not None:
+            append(self.given.append, self.records[-1:])
         refused = f"  {found.refused} refused, p99 {found.refusal_ms['p99']:.1f} ms" if found.refused else ""
         told = "".join(f"  {key} {value}" for key, value in extra.items())
         print(
@@ -174,7 +182,9 @@ def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
         read = () if given.prompts is None else read_prompts(given.prompts, given.tokens)
         callers = stack.enter_context(crew(address, given.token, given.processes))
         callers.warm(model.limits.vocab_size)
-        yield Bench(callers, running, model, given, Source(given.prompt, given.tokens, read))
+        name = Path(given.model).name if given.model else model.name
+        about = {"device": device(), "revision": given.revision or revision(), "model": name, "path": "grpc"}
+        yield Bench(callers, running, model, given, Source(given.prompt, given.tokens, read), about)
 
 
 def _model(address: str, token: str) -> model_pb2.Model:
@@ -208,7 +218,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--rounds", type=int, default=2, help="of each workload; the best counts")
     parser.add_argument("--processes", type=int, default=max(2, min(6, (os.cpu_count() or 1) // 3)), help="of callers")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals")
-    parser.add_argument("--append", type=Path, help="a JSON list that gets a record a load")
+    parser.add_argument("--append", type=Path, help="a JSON list that gets a record a load, at once")
     parser.add_argument("--plot", type=Path, help="an SVG of the loads in this run")
     parser.add_argument("--revision", help="the commit, where git is not")
     given, flags = parser.parse_known_args(argv)
@@ -248,14 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             overload(bench)
         if given.interactive:
             interactive(bench)
-    name = Path(given.model).name if given.model else bench.model.name
-    about = {"device": device(), "revision": given.revision or revision(), "model": name, "path": "grpc"}
-    records = [{**about, "workload": load, **found.record()} for load, found in bench.found]
-    if given.append is not None:
-        append(given.append, records)
     if given.plot is not None:
-        plot(given.plot, f"{name}, {about['device']}", bench.found)
-    print(json.dumps(records))
+        plot(given.plot, f"{bench.about['model']}, {bench.about['device']}", bench.found)
+    print(json.dumps(bench.records))
     return 1 if any(found.accepted_not_ended_once for _, found in bench.found) else 0
 
 
