@@ -29,7 +29,7 @@ import msgspec
 from bench.about import device, revision
 from bench.own_server import Server, server, with_tokenizer
 from bench.serving.crew import Crew, crew, soon
-from bench.serving.jobs import Job, Wish
+from bench.serving.jobs import Job, Wish, shared_out
 from bench.serving.loads import Source, counts, of_trace, of_workload, poisson, rates, read_prompts
 from bench.serving.outcome import Outcome, outcome, watched
 from bench.serving.plot import svg
@@ -154,7 +154,7 @@ def interactive(bench: Bench) -> None:
     with watched(bench.server) as seen:
         crowd = bench.job(bench.source.take(2 * slots), 2 * slots, ahead + seconds, priority=pb.PRIORITY_BACKGROUND)
         amid = msgspec.structs.replace(lonely, begin=crowd.begin + ahead, until=crowd.until)
-        parts = bench.crew.together([amid, crowd])
+        parts = bench.crew.together([amid, *shared_out(crowd, len(bench.crew) - 1)])
     beside = outcome(parts[:1], amid.begin, seen, window)
     bench.keep("alone", alone)
     bench.keep("background", outcome(parts[1:], crowd.begin, seen, window))

@@ -25,6 +25,7 @@ from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 _CONNECTIONS = 4
 _BEHIND = 0.001  # seconds that are too few to sleep for
+_UNTOLD = 0.1  # seconds until who was refused asks again, where the refusal does not say when
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 Turns = Iterator[tuple[Wish, pb.GenerateStreamRequest]]
 
@@ -75,7 +76,8 @@ class Caller:
                 return
             came = await self._ask(asked, job, Ended(time.monotonic(), time.monotonic(), wanted=wish.tokens), ended)
             if came.code != "OK" and job.until is not None:
-                await asyncio.sleep(0.1)  # refused: not at once again
+                again = time.monotonic() + (came.retry or _UNTOLD)
+                await _sleep_until(min(again, job.until))
 
     async def _in_time(self, job: Job, wish: Wish, ended: list[Ended]) -> asyncio.Task[Ended]:
         due = job.begin + _due(wish)
@@ -136,13 +138,15 @@ async def _sleep_until(at: float) -> None:
         await asyncio.sleep(left)
 
 
-def _says_when(error: grpc.aio.AioRpcError) -> bool:
-    """Whether its details tell when to come again."""
+def _says_when(error: grpc.aio.AioRpcError) -> float | None:
+    """Seconds until one is to come again, where its details tell."""
     trailers: Any = error.trailing_metadata() or ()
     data = dict(trailers).get("grpc-status-details-bin")
     if data is None:
-        return False
-    return any(one.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for one in status_pb2.Status.FromString(data).details)
+        return None
+    told = error_details_pb2.RetryInfo()
+    said = any(one.Unpack(told) for one in status_pb2.Status.FromString(data).details)
+    return told.retry_delay.ToMilliseconds() / 1000 if said else None
 
 
 async def _serve(address: str, token: str) -> None:

@@ -49,7 +49,7 @@ class Ended(msgspec.Struct, array_like=True):
     wanted: int = 0  # tokens
     finishes: int = 0
     late: bool = False  # a message came after the one that said it was the last
-    retry: bool = False  # a refusal that says when to come again
+    retry: float | None = None  # seconds after which a refusal says to come again
 
     @property
     def accepted(self) -> bool:

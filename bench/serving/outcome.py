@@ -133,7 +133,7 @@ def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[f
         errors_by_status=dict(Counter(one.code for one in ended if one.code != "OK")),
         accepted_not_ended_once=sum(one.wrong for one in ended),
         refused=len(refused),
-        refused_without_retry_info=sum(not one.retry for one in refused),
+        refused_without_retry_info=sum(one.retry is None for one in refused),
         refusal_ms=_quantiles([one.ended - one.begun for one in refused]),
         ttft_ms=_quantiles([one.first - one.due for one in ended if one.messages]),
         tpot_ms=_quantiles([_pace(one) for one in well if one.tokens > 1]),

@@ -127,6 +127,11 @@ class Admission:
         """Whether nothing new gets in."""
         return self._draining
 
+    def check_unread(self, tenant: str) -> None:
+        """See AdmissionSlots.check_unread."""
+        if not self._draining:  # who comes then is told so
+            self.slots.check_unread(tenant)
+
     def admit(self, tenant: str, request_id: str | None, deadline: float | None, answers: int = 1) -> Ticket:
         """A line in the table. Without a name, `abort` cannot reach it. Raises Draining, DuplicateRequest,
         DeadlineExceeded or Overloaded."""

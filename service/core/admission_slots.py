@@ -22,6 +22,29 @@ DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
 _STAY = 1.0  # seconds that a generation is taken to last until one was seen
 _MISSES = 64  # cache misses that a full queue allows at once
 _MISSES_RATE = 128.0  # and per second; each takes the better part of a millisecond from those who are served
+_READ = 64  # requests that are read at once only to be refused
+_READ_RATE = 128.0  # and per second; of more than those the front would do nothing else
+
+
+class _Recent:
+    """How often something has happened lately, where so many a second are forgotten."""
+
+    __slots__ = ("_at", "_clock", "_count", "_rate")
+
+    def __init__(self, rate: float, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._count = 0.0
+        self._at = clock()
+
+    def add(self) -> None:
+        self._count = self.count + 1
+
+    @property
+    def count(self) -> float:
+        now = self._clock()
+        self._count, self._at = max(0.0, self._count - (now - self._at) * self._rate), now
+        return self._count
 
 
 class AdmissionSlot:
@@ -80,8 +103,8 @@ class AdmissionSlots:
         self._departures = Departures()
         self._stay = Stay(presumed=_STAY)  # of those that did not wait: afterwards departures tell more
         self._returns = Returns()
-        self._misses = 0.0  # recent cache misses while the queue was full
-        self._misses_at = clock()
+        self._misses = _Recent(_MISSES_RATE, clock)  # of the caches, while the queue was full
+        self._read = _Recent(_READ_RATE, clock)  # requests that were read and found the queue full
         self.refusals = Counter[str]() if refusals is None else refusals  # by reason; others count there as well
 
     @property
@@ -122,15 +145,27 @@ class AdmissionSlots:
     @property
     def many_misses(self) -> bool:
         """Whether the queue is full and so many lookups have missed that the next request is refused without one."""
-        return self.full and self._recent_misses() >= _MISSES
+        return self.full and self._misses.count >= _MISSES
+
+    @property
+    def stormed(self) -> bool:
+        """Whether many more come than there is room for: most of what the front does may be refusing them."""
+        return self._read.count >= _READ / 2
+
+    def check_unread(self, tenant: str) -> None:
+        """Raises Overloaded for a request of which nothing is known but whose it is, where so many have been refused
+        lately that the next one would be whatever it is."""
+        if self.full and self._read.count >= _READ and self._queue.longest(tenant, Priority.INTERACTIVE) is None:
+            raise self._queue_full()
 
     def check(self, priority: Priority, deadline: float | None, tenant: str = "", after_lookup: bool = False) -> None:
         """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt. `after_lookup`: the caches
         had no answer."""
         self._check_deadline(priority, deadline, tenant)
         if self.full and self._queue.longest(tenant, priority) is None:
+            self._read.add()
             if after_lookup:
-                self._misses = self._recent_misses() + 1
+                self._misses.add()
             raise self._queue_full()
 
     def take(
@@ -208,11 +243,6 @@ class AdmissionSlots:
         interval = self._departures.expected_interval(now, self._stay.mean, capacity)
         queue_time = max(1, self._taken - capacity) * interval
         return self._returns.next(now, queue_time, interval, interval * capacity)
-
-    def _recent_misses(self) -> float:
-        now = self._clock()
-        self._misses, self._misses_at = max(0.0, self._misses - (now - self._misses_at) * _MISSES_RATE), now
-        return self._misses
 
     def _check_deadline(self, priority: Priority, deadline: float | None, tenant: str) -> None:
         if deadline is None:

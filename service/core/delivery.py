@@ -21,15 +21,19 @@ _UNBOUNDED = 1 << 62  # tokens
 MANY = 16  # live requests, up to which a message a token takes a small part of any engine's step
 MOST = 1024  # tokens in a message that has no certain size
 _A_STREAM = 0.0001  # seconds: what a token waits for others of its stream, for each stream that runs
+_LONGEST = 0.05  # seconds of that
+_STORMED = 4  # times as long, and at most, while a front has refusals to send beside the messages
 _MOST_SCORES = 4096  # tokens of the prompt in a message, and candidates for their places
 _WHOLE = Delivery(1024, 0.1)
 _WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
 
 
-def company(streams: int, most: float) -> float:
+def company(streams: int, most: float, stormed: bool) -> float:
     """Seconds that a token waits for others of its stream while so many run, `most` at most: all together send ten
-    thousand messages a second and no more, which is what a front can do."""
-    return 0.0 if streams <= MANY else min(most, _A_STREAM * streams)
+    thousand messages a second and no more, which is what a front can do; a quarter of that while it is `stormed`."""
+    if streams <= MANY:
+        return 0.0
+    return min(most, min(_LONGEST, _A_STREAM * streams) * (_STORMED if stormed else 1))
 
 
 class AnswerMessage(NamedTuple):

@@ -96,12 +96,16 @@ class FairQueue:
 
     def longest(self, tenant: str, priority: Priority) -> Waiting | None:
         """The newest, of the lowest priority, of the tenant that has most waiting, if it is to give way to one more of
-        this tenant."""
+        this tenant; else the newest of its own background, if that is none."""
         mine = self._lines.get(tenant)
         most = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
-        if most is None or len(most.waiting) <= (0 if mine is None else len(mine.waiting)) + 1:
+        if most is None:
             return None
-        return next(iter(self._able(most, priority)), None)
+        if len(most.waiting) > (0 if mine is None else len(mine.waiting)) + 1:
+            return next(iter(self._able(most, priority)), None)
+        if priority == Priority.BACKGROUND or mine is None or not mine.counts[Priority.BACKGROUND]:
+            return None
+        return next(iter(self._able(mine, Priority.BACKGROUND)), None)
 
     def heaviest(self, tenant: str, priority: Priority, tokens: int, room: int) -> list[Waiting]:
         """Those of the tenant that has most prompt tokens waiting, if they are to give way to one more of so many of

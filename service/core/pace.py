@@ -73,8 +73,9 @@ class Returns:
 
 def retry_hint(queue_time: float) -> float:
     """Seconds, for a caller who finds a queue that takes `queue_time` to pass: some time in its second half, so that
-    those who are refused do not return at once, and the queue is not empty before they do."""
-    return min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0)
+    those who are refused do not return at once, and the queue is not empty before they do. Whole hundredths, so that
+    what is made of them can be kept."""
+    return round(min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0), 2)
 
 
 def smoothed(mean: float, newest: float, first: bool) -> float:

@@ -66,7 +66,7 @@ class ModelFacts:
     defaults: SamplingParams  # its seed means nothing
 
 
-COMPANY = 0.05  # seconds, where the caller says nothing
+COMPANY = 0.2  # seconds, where the caller says nothing: no bound of its own
 
 
 @dataclass(frozen=True, slots=True)

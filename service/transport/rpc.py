@@ -67,8 +67,13 @@ class Method:
     streams: bool
 
 
+Check = Callable[[str], None]  # of a tenant whose call is not read yet: raises where it need not be
 UnaryBody = Callable[[Call], Awaitable[bytes]]
 StreamBody = Callable[[Call], Awaitable[None]]
+
+
+def read_all(tenant: str) -> None:
+    """No call is refused unread."""
 
 
 class Endpoints:
@@ -79,12 +84,13 @@ class Endpoints:
         self._inbox = inbox
         self._resources = resources
 
-    def unary(self, permitted: Rights, body: UnaryBody) -> Method:
+    def unary(self, permitted: Rights, body: UnaryBody, check: Check = read_all) -> Method:
         """A body that returns its one response."""
 
         async def handle(record: RecordBuilder, context: Context) -> bytes:
             try:
                 origin = self._origin(permitted, record, context)
+                check(origin.tenant)
                 with self._inbox.open(context, origin.tenant) as incoming:
                     response = await body(Call(context, origin, incoming))
                 if len(response) > MAX_ANSWER_BYTES:
@@ -96,12 +102,13 @@ class Endpoints:
 
         return Method(handle, streams=False)
 
-    def stream(self, permitted: Rights, body: StreamBody) -> Method:
+    def stream(self, permitted: Rights, body: StreamBody, check: Check = read_all) -> Method:
         """A body that writes its responses to the context."""
 
         async def handle(record: RecordBuilder, context: Context) -> None:
             try:
                 origin = self._origin(permitted, record, context)
+                check(origin.tenant)
                 with self._inbox.open(context, origin.tenant) as incoming:
                     await body(Call(context, origin, incoming))
             except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -21,6 +22,7 @@ DOMAIN = "whippet"
 # HTTP/2 clients commonly refuse more than 8 KiB of trailers. Details travel in base64, the message percent-encoded.
 _MAX_DETAIL_BYTES = 3072
 _MAX_MESSAGE_BYTES = 512
+_KEPT = 1024  # refusals
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -46,6 +48,8 @@ class Failure:
 def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
     """The status of `error`. What the table does not know is INTERNAL and says nothing of its cause. Without
     `resources`, what was not found is not named."""
+    if type(error) is errors.Overloaded:
+        return _overload(str(error), error.reason, error.retry_after)
     for kind in type(error).__mro__:
         entry = _TABLE.get(kind)
         if entry is not None:
@@ -53,6 +57,13 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
             found = [] if resources is None else _resource(error, resources)
             return _failure(code, str(error) or code.name, found + details(error))
     return _failure(grpc.StatusCode.INTERNAL, "internal error", [_info(Reason.INTERNAL)])
+
+
+@lru_cache(_KEPT)
+def _overload(message: str, reason: Reason, retry_after: float) -> Failure:
+    """Of an Overloaded. Kept, since there may be a thousand a second, and few different ones."""
+    code, details = _TABLE[errors.Overloaded]
+    return _failure(code, message, details(errors.Overloaded(message, reason, retry_after)))
 
 
 def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Failure:

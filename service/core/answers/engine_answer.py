@@ -22,7 +22,7 @@ from engine.api import (
 )
 from engine.errors import Aborted
 from service.core.admission_slots import AdmissionSlot
-from service.core.delivery import MOST, company
+from service.core.delivery import MOST
 from service.core.errors import Overloaded
 from service.core.request import Delivery
 from service.core.text import Detokenizer
@@ -53,7 +53,7 @@ class EngineAnswer:
         whole: Callable[[CachedCompletion], None] | None = None,
         charge: Charge = nobody,
         patience: Patience | None = None,
-        streams: Callable[[], int] | None = None,
+        company: Callable[[float], float] | None = None,
     ) -> None:
         self.submitted_at: float | None = None
         self.start: Start | None = None
@@ -70,7 +70,7 @@ class EngineAnswer:
         self._whole = whole  # is given the answer when it is complete
         self._charge = charge
         self._patience = patience  # of its reader; None: those who read it have each their own
-        self._streams = streams  # that run; None: tokens do not wait for each other for that
+        self._company = company  # seconds that tokens wait for each other, of so many at most; None: they do not
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
         self._slot: AdmissionSlot | None = None
@@ -121,9 +121,9 @@ class EngineAnswer:
         if self._stream is None:
             self.begin()
             return BEGUN
-        if self._streams is not None and self._count:  # the first tokens wait for nobody
+        if self._company is not None and self._count:  # the first tokens wait for nobody
             watched = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
-            delay = 0.0 if watched else company(self._streams(), self._batch.company or 0.0)
+            delay = 0.0 if watched else self._company(self._batch.company or 0.0)
             self._stream.batch(MOST if delay else 1, delay)
         try:
             events = await self._stream.__anext__()

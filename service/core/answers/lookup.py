@@ -25,6 +25,7 @@ from service.core.answers.caches import AnswerCaches
 from service.core.answers.engine_answer import Charge, EngineAnswer, Patience, nobody
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
+from service.core.delivery import company
 from service.core.errors import Overloaded
 from service.core.model import ServedModel
 from service.core.request import Access, CacheOutcome, CacheSource, Delivery, Origin, Request
@@ -205,8 +206,11 @@ class AnswerSources:
             learn if learns else None,
             charge,
             patience,
-            (lambda: self._slots.running) if batch.company is not None else None,
+            self._company if batch.company is not None else None,
         )
+
+    def _company(self, most: float) -> float:
+        return company(self._slots.running, most, self._slots.stormed)
 
     def _patience(self, origin: Origin) -> Patience:
         return partial(self._slots.patience, origin.arrived_at)

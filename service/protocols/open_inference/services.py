@@ -34,7 +34,9 @@ class OpenInference:
         }
         methods = {
             **{name: endpoints.unary(ALL_RIGHTS, body) for name, body in looks.items()},
-            "ModelInfer": endpoints.unary(_GENERATE, unary(pb.ModelInferRequest, servicer.read, servicer.infer)),
+            "ModelInfer": endpoints.unary(
+                _GENERATE, unary(pb.ModelInferRequest, servicer.read, servicer.infer), cases.admission.check_unread
+            ),
             "ModelStreamInfer": endpoints.stream(_GENERATE, servicer.stream_infer),
         }
         return Services((service(SERVICE, methods, observers),), (SERVICE,), (SERVICE,))

@@ -31,7 +31,9 @@ class VllmEngine:
     ) -> Services:
         endpoints, engine = Endpoints(guard, inbox, RESOURCES), VllmEngineServicer(cases, watch)
         methods = {
-            "Generate": endpoints.stream(_GENERATE, streamed(pb.GenerateRequest, engine.read, engine.generate)),
+            "Generate": endpoints.stream(
+                _GENERATE, streamed(pb.GenerateRequest, engine.read, engine.generate), cases.admission.check_unread
+            ),
             "Abort": endpoints.unary(_GENERATE, unary(pb.AbortRequest, as_it_is, engine.abort)),
             "HealthCheck": endpoints.unary(ALL_RIGHTS, unary(pb.HealthCheckRequest, as_it_is, engine.health_check)),
             "GetModelInfo": endpoints.unary(ALL_RIGHTS, unary(pb.GetModelInfoRequest, as_it_is, engine.get_model_info)),

@@ -27,14 +27,15 @@ class WhippetV1:
         endpoints = Endpoints(guard, inbox, RESOURCES)
         may, look = RIGHTS[GENERATION], RIGHTS[MODEL]
         generation = GenerationServicer(cases.generator, cases.tokenization, cases.model, watch)
-        model = ModelServicer(cases.model)
+        model, check = ModelServicer(cases.model), cases.admission.check_unread
         generate = {
             "GenerateStream": endpoints.stream(
                 may["GenerateStream"],
                 streamed(generation_pb2.GenerateStreamRequest, generation.read, generation.generate_stream),
+                check,
             ),
             "Generate": endpoints.unary(
-                may["Generate"], unary(generation_pb2.GenerateRequest, generation.read, generation.generate)
+                may["Generate"], unary(generation_pb2.GenerateRequest, generation.read, generation.generate), check
             ),
             "Tokenize": endpoints.unary(
                 may["Tokenize"], unary(generation_pb2.TokenizeRequest, generation.read_tokenize, generation.tokenize)

@@ -16,7 +16,7 @@ def well(begun: float, first: float, last: float) -> Ended:
 
 
 def test_rates_are_of_the_window_and_times_of_all() -> None:
-    refused = Ended(100.0, 100.0, 100.02, code="RESOURCE_EXHAUSTED", wanted=11, retry=True)
+    refused = Ended(100.0, 100.0, 100.02, code="RESOURCE_EXHAUSTED", wanted=11, retry=0.5)
     silent = Ended(100.0, 100.0, 100.04, code="UNAVAILABLE", wanted=11)
     cut = Ended(100.0, 100.0, 101.0, 100.5, 100.6, 2, 2, "INTERNAL", 11)
     parts = [

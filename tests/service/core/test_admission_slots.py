@@ -226,6 +226,62 @@ def test_a_full_house_grows_weary_of_looks_in_vain_and_rests() -> None:
     assert not slots.many_misses  # there is room
 
 
+def storm(slots: AdmissionSlots, tenant: str = "", count: int = 64) -> None:
+    for _ in range(count):
+        with pytest.raises(Overloaded):
+            slots.check(Priority.BACKGROUND, None, tenant)
+
+
+def test_in_a_storm_of_refusals_the_next_is_not_read_and_some_always_are() -> None:
+    clock = Clock()
+    slots = make(capacity=1, clock=clock, queued_requests=1)
+    one, _ = take(slots), take(slots)
+    storm(slots, count=31)
+    assert not slots.stormed
+    storm(slots, count=32)
+    assert slots.stormed
+    slots.check_unread("")  # the 64th is read
+    storm(slots, count=1)
+    for _ in range(1000):
+        with pytest.raises(Overloaded) as caught:
+            slots.check_unread("")
+    assert caught.value.reason == "QUEUE_FULL"
+    assert 0.1 <= caught.value.retry_after <= 60
+    assert slots.refusals == {"QUEUE_FULL": 1064}
+    clock.now += 1 / 128
+    slots.check_unread("")  # another one is read
+    storm(slots, count=1)
+    with one:
+        pass
+    slots.check_unread("")  # there is room
+    take(slots)
+    clock.now += 0.5
+    assert not slots.stormed
+
+
+def test_what_others_would_make_room_for_is_read_in_a_storm() -> None:
+    slots = make(capacity=1, queued_requests=4)
+    for tenant in "aaaa":
+        take_of(slots, tenant)
+    background = take_of(slots, "a", Priority.BACKGROUND)
+    storm(slots, "a", 99)
+    slots.check_unread("b")  # has less waiting than the other tenant
+    slots.check_unread("a")  # may be somebody for whom the background gives way
+    background.start()
+    with background:
+        pass
+    take_of(slots, "a")
+    with pytest.raises(Overloaded):
+        slots.check_unread("a")
+    slots.check_unread("b")
+
+
+def take_of(slots: AdmissionSlots, tenant: str, priority: Priority = Priority.NORMAL) -> AdmissionSlot:
+    slot = slots.take(priority, 1, None, tenant)
+    slot.on_evict(lambda error: slot.__exit__(None, None, None))
+    return slot
+
+
 class Hall(RuleBasedStateMachine):
     """Any order of taking, starting and leaving keeps the books straight, and no more get in than may."""
 

@@ -140,6 +140,20 @@ class Hall:
         return caught.value.reason
 
 
+def test_a_tenants_own_background_gives_way_to_what_is_more_urgent() -> None:
+    hall = Hall(queued_requests=3)
+    hall.take("a").start()
+    hall.take("a")
+    for _ in range(2):
+        hall.take("a", Priority.BACKGROUND)
+    assert hall.refused("a", Priority.BACKGROUND) == "QUEUE_FULL"
+    hall.take("a", Priority.INTERACTIVE)
+    hall.take("a", NORMAL)
+    assert hall.gone == ["a QUEUE_FULL"] * 2
+    assert hall.refused("a", Priority.INTERACTIVE) == "QUEUE_FULL"
+    assert hall.slots.taken == 4
+
+
 def test_who_has_most_waiting_gives_way() -> None:
     hall = Hall(queued_requests=4)
     for _ in range(5):

@@ -13,7 +13,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from service.core.errors import UnknownModel
+from service.core.errors import Overloaded, Reason, UnknownModel
 from service.observability.record import RecordBuilder
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.bodies import as_it_is, unary
@@ -72,6 +72,31 @@ async def test_a_response_too_large_to_send_is_a_status() -> None:
     assert data is None
     assert context.ended is not None
     assert context.ended[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_call_that_need_not_be_read_is_refused_with_a_hint_and_unread() -> None:
+    class Unread(Recorder):
+        async def read(self) -> bytes:
+            raise AssertionError("it is read")
+
+        async def abort(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
+            self.trailers = dict(trailers)
+            await super().abort(code, details, trailers)
+
+    def check(tenant: str) -> None:
+        raise Overloaded(f"{tenant} has to wait", Reason.QUEUE_FULL, 0.25)
+
+    async def body(call: Call) -> Any:
+        raise AssertionError("it is handled")
+
+    endpoints = Endpoints(NoTokens(), Inbox(SMALL, Counter()), RESOURCES)
+    for method in (endpoints.unary(ALL_RIGHTS, body, check), endpoints.stream(ALL_RIGHTS, body, check)):
+        context, record = Unread(), RecordBuilder()
+        with pytest.raises(Ended):
+            await method.handle(record, cast(Context, context))
+        assert context.ended == (grpc.StatusCode.RESOURCE_EXHAUSTED, "default has to wait")
+        assert context.trailers["grpc-retry-pushback-ms"] == "250"
+        assert (record.code, record.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
 
 
 async def test_what_a_foreign_exception_says_stays_out_of_status_and_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,7 @@ class Made:
         script: Script,
         stops: tuple[str, ...] = (),
         batch: Delivery | None = None,
-        streams: Callable[[], int] | None = None,
+        company: Callable[[float], float] | None = None,
         priority: Priority = Priority.NORMAL,
     ) -> None:
         self.engine = ScriptedEngine(script)
@@ -47,7 +47,7 @@ class Made:
             lambda: self.slots.take(Priority.NORMAL, 1, None),
             lambda: Detokenizer(Tokenizer.of_bytes(), stops),
             self.whole.append,
-            streams=streams,
+            company=company,
         )
 
     async def parts(self) -> list[AnswerPart]:
@@ -100,19 +100,23 @@ async def test_what_breaks_off_is_whole_to_nobody() -> None:
 
 async def test_the_first_tokens_wait_for_nobody_and_later_ones_for_company_while_many_run() -> None:
     running = iter([MANY, MANY + 1, 256, 100_000, 3])
-    made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0, company=0.05), streams=lambda: next(running))
+    asked = Delivery(1, 0.0, company=0.05)
+    made = Made(events(*[b"a"] * 6), batch=asked, company=lambda most: company(next(running), most, False))
     await made.parts()
     first, *later = made.engine.stream.batched
     assert first == (1, 0.0)
-    assert [delay for _, delay in later] == [company(n, 0.05) for n in (MANY, MANY + 1, 256, 100_000, 3)]
+    assert [delay for _, delay in later] == [company(n, 0.05, False) for n in (MANY, MANY + 1, 256, 100_000, 3)]
     assert [tokens for tokens, _ in later] == [1, MOST, MOST, MOST, 1]
-    assert 0 == company(1, 1.0) == company(MANY, 1.0) < company(MANY + 1, 1.0) < company(256, 1.0)
-    assert company(256, 0.01) == 0.01, "no longer than the caller lets it"
+    calm, stormed = ([company(n, 1.0, storm) for n in (MANY, MANY + 1, 256, 100_000)] for storm in (False, True))
+    assert calm == sorted(calm)
+    assert 0 == calm[0] == stormed[0]
+    assert all(short < long <= 0.2 for short, long in zip(calm[1:], stormed[1:], strict=True))
+    assert company(256, 0.01, False) == company(256, 0.01, True) == 0.01, "no longer than the caller lets it"
     made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0))
     await made.parts()
     assert made.engine.stream.batched == [(1, 0.0)], "who has set a size or a delay gets those"
     lively = Delivery(1, 0.0, company=0.05)
-    made = Made(events(*[b"a"] * 6), batch=lively, streams=lambda: 256, priority=Priority.INTERACTIVE)
+    made = Made(events(*[b"a"] * 6), batch=lively, company=lambda most: most, priority=Priority.INTERACTIVE)
     await made.parts()
     assert set(made.engine.stream.batched) == {(1, 0.0)}, "nor does who is watched wait for company"
 
