@@ -95,7 +95,9 @@ COPY models/demo-awq /opt/whippet/models/demo-awq
 # Whatever modes the checkout had. A volume takes over the owner of the folder that it covers.
 RUN chmod -R u=rwX,go=rX /opt/whippet \
  && install --directory --owner 10001 --group 10001 --mode 0755 /var/cache/whippet
+# The C library's threads keep less for themselves, so that memory goes back to the system after a flood.
 ENV PATH=/opt/whippet/venv/bin:/usr/local/bin:/usr/bin:/bin \
+    GLIBC_TUNABLES=glibc.malloc.tcache_max=128 \
     PYTHONDONTWRITEBYTECODE=1 \
     WHIPPET_PREBUILT_DIR=/opt/whippet/prebuilt
 USER 10001:10001

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import os
 import resource
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from bench.floods import HEALTH, REFLECTION, crowded, cut_message, flood, silent
 from bench.probing import Prober, addresses, rss
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
+from service.transport.heap import ENVIRONMENT
 
 _STEP = 0.01  # seconds of the fake engine
 _TURN = 2.0  # seconds of one kind of attack
@@ -57,7 +59,7 @@ class Found:
 
 @contextmanager
 def server(memory: int, context: int) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """One with a fake engine and `memory` MiB of address room, and its addresses."""
+    """One with a fake engine and `memory` MiB of address room, in the image's environment, and its addresses."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     engine = (f"--fake.step-time={_STEP}", f"--fake.max-context={context}", "--fake.total-pages=20000")
@@ -67,6 +69,7 @@ def server(memory: int, context: int) -> Iterator[tuple[subprocess.Popen[bytes],
             [sys.executable, "-c", code, "--engine=fake", "--log-level=warning", *ports, *engine],
             stdout=log,
             stderr=log,
+            env={**os.environ, **ENVIRONMENT},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (room, room)),
         )
         try:
@@ -177,9 +180,9 @@ def stream_on(address: str, tokens: int, found: Found) -> None:
 
 
 def settled(pid: int) -> float:
-    """MiB that are left once nothing more is given back."""
+    """MiB that are left once nothing more is given back, in as many seconds as the front may leave its heap alone."""
     seen = [rss(pid)]
-    while len(seen) < 5 or min(seen[-5:]) < min(seen[:-4]):
+    while len(seen) < 10 or min(seen[-10:]) < min(seen[:-9]):
         time.sleep(1.0)
         seen.append(rss(pid))
     return seen[-1] / 2**20

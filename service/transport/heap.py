@@ -1,7 +1,9 @@
 """Memory that is free again goes back to the system.
 
 The C library keeps what was freed for itself, in up to eight heaps a core, and learns from one large message to take
-the next ones from there as well: after a flood the process would stay as large as it was.
+the next ones from there as well: after a flood the process would stay as large as it was. Each thread, too, keeps
+pieces of every size for itself, out of the reach of any trimming: hundreds of them, and a page is held by each. That is
+decided before a process starts, hence by its environment.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.tcache_max=128"}  # a thread keeps pieces of up to so many bytes
 
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # of mallopt
 _LARGE = 128 * 1024  # bytes; what is larger has pages of its own, which end with it

@@ -119,6 +119,15 @@ def test_an_image_for_gpus_has_the_kernels_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_threads_keep_little(name: str) -> None:
+    """Of the C library's pieces: see the heap."""
+    stage = STAGES[name]
+    said = [one.rest for one in (*STAGES[stage.base].instructions, *stage.instructions) if one.word == "ENV"]
+    for key, value in ENVIRONMENT.items():
+        assert f"{key}={value}" in " ".join(said).split()
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_what_is_shipped_comes_from_no_stage_with_a_compiler(name: str) -> None:
     shipped = STAGES[name]
     while shipped.base in STAGES:
