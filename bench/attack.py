@@ -147,7 +147,7 @@ def run_attacks(ports: dict[str, str], seconds: float) -> None:
             result = attack()
         except (OSError, grpc.RpcError) as error:
             result = type(error).__name__
-        print(f"{name:40} {time.monotonic() - began:5.1f} s  {result or ''}", flush=True)
+        print(f"{began % 1000:6.1f} {name:40} {time.monotonic() - began:5.1f} s  {result or ''}", flush=True)
 
 
 def be_polite(address: str, stop: Event, found: Found) -> None:
@@ -216,6 +216,8 @@ def attack(seconds: float, memory: int) -> Found:
                 one.join()
         waits = sorted(prober.waits)
         found.worst_health_ms = waits[-1] * 1000
+        worst = ", ".join(f"{wait:.2f}" for wait in waits[:-4:-1])
+        print(f"{prober.slowest % 1000:6.1f} the slowest health of {worst} s")
         found.p99_health_ms = waits[int(len(waits) * 0.99)] * 1000
         found.alive = process.poll() is None
         found.peak_mib = prober.peak / 2**20

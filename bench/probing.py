@@ -43,6 +43,7 @@ class Prober:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.waits: list[float] = []  # seconds, of each probe
+        self.slowest = 0.0  # on the monotonic clock, when the longest of them began
         self.peak = 0  # bytes
 
     def __enter__(self) -> Prober:
@@ -68,7 +69,10 @@ class Prober:
                 try:
                     check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE, wait_for_ready=True)
                 except grpc.RpcError:
-                    self.waits.append(_PATIENCE)
+                    wait = _PATIENCE
                 else:
-                    self.waits.append(time.monotonic() - began)
+                    wait = time.monotonic() - began
+                if wait > max(self.waits, default=0.0):
+                    self.slowest = began
+                self.waits.append(wait)
                 self.peak = max(self.peak, rss(self._pid))

@@ -18,7 +18,7 @@ ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.tcache_max=128"}  # a thread keep
 
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # of mallopt
 _LARGE = 128 * 1024  # bytes; what is larger has pages of its own, which end with it
-_ARENAS = 2  # one for the event loop's thread, one for gRPC's
+_ARENAS = 2  # fewer than there are by now, the loop's own and some of gRPC's threads: no more are made
 _EVERY = 1.0  # seconds between two looks
 _LONGEST = 8.0  # seconds, where trimming has brought nothing
 _GROWN = 32 * 1024 * 1024  # bytes above the least that there was
