@@ -16,13 +16,15 @@ from tests.engine.quantized import nothing
 pytestmark = pytest.mark.gpu
 
 TOKENS = 32
+TIGHT = 3  # pages a row, where each begins with two to four and needs up to six
 GAPS = {"float32": 1e-3, "bfloat16": 0.15, "awq": 0.15, "int8": 0.15}  # logits: what rounding in every layer may change
 
 
 @pytest.mark.parametrize("form", GAPS)
 def test_answers_among_many_differ_at_near_ties_alone(form: str, request_of: Request, drive: Drive) -> None:
-    """Each answer among 2 to 64, up to its first difference from the same one alone, is held against the logits that
-    the same weights give in float32 on a CPU: neither token may be behind the best by more than rounding."""
+    """Each answer among 2 to 64, preempted and gone on with where pages are scarce, up to its first difference from the
+    same one alone, is held against the logits that the same weights give in float32 on a CPU: neither token may be
+    behind the best by more than rounding."""
     runner = build(settings(form, device="cuda", max_sequences=64), nothing)
     exact = prepare(settings(form, dtype="float32", max_sequences=1, kv_bytes=16 << 20), nothing).parts
     requests: list[GenerationRequest] = []
@@ -30,9 +32,11 @@ def test_answers_among_many_differ_at_near_ties_alone(form: str, request_of: Req
         sampling = {} if index % 2 else {"temperature": 0.9, "seed": index}
         requests.append(replace(request_of(prompt, TOKENS, **sampling), request_id=str(index)))
     alone = [drive(runner, [request]).answers[0].token_ids for request in requests]
-    for count in (2, 8, 16, 64):
+    for count, pages in ((2, None), (8, None), (16, None), (64, None), (8, TIGHT * 8), (64, TIGHT * 64)):
         groups = [requests[at : at + count] for at in range(0, 64, count)]
-        among = [one.token_ids for group in groups for one in drive(runner, group).answers]
+        driven = [drive(runner, group, pages=pages) for group in groups]
+        assert all(bool(one.preemptions) == bool(pages) for one in driven)
+        among = [one.token_ids for group in driven for one in group.answers]
         for request, one, other in zip(requests, alone, among, strict=True):
             at = next((at for at in range(TOKENS) if one[at : at + 1] != other[at : at + 1]), None)
             if at is not None:
