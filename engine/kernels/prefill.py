@@ -15,6 +15,7 @@ from engine.kernels.linear import CHAIN
 from engine.kernels.weights import Format
 
 _THREADS = 256
+_HEADS_TOGETHER, _MANY_TOKENS = 4, 512  # of a warp of `row_heads`, from so many tokens on
 _QUERIES, _WIDE_QUERIES = 64, 128  # tokens of a block of attention
 _WIDE_DIMS = (64, 128)  # of a head, that products of warpgroups are written for
 _MOST_SPLITS, _SPLITS_TOGETHER = 16, 2  # parts of a context: of one chunk, of several
@@ -101,7 +102,8 @@ def gate(library: Kernels, product: Parts, out: torch.Tensor, order: Format = Fo
     tokens, half = out.shape
     defines = {"OP_HALF": half, "OP_SLICES": int(product.split), "OP_ORDER": int(order)}
     kernel = library.kernel("prefill_gate", "gate", defines)
-    shape = Shape((-(-half // (2 * _THREADS)), tokens, 1), _THREADS)
+    columns = 8 if not product.split and order is Format.BF16 and half % 8 == 0 else 2  # of a thread
+    shape = Shape((-(-half // (columns * _THREADS)), tokens, 1), _THREADS)
     return prepare(kernel, shape, {"out": out, "tokens": tokens, **product.values(), **CHAIN})
 
 
@@ -140,9 +142,15 @@ def row_heads(
         "eps": embedding.eps,
         **product.values(),
     }
-    every = layout.queries + 2 * layout.keys
-    shape = Shape((-(-every // (_THREADS // 32)), tokens, 1), _THREADS)
-    defines = head_defines(layout) | {"OP_QK_NORM": int(layout.norm), "OP_SLICES": int(product.split)}
+    # A warp waits for position, page and angles once: with many tokens, while more heads are under way.
+    together = _HEADS_TOGETHER if tokens >= _MANY_TOKENS else 1
+    blocks = -(-(layout.queries + 2 * layout.keys) // (_THREADS // 32 * together))
+    shape = Shape((blocks, tokens, 1), _THREADS)
+    defines = head_defines(layout) | {
+        "OP_QK_NORM": int(layout.norm),
+        "OP_SLICES": int(product.split),
+        "OP_TOGETHER": together,
+    }
     return prepare(library.kernel("prefill_heads", "row_heads", defines), shape, {**values, **CHAIN})
 
 

@@ -7,7 +7,19 @@ constexpr int kThreads = 256;
 constexpr int kEach = ceil_div(OP_COLUMNS, 2 * kThreads);  // pairs of a thread
 static_assert(OP_COLUMNS % 8 == 0, "columns");
 
-__device__ __forceinline__ void norm(const Float2 (&v)[kEach], const float* gain, float eps, u16* x) {
+// A thread's of the norm: weights, so they are asked for before the launch waits.
+struct Gains {
+    Float2 of[kEach] = {};
+
+    __device__ __forceinline__ explicit Gains(const float* gain) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            if (const int n = 2 * (threadIdx.x + i * kThreads); n < OP_COLUMNS)
+                of[i] = *reinterpret_cast<const Float2*>(gain + n);
+    }
+};
+
+__device__ __forceinline__ void norm(const Float2 (&v)[kEach], const Gains& gains, float eps, u16* x) {
     __shared__ float of_warp[kThreads / 32];
     float squares = 0.f;
 #pragma unroll
@@ -24,7 +36,7 @@ __device__ __forceinline__ void norm(const Float2 (&v)[kEach], const float* gain
         const int n = 2 * (threadIdx.x + i * kThreads);
         if (n < OP_COLUMNS)
             *reinterpret_cast<u32*>(x + place_of<OP_COLUMNS>(n, blockIdx.x, gridDim.x)) =
-                pack_bf16(v[i].x * factor * gain[n], v[i].y * factor * gain[n + 1]);
+                pack_bf16(v[i].x * factor * gains.of[i].x, v[i].y * factor * gains.of[i].y);
     }
 }
 
@@ -33,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     embed(const int* place, const int* tokens, const u16* table, const float* gain, float* residual, u16* x, float eps,
           int trigger) {
     if (trigger == 0) let_next_start();
+    const Gains gains(gain);
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const int m = blockIdx.x, token = m < place[0] ? tokens[m] : 0;
@@ -46,13 +59,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             *reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n) = v[i];
         }
     }
-    norm(v, gain, eps, x);
+    norm(v, gains, eps, x);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_norm(const u8* product, const float* bias, int slices, const float* gain, float* residual, u16* x, float eps,
              int trigger) {
     if (trigger == 0) let_next_start();
+    const Gains gains(gain);
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const int m = blockIdx.x;
@@ -68,5 +82,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
         if (column + i * 2 * kThreads < OP_COLUMNS) kept[i * kThreads] = v[i];
-    norm(v, gain, eps, x);
+    norm(v, gains, eps, x);
 }

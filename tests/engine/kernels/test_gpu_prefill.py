@@ -139,8 +139,9 @@ def test_gate(library: KernelLibrary, launcher: Launcher, half: int, slices: int
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.queries}-{one.keys}-{one.dim}")
 @pytest.mark.parametrize("slices", [0, 2])
-def test_heads(library: KernelLibrary, launcher: Launcher, layout: Heads, slices: int) -> None:
-    count, start, size = 21, 37, 32
+@pytest.mark.parametrize("size", [32, 640])  # a warp has one head, or several
+def test_heads(library: KernelLibrary, launcher: Launcher, layout: Heads, slices: int, size: int) -> None:
+    count, start = 21, 37
     pages = pages_of(start + count, 9)
     positions = torch.full((size,), -1, dtype=torch.int32, device="cuda")
     positions[:count] = torch.arange(start, start + count)
