@@ -307,7 +307,8 @@ def told(one: dict[str, Any]) -> str:
 
 
 def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Drafts of k tokens always, and what the cost table foretells of the rounds that came of it."""
+    """Drafts of k tokens always, and what the cost table foretells of the steps that came of it, beside those without
+    drafts in the same run."""
     prompts = texts.prompts("edit", tokenizer, 2) + texts.prompts("code", tokenizer, 2)
     on_gpu = arm.parts.model.placement.device.type == "cuda"
     draft = (
@@ -320,7 +321,7 @@ def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Toke
     for k in range(1, 1 + MOST_DRAFTED):
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
         needed = sum(seconds(count, drafted) for one in found.on for count, drafted in one.steps)
-        foretold = sum(one.tokens for one in found.on) * costs.seconds(1) / needed
+        foretold = sum(one.seconds for one in found.off) / needed  # the same tokens in each
         yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}
 
 

@@ -1,39 +1,26 @@
-"""Prompts on a GPU: the forward pass of chunks as a captured graph, one a size, over the pages of its sequence.
-
-Chunks of many sequences lie side by side in a pass, which is padded to the next size. Where each stands, how long
-it is and which pages it has lie in device memory, so one graph serves every prompt, whole, continued after a cached
-prefix, or in chunks.
-"""
+"""Prompts on a GPU: chunks of many sequences side by side in captured passes, and the tokens that follow them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
-import numpy as np
 import torch
 
 from engine.execution.batched.executor import can_choose
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import ForwardPass, why_not
+from engine.execution.forward_pass import why_not
 from engine.execution.graph_decode import weights as step_weights
+from engine.execution.graph_prefill.captured_passes import CapturedPasses
 from engine.execution.graph_prefill.first_token import FirstTokens, can_draw
 from engine.execution.graph_prefill.many_first_tokens import ManyFirstTokens
-from engine.execution.graph_prefill.passes import MOST_CHUNKS, TABLE, Layout, Pass, passes
-from engine.execution.mailbox import Mailbox
+from engine.execution.graph_prefill.passes import MOST_CHUNKS, passes
 from engine.execution.step_state import Parts, Unfit
-from engine.kernels import prefill as ops
-from engine.kernels.attention import LayerAttention
 from engine.kernels.build import BuildError
-from engine.kernels.launch import Launch
 from engine.kernels.tokens import Fed
-from engine.kernels.weights import Format
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
-from engine.settings import PAGE_SIZE
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a graph
 _FEW = 2  # first tokens that are drawn one by one: each reads the head, all together are slower for one
@@ -48,25 +35,19 @@ class GraphPrefill:
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
         self._parts = parts
-        self._sizes = sizes
-        device = parts.model.placement.device
-        self._pass = ForwardPass(parts, sizes)
-        pages = -(-parts.max_context // PAGE_SIZE)
-        self._mail = Mailbox(Layout(sizes[-1], MOST_CHUNKS).pages + MOST_CHUNKS * pages, device)
-        self._splits = ops.splits_of(self._pass.layout, sizes, device, MOST_CHUNKS, self._pass.gpu)
-        self._recorder = Recorder(device)
-        self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
-        self._captured = self._fused = True
+        self._passes = CapturedPasses(parts, sizes, (MOST_CHUNKS, 1))
+        self._recorder = Recorder(parts.model.placement.device)
+        self._fused = True
         self._one = self._first_tokens()
-        self._many = ManyFirstTokens(self._pass, parts.model.config.vocab_size, device)
+        self._many = ManyFirstTokens(self._passes.run, parts.model.config.vocab_size, parts.model.placement.device)
 
     def _first_tokens(self) -> FirstTokens | None:
         """None where the kernels of decode steps do not read this model."""
         parts = self._parts
         if step_weights.why_not(parts) is not None:
             return None
-        fed = Fed(self._pass.buffers.residual, self._mail.arrived[1:])
-        return FirstTokens(self._pass.library, step_weights.step_weights(parts), fed, parts.max_sequences)
+        fed = Fed(self._passes.run.buffers.residual, self._passes.arrived[1:])
+        return FirstTokens(self._passes.run.library, step_weights.step_weights(parts), fed, parts.max_sequences)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures every size. Raises Unfit where that cannot be."""
@@ -78,26 +59,15 @@ class GraphPrefill:
             raise Unfit(_one_line(failure)) from failure
 
     def _capture(self, progress: Progress) -> None:
-        layouts = [Layout(size, chunks) for size in reversed(self._sizes) for chunks in (MOST_CHUNKS, 1)]
-        for done, layout in enumerate(layouts):
-            progress("prefill", done, len(layouts))
-            # No pages are known yet, so a pass of no tokens must do: it writes none.
-            empty = np.zeros(layout.pages, dtype=np.int32)
-            empty[layout.positions : layout.owners] = -1
-            self._mail.send(empty)
-            again = layout.chunks == 1  # the products are those of the layout before
-            self._graphs[layout] = self._recorder.record(partial(self._forward, layout), rehearse=not again)
+        self._passes.warmup(self._recorder, progress)
         if self._one is not None:
             self._one.warmup(self._recorder)
         self._many.warmup(self._recorder)
         torch.cuda.synchronize()
-        progress("prefill", len(layouts), len(layouts))
 
     def ask(self) -> None:
         """Asks for every kernel that there will be."""
-        for size in self._sizes:
-            for chunks in (MOST_CHUNKS, 1):
-                self._forward(Layout(size, chunks))
+        self._passes.ask()
         self._many.ask()
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -114,23 +84,23 @@ class GraphPrefill:
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
         vocabulary, alone = self._parts.model.config.vocab_size, self._parts.constraints.constrained
-        for one in passes(rows, self._parts.sequences, self._sizes[-1], vocabulary):
-            self._replay(one)
+        for one in passes(rows, self._parts.sequences, self._passes.most, vocabulary):
+            self._passes.replay(one)
             ended = [chunk for chunk in one.chunks if chunk.whole and chunk.row.sample]
             alike = [chunk for chunk in ended if can_choose(chunk.sequence)]
             if len(alike) > _FEW:
                 number = self._many.draw(
-                    [chunk.sequence for chunk in alike], [chunk.last for chunk in alike], captured=self._captured
+                    [chunk.sequence for chunk in alike], [chunk.last for chunk in alike], captured=self._passes.captured
                 )
                 together.append(([chunk.row for chunk in alike], number))
                 ended = [chunk for chunk in ended if not can_choose(chunk.sequence)]
             known = one.chunks[-1].last  # what `take` reads, unless told otherwise
             for chunk in ended:
                 if self._one is None or not can_draw(chunk.sequence):
-                    kept.append((chunk.row, self._pass.buffers.x[chunk.last : chunk.last + 1].clone()))
+                    kept.append((chunk.row, self._passes.run.buffers.x[chunk.last : chunk.last + 1].clone()))
                     continue
                 if chunk.last != known:
-                    self._mail.arrived[1].fill_(chunk.last + 1)
+                    self._passes.arrived[1].fill_(chunk.last + 1)
                     known = chunk.last
                 key = chunk.row.key
                 mask = self._parts.constraints.mask(key) if alone(key) else None
@@ -163,7 +133,7 @@ class GraphPrefill:
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
         if name == "graphs":
-            self._captured = enabled
+            self._passes.captured = enabled
             if self._one is not None:
                 self._one.captured = enabled
         elif name == "fused_kernels":
@@ -171,48 +141,10 @@ class GraphPrefill:
 
     def close(self) -> None:
         """Drops the graphs."""
-        self._graphs.clear()
+        self._passes.close()
         self._many.close()
         if self._one is not None:
             self._one.close()
-
-    def _replay(self, one: Pass) -> None:
-        size = next(size for size in self._sizes if one.tokens <= size)
-        layout = Layout(size, 1 if len(one.chunks) == 1 else MOST_CHUNKS)
-        self._mail.send(layout.words(one))
-        if self._captured:
-            self._graphs[layout].replay()
-        else:
-            self._forward(layout)
-
-    def _forward(self, layout: Layout) -> None:
-        """Enqueues a pass."""
-        mail, run = self._mail.arrived, self._pass
-        table = mail[TABLE : layout.ids].view(-1, 4)
-        pages = mail[layout.pages :].view(-1, 1)
-        places = ops.TokenPlaces(mail[layout.positions : layout.owners], pages, mail[layout.owners : layout.pages])
-        fed = ops.Chunk(place=mail, tokens=mail[layout.ids : layout.positions])
-        run.enqueue(fed, PassAttention(run, places, ops.Chunks(table, pages), self._splits))
-
-
-@dataclass(frozen=True, slots=True)
-class PassAttention:
-    """A `forward_pass.TokenAttention` of chunks."""
-
-    run: ForwardPass
-    places: ops.TokenPlaces
-    chunks: ops.Chunks
-    splits: ops.Splits
-
-    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
-        """Queries, keys and values of every token."""
-        run = self.run
-        return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
-
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
-        """Each chunk over its sequence's pages."""
-        run = self.run
-        return ops.attend_chunks(run.library, run.layout, self.chunks, self.splits, layer, queries, out, order)
 
 
 def make(parts: Parts) -> GraphPrefill:

@@ -6,7 +6,6 @@ same token. Its keys and values lie in a pool of its own under the numbers of th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -56,7 +55,6 @@ class DraftModel:
         self._windows = tuple(dict.fromkeys(model.config.windows))
         self._followed: dict[int, Followed] = {}  # by slot
         self._costs = Costs({1: 0.0})
-        self._compute_seconds = 0.0, 0.0  # once, and a token
 
     def measure(self) -> None:
         """A step for so many rows."""
@@ -78,20 +76,6 @@ class DraftModel:
         except BaseException:
             for wish in wishes:
                 self._followed.pop(wish.sequence.slot, None)
-            raise
-
-    def compute(self, sequence: SequenceState, until: int) -> None:
-        """Keys and values of its first `until` tokens, as far as they are not there: for whoever guesses elsewhere,
-        over the same pool. Where that fails, it has computed nothing."""
-        one = self._follow(sequence)
-        one.guessed = ()
-        try:
-            while one.computed < until:
-                ids = sequence.token_ids[one.computed : min(one.computed + _CHUNK, until)]
-                self._hidden([(one, ids)])
-                one.computed += len(ids)
-        except BaseException:
-            self._followed.pop(sequence.slot, None)
             raise
 
     def _propose(self, wishes: Items[Wish]) -> list[Draft]:
@@ -162,26 +146,6 @@ class DraftModel:
         attention = StepAttention(spans, self._windows, self.pool, device)
         sampled = None if len(last) == len(token_ids) else torch.tensor(last, dtype=torch.int64, device=device)
         return self.model.forward(StepInput(packed[0], packed[1], packed[2], attention, sampled), self.pool)
-
-    def seconds_behind(self, sequence: SequenceState) -> float:
-        """What `compute` of the whole sequence takes, as `rehearse` has measured it."""
-        one = self._followed.get(sequence.slot)
-        known = one is not None and one.sequence is sequence and one.exchanges == sequence.exchanges
-        missing = len(sequence.token_ids) - (one.computed if known and one is not None else 0)
-        return self._compute_seconds[0] + self._compute_seconds[1] * missing
-
-    def rehearse(self) -> None:
-        """Does what `compute` does, and measures it: first times take milliseconds. Overwrites the first pages."""
-        most = min(_CHUNK, self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])
-        seconds = []
-        half = most // 2
-        for start, count in 2 * ((0, 1), (half, half), (half, 1), (0, most)):
-            began, places = time.perf_counter(), list(range(start, start + count))
-            spans = [RowSpan(0, count, start, list(range(-(-most // PAGE_SIZE))))]
-            self._forward([0] * count, places, places, spans, places[-1:]).sum().item()  # waits
-            seconds.append(time.perf_counter() - began)
-        *_, few, whole = seconds
-        self._compute_seconds = few, max(whole - few, 0.0) / most
 
     def _rehearse(self, rows: int, before: int) -> None:
         """A step of so many rows of nobody, behind so many tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.execution import device_sampling
@@ -30,11 +31,14 @@ class PaidDepths:
     """As `control` finds that they pay, where the host's proposer has something to say. The device guesses for itself,
     a round or two further on."""
 
-    def __init__(self, costs: Costs, draft: DraftModel | None = None) -> None:
-        """`costs` of a round, its draft included. `draft`: None is prompt lookup."""
+    def __init__(
+        self, costs: Costs, draft: DraftModel | None = None, behind: Callable[[SequenceState], float] | None = None
+    ) -> None:
+        """`costs` of a round, its draft included. `draft`: None is prompt lookup; `behind`: seconds that a draft model
+        needs to catch up with a sequence."""
         self._costs = costs
         self._control = Control(costs)
-        self._draft = draft
+        self._behind = behind
         self._proposer: Proposer = draft or PromptLookup()
         self._left: dict[int, Left] = {}  # by slot
 
@@ -59,9 +63,9 @@ class PaidDepths:
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
         """A draft model must catch up with the sequence first."""
-        if self._draft is None:
+        if self._behind is None:
             return True
-        cost, plain, left = self._draft.seconds_behind(sequence), self._costs.seconds(1), self._left.get(sequence.slot)
+        cost, plain, left = self._behind(sequence), self._costs.seconds(1), self._left.get(sequence.slot)
         if left is not None and left.sequence is sequence:
             return cost <= _TRYING * plain * (len(sequence.token_ids) - left.length)
         rate = self._control.rate(Candidate(sequence, self._proposer, depth))

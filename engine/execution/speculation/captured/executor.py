@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from engine.execution import forward_pass
+from engine.execution.capture import Recorder
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_decode import weights
 from engine.execution.speculation.captured.captured_rounds import CapturedRounds
+from engine.execution.speculation.captured.catching_up import CatchingUp
 from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
 from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, ahead_of
@@ -29,14 +32,18 @@ why_not = graph_decode.why_not
 def ask(parts: Parts) -> None:
     """Asks for every kernel that it will have; of shapes alone."""
     read, _ = weights.shared(parts)
-    CapturedRounds(parts.kernels, read, parts.max_context, draft=_draft(parts)).build()
+    behind = _catching_up(parts)
+    CapturedRounds(parts.kernels, read, parts.max_context, draft=_draft(parts, behind)).build()
+    if behind is not None:
+        behind.ask()
 
 
 def why_no_draft(parts: Parts) -> str | None:
     """Why a draft model cannot guess here, or None."""
     if parts.draft is None:
         return NO_DRAFT
-    return weights.why_not(_of_draft(parts, parts.draft))
+    draft = _of_draft(parts, parts.draft)
+    return weights.why_not(draft) or forward_pass.why_not(draft)
 
 
 def _of_draft(parts: Parts, draft: DraftModel) -> Parts:
@@ -44,11 +51,18 @@ def _of_draft(parts: Parts, draft: DraftModel) -> Parts:
     return replace(parts, model=draft.model, pool=draft.pool, decode=DecodeWeights(), draft=None)
 
 
-def _draft(parts: Parts) -> DeviceDraft | None:
+def _catching_up(parts: Parts) -> CatchingUp | None:
+    """None where no draft model guesses."""
     if parts.draft is None or why_no_draft(parts) is not None:
         return None
+    return CatchingUp(_of_draft(parts, parts.draft))
+
+
+def _draft(parts: Parts, behind: CatchingUp | None) -> DeviceDraft | None:
+    if parts.draft is None or behind is None:
+        return None
     read, _ = weights.shared(_of_draft(parts, parts.draft))
-    return DeviceDraft(read, parts.draft.compute)
+    return DeviceDraft(read, behind.compute)
 
 
 class CapturedSpeculation:
@@ -60,12 +74,14 @@ class CapturedSpeculation:
         with torch.inference_mode():
             try:
                 read, self._why_one_pass = weights.shared(parts)
-                self._draft = _draft(parts)
-                self._device = CapturedRounds(parts.kernels, read, parts.max_context, draft=self._draft)
+                self._behind = _catching_up(parts)
+                draft = _draft(parts, self._behind)
+                self._device = CapturedRounds(parts.kernels, read, parts.max_context, draft=draft)
                 self._device.build(GROUPS[:1])
-            except BuildError as failure:
+            except (BuildError, torch.OutOfMemoryError) as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
-        self._guesser = None if self._draft is None else parts.draft
+        self._guesser = None if draft is None else parts.draft
+        self._recorder = Recorder(parts.model.placement.device)
         self._sequences = parts.sequences
         self._pipeline = RoundPipeline(self._device, parts.sequences, parts.max_context)
         self._single: SingleRow | None = None  # until costs are known
@@ -74,14 +90,14 @@ class CapturedSpeculation:
     def warmup(self, progress: Progress) -> None:
         """Compiles, captures, and measures what a round costs."""
         with torch.inference_mode():
-            if self._guesser is not None:
-                self._guesser.rehearse()
+            if self._behind is not None:
+                self._behind.warmup(self._recorder, progress)
             self._device.warmup(progress)
             measured = {group: self._device.seconds(group) for group in GROUPS}
         # A round of one row more than a group has costs what the next group does.
         self.costs = self.costs or Costs({1 + depth: measured[group_of(depth)] for depth in range(GROUPS[-1])})
         self._pipeline.ahead = ahead_of(measured[1])
-        depths = PaidDepths(self.costs, self._guesser)
+        depths = PaidDepths(self.costs, self._guesser, None if self._behind is None else self._behind.seconds)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
         patience = PATIENCE if self._guesser is None else 0
         self._single = SingleRow(self._pipeline, self._sequences, depths, patience)
@@ -89,8 +105,8 @@ class CapturedSpeculation:
 
     @property
     def lookahead_tokens(self) -> int:
-        """All that is under way may be right."""
-        return self._pipeline.ahead.tokens - 1
+        """All that is under way may be right, and all that a step reads before it launches more."""
+        return self._pipeline.ahead.lookahead
 
     @property
     def max_tokens_per_row(self) -> int:
@@ -133,3 +149,5 @@ class CapturedSpeculation:
     def close(self) -> None:
         """Gives the graphs back."""
         self._device.close()
+        if self._behind is not None:
+            self._behind.close()

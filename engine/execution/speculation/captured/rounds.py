@@ -40,12 +40,16 @@ class Ahead:
 
     rounds: int = AHEAD
     tokens: int = AHEAD * GROUPS[-1]  # that they may bring
+    lookahead: int = AHEAD * GROUPS[-1] - 1  # tokens behind the newest that a plan sees to pages for
 
 
 def ahead_of(seconds: float) -> Ahead:
     """For rounds that take so long."""
     rounds = min(max(AHEAD, math.ceil(TURN / seconds)), MOST_AHEAD)
-    return Ahead(rounds, min(rounds, MOST_AHEAD // 2) * GROUPS[-1])
+    tokens = min(rounds, MOST_AHEAD // 2) * GROUPS[-1]
+    # Between a plan and the launches that follow it, as much may be read as was under way. Long rounds can wait for the
+    # next plan, which comes before they end.
+    return Ahead(rounds, tokens, (tokens if rounds == AHEAD else 2 * tokens) - 1)
 
 
 class RoundDevice(Protocol):
@@ -179,13 +183,14 @@ class RoundPipeline:
         return own
 
     def _send(self, own: RoundRow, group: int) -> None:
-        """Launches as far ahead as is wanted, allowed and of use: each round brings 1 to `group` tokens."""
+        """Launches as far ahead as is wanted, allowed and of use: each round brings a token, or as many as its rows."""
+        most = 1 + own.most_drafts
         while not own.ended and len(self._under_way) < min(self.ahead.rounds, own.last - own.stands):
-            tokens = sum(self._under_way)
-            furthest = own.stands + tokens - self._open
-            if furthest >= own.pages * PAGE_SIZE or tokens + group > self.ahead.tokens:
+            tokens = sum(min(rows, most) for rows in self._under_way)
+            furthest, brings = own.stands + tokens - self._open, min(group, most)
+            if furthest >= own.pages * PAGE_SIZE or tokens + brings > self.ahead.tokens:
                 return
-            self._device.launch(group, min(furthest + group, own.last))
+            self._device.launch(group, min(furthest + brings, own.last))
             self._under_way.append(group)
 
     def _receive(self, own: RoundRow) -> None:

@@ -65,32 +65,34 @@ def test_dear_rounds_are_not_worth_a_draft() -> None:
     assert PaidDepths(Costs({1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0})).depth(sequence()) == 0
 
 
-class Behind(DraftModel):
-    """A draft model that takes so many seconds to catch up."""
+class Eager(DraftModel):
+    """A draft model that always has a guess."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds_to_catch_up = seconds
+    def __init__(self) -> None:
+        """Without weights."""
 
     def reach(self, sequence: SequenceState) -> int:
         return 7
 
-    def seconds_behind(self, sequence: SequenceState) -> float:
-        return self.seconds_to_catch_up
+
+def behind(seconds: float) -> PaidDepths:
+    """With a draft model that takes so many seconds to catch up."""
+    return PaidDepths(H100, Eager(), lambda sequence: seconds)
 
 
 def test_a_draft_model_begins_where_it_is_soon_won_back() -> None:
     """Of 64 tokens, at 75 % a guess and three guesses, some 290 microseconds each are saved."""
     state = sequence(range(9))
-    assert PaidDepths(H100, Behind(5_000.0)).worth(state, 3)
-    assert not PaidDepths(H100, Behind(50_000.0)).worth(state, 3)
+    assert behind(5_000.0).worth(state, 3)
+    assert not behind(50_000.0).worth(state, 3)
     short = begin(Admitted(0, 0, (1, 2), 2, GREEDY, Stopping(max_tokens=4)))
-    assert not PaidDepths(H100, Behind(5_000.0)).worth(short, 3)
+    assert not behind(5_000.0).worth(short, 3)
     assert PaidDepths(H100).worth(short, 3), "a lookup costs nothing"
 
 
 def test_who_comes_and_goes_spends_little_of_the_time_on_it() -> None:
     """A draft model that pays by turns: each catching up is at most 3 % of the plain steps since the last."""
-    depths, state = PaidDepths(H100, Behind(5_000.0)), sequence(range(9))
+    depths, state = behind(5_000.0), sequence(range(9))
     assert depths.worth(state, 7)
     begun = []
     for _ in range(3000):

@@ -301,7 +301,12 @@ def test_a_group_holds_no_longer_draft_than_asked_for() -> None:
 def test_short_rounds_are_launched_further_ahead(monkeypatch: pytest.MonkeyPatch, depth: int, rounds: int) -> None:
     """So that the device has work until the host comes again; and never more than their pages may hold."""
     found = [ahead_of(seconds) for seconds in (1e-6, 100e-6, 500e-6, 1.0)]
-    assert [(one.rounds, one.tokens) for one in found] == [(8, 32), (3, 24), (AHEAD, 16), (AHEAD, 16)]
+    assert [(one.rounds, one.tokens, one.lookahead) for one in found] == [
+        (8, 32, 63),
+        (3, 24, 47),
+        (AHEAD, 16, 15),
+        (AHEAD, 16, 15),
+    ]
     device, table, row = (
         SlowRounds(1, SlowMemory(1, 9), -1, 1.0),
         SequenceTable(),

@@ -1,0 +1,113 @@
+"""The forward pass of chunks as captured graphs, one a size, over the pages of their sequences.
+
+Chunks of many sequences lie side by side in a pass, which is padded to the next size. Where each stands, how long
+it is and which pages it has lie in device memory, so one graph serves every prompt, whole, continued after a cached
+prefix, or in chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from engine.execution.capture import Recorder
+from engine.execution.forward_pass import ForwardPass
+from engine.execution.graph_prefill.passes import TABLE, Layout, Pass
+from engine.execution.mailbox import Mailbox
+from engine.execution.step_state import Parts
+from engine.kernels import prefill as ops
+from engine.kernels.attention import LayerAttention
+from engine.kernels.launch import Launch
+from engine.kernels.weights import Format
+from engine.loading.progress import Progress
+from engine.settings import PAGE_SIZE
+
+
+class CapturedPasses:
+    """Passes over one model. What they leave is in the buffers of `run`."""
+
+    def __init__(self, parts: Parts, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+        """`sizes`: tokens of a graph, smallest first. `chunks`: sequences of a graph, most first."""
+        self._sizes, self._chunks = sizes, chunks
+        device = parts.model.placement.device
+        self.run = ForwardPass(parts, sizes)
+        pages = -(-parts.max_context // PAGE_SIZE)
+        self._mail = Mailbox(Layout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
+        self._splits = ops.splits_of(self.run.layout, sizes, device, chunks[0], self.run.gpu)
+        self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
+        self.captured = True  # False: launches one by one
+
+    @property
+    def most(self) -> int:
+        """Tokens of a pass."""
+        return self._sizes[-1]
+
+    @property
+    def arrived(self) -> torch.Tensor:
+        """What the device was sent of the last pass, as `Layout` has it."""
+        return self._mail.arrived
+
+    def warmup(self, recorder: Recorder, progress: Progress) -> None:
+        """Compiles and captures every size."""
+        layouts = [Layout(size, chunks) for size in reversed(self._sizes) for chunks in self._chunks]
+        for done, layout in enumerate(layouts):
+            progress("prefill", done, len(layouts))
+            # No pages are known yet, so a pass of no tokens must do: it writes none.
+            empty = np.zeros(layout.pages, dtype=np.int32)
+            empty[layout.positions : layout.owners] = -1
+            self._mail.send(empty)
+            again = layout.chunks != self._chunks[0]  # the products are those of the layout before
+            self._graphs[layout] = recorder.record(partial(self._forward, layout), rehearse=not again)
+        torch.cuda.synchronize()
+        progress("prefill", len(layouts), len(layouts))
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        for size in self._sizes:
+            for chunks in self._chunks:
+                self._forward(Layout(size, chunks))
+
+    def replay(self, one: Pass) -> None:
+        """Enqueues a pass."""
+        size = next(size for size in self._sizes if one.tokens <= size)
+        layout = Layout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
+        self._mail.send(layout.words(one))
+        if self.captured:
+            self._graphs[layout].replay()
+        else:
+            self._forward(layout)
+
+    def close(self) -> None:
+        """Drops the graphs."""
+        self._graphs.clear()
+
+    def _forward(self, layout: Layout) -> None:
+        mail, run = self._mail.arrived, self.run
+        table = mail[TABLE : layout.ids].view(-1, 4)
+        pages = mail[layout.pages :].view(-1, 1)
+        places = ops.TokenPlaces(mail[layout.positions : layout.owners], pages, mail[layout.owners : layout.pages])
+        fed = ops.Chunk(place=mail, tokens=mail[layout.ids : layout.positions])
+        run.enqueue(fed, PassAttention(run, places, ops.Chunks(table, pages), self._splits))
+
+
+@dataclass(frozen=True, slots=True)
+class PassAttention:
+    """A `forward_pass.TokenAttention` of chunks."""
+
+    run: ForwardPass
+    places: ops.TokenPlaces
+    chunks: ops.Chunks
+    splits: ops.Splits
+
+    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
+        """Queries, keys and values of every token."""
+        run = self.run
+        return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
+        """Each chunk over its sequence's pages."""
+        run = self.run
+        return ops.attend_chunks(run.library, run.layout, self.chunks, self.splits, layer, queries, out, order)

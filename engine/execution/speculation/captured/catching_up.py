@@ -1,0 +1,104 @@
+"""What a draft model lacks of a sequence before its first round: the prompt, and what plain steps have made. In
+captured passes over the draft model, as those of prompts over the target."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.api import SamplingParams, Stopping
+from engine.execution.capture import Recorder
+from engine.execution.graph_prefill.captured_passes import CapturedPasses
+from engine.execution.graph_prefill.passes import Chunk, Pass, passes
+from engine.execution.step_state import Parts
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Admitted, Row
+from engine.scheduling.sequence_state import SequenceState, begin
+from engine.settings import PAGE_SIZE
+
+SIZES = (32, 128, 512)  # tokens of a graph
+_TIMINGS = 3  # of which the shortest counts
+_GREEDY = SamplingParams(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    seed=0,
+)
+
+
+@dataclass(slots=True)
+class Seen:
+    """How far a sequence was computed."""
+
+    sequence: SequenceState
+    exchanges: int
+    tokens: int = 0
+
+
+class CatchingUp:
+    """Passes over a draft model, and how far they have come with each sequence."""
+
+    def __init__(self, draft: Parts) -> None:
+        """`draft`: the draft model as if it were served, with the target's sequences."""
+        self._parts = draft
+        self._passes = CapturedPasses(draft, SIZES, (1,))
+        self._seen: dict[int, Seen] = {}  # by slot
+        self._seconds = dict.fromkeys(SIZES, 0.0)  # of a pass
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        self._passes.ask()
+
+    def warmup(self, recorder: Recorder, progress: Progress) -> None:
+        """Captures the passes and measures them. Overwrites the first pages."""
+        self._passes.warmup(recorder, progress)
+        for size in SIZES:
+            count = min(size, self._parts.pool.pages * PAGE_SIZE, self._parts.max_context - 1)
+            self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
+
+    def _timed(self, count: int) -> float:
+        """Of a pass of so many tokens of nobody."""
+        nobody = begin(Admitted(0, 0, (0,) * count, count, _GREEDY, Stopping(max_tokens=1)))
+        nobody.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
+        row = Row(0, 0, 0, count, False)
+        began = time.perf_counter()
+        self._passes.replay(Pass([Chunk(row, nobody, 0, count, 0)], count))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def seconds(self, sequence: SequenceState) -> float:
+        """What `compute` of the whole sequence takes."""
+        missing = len(sequence.token_ids) - self._of(sequence).tokens
+        whole, rest = divmod(max(missing, 0), self._passes.most)
+        last = next(self._seconds[size] for size in SIZES if rest <= size) if rest else 0.0
+        return whole * self._seconds[SIZES[-1]] + last
+
+    def compute(self, sequence: SequenceState, until: int) -> None:
+        """Keys and values of its first `until` tokens, as far as they are not there. Where that fails, it has computed
+        nothing."""
+        seen = self._of(sequence)
+        if until <= seen.tokens:
+            return
+        row = Row(sequence.key, sequence.slot, seen.tokens, until - seen.tokens, False)
+        del self._seen[sequence.slot]
+        for one in passes((row,), self._parts.sequences, self._passes.most, self._parts.model.config.vocab_size):
+            self._passes.replay(one)
+        seen.tokens = until
+        self._seen[sequence.slot] = seen
+
+    def _of(self, sequence: SequenceState) -> Seen:
+        """Anew where the slot has changed hands or the sequence other pages."""
+        one = self._seen.get(sequence.slot)
+        if one is None or one.sequence is not sequence or one.exchanges != sequence.exchanges:
+            one = self._seen[sequence.slot] = Seen(sequence, sequence.exchanges)
+        return one
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        self._passes.close()
