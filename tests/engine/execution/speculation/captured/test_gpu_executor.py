@@ -47,7 +47,7 @@ def start(folder: Path, draft: Path | None) -> ModelRunner:
         trials.KERNELS,
         optional=True,
     )
-    others = tuple(one for one in EXECUTORS if one.name in ("graph_decode", "eager"))
+    others = tuple(one for one in EXECUTORS if one.name in ("graph_decode", "graph_prefill", "eager"))
     return make_runner(
         settings_of(folder, decoder="graph", **asked), prepared_on_gpu(folder, **asked), nobody, (forced, *others)
     )
