@@ -251,7 +251,7 @@ class Rounds:
         state.history[0, 0] = 5
 
 
-@pytest.mark.parametrize(("form", "heat"), [("bf16", 0.9), ("int4", 0.0)])
+@pytest.mark.parametrize(("form", "heat"), [("bf16", 0.9), ("int4", 0.0), ("int8", 0.9)])
 def test_rounds_are_plain_steps_bit_for_bit(library: KernelLibrary, launcher: Launcher, form: str, heat: float) -> None:
     """Tokens, keys and values: 600 tokens, whatever the drafts and however many of them are right."""
     torch.manual_seed(21)

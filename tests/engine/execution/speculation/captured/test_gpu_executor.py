@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.engine.execution.graph_decode.test_gpu_executor import nobody, prepar
 
 pytestmark = pytest.mark.gpu
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 FREE = Costs({1: 1.0, 8: 1.0})  # whatever is guessed is verified
 
 
@@ -35,8 +37,8 @@ class Guessed:
     by: str
 
 
-def start(folder: Path, draft: Path | None) -> ModelRunner:
-    asked: dict[str, Any] = {"max_sequences": 2, "max_context": 1000}
+def start(folder: Path, draft: Path | None, **changes: Any) -> ModelRunner:
+    asked: dict[str, Any] = {"max_sequences": 2, "max_context": 1000, **changes}
     if draft is not None:
         asked["draft_model"] = str(draft)
     forced = ExecutorEntry(
@@ -147,6 +149,31 @@ def test_the_ids_are_those_of_no_speculation(guessed: Guessed, sampling: dict[st
         assert proposed == 0
     elif guessed.by != "lookup" or sampling.get("temperature", 0.0) < 0.5:  # a hotter text may never repeat itself
         assert proposed > 0
+
+
+@pytest.mark.parametrize("by", ["lookup", "the target itself"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_ids_are_those_of_no_speculation_in_other_formats(form: str, by: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "qwen3")
+    changes: dict[str, Any] = {"quantization": "int8"}
+    if form == "int4":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
+        changes = {"load_format": "dummy"}
+    runner = start(folder, None if by == "lookup" else folder, **changes)
+    proposed = 0
+    for sampling in SAMPLINGS[:3]:
+        for text in texts((5, 130)):
+            asked = [request(3 * text, 150, **sampling)]
+            runner.set_optimization("speculation", False)
+            (plain,) = answers(runner, asked)
+            runner.set_optimization("speculation", True)
+            for flips in (0, 3):
+                (found,) = answers(runner, asked, flips)
+                assert found.ids == plain.ids, (sampling, flips)
+                proposed += found.proposed
+    assert proposed > 0
+    runner.close()
 
 
 def test_a_neighbour_ends_the_rounds_and_changes_nothing(runner: ModelRunner) -> None:
