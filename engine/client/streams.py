@@ -19,6 +19,7 @@ from engine.ipc.step_mark import MarkedStep
 
 _MOST_DEATHS = 3  # of processes that had it, after which a request is kept no more
 _WOKEN_A_TURN = 8  # readers
+_TURNS = 4  # from a turn that wakes readers to the next: gRPC hands over a call in three or four
 _MOST_LEAVING = 1024  # cancelled requests that a step may yet be at: as many as there are slots
 
 
@@ -37,7 +38,9 @@ class Streams:
         self._leaving: dict[int, Inbox] = {}  # cancelled since the last step, which may yet be at them
         self._left: dict[int, Inbox] = {}  # and those before it
         self._suspects = Suspects()
-        self._woken = 0  # readers, in this turn of the event loop
+        self._turn = 0  # of the event loop, modulo _TURNS; readers are woken in turn 0
+        self._turning = False  # another turn will come
+        self._woken = 0  # readers, in this turn
         self._to_wake = deque[Inbox]()  # in later ones
         self._to_wake_first = deque[Inbox]()  # before those: nothing was read of them yet, or somebody watches
 
@@ -76,21 +79,28 @@ class Streams:
                         self._suspects.ended(inbox.request)
 
     def wake(self, inbox: Inbox) -> None:
-        """Soon: a turn of the event loop wakes few readers, since each writes a message, and whatever else there is to
-        do, new calls above all, waits for those of one turn."""
-        if self._woken == _WOKEN_A_TURN:
-            watched = inbox.request.priority == Priority.INTERACTIVE
-            (self._to_wake_first if watched or not inbox.begun else self._to_wake).append(inbox)
-            return
-        if not self._woken:
+        """Soon: few readers in every fourth turn of the event loop, since each writes a message, and whatever else
+        there is to do, new calls above all, is done between those. Who has no token yet, or is watched, need not wait
+        for such a turn."""
+        first = not inbox.begun or inbox.request.priority == Priority.INTERACTIVE
+        if self._woken == _WOKEN_A_TURN or (self._turn and not first):
+            (self._to_wake_first if first else self._to_wake).append(inbox)
+        else:
+            self._woken += 1
+            inbox.wake()
+        if not self._turning:
+            self._turning = True
             self.loop.call_soon(self._next_turn)
-        self._woken += 1
-        inbox.wake()
 
     def _next_turn(self) -> None:
-        self._woken = 0
-        for _ in range(min(len(self._to_wake_first) + len(self._to_wake), _WOKEN_A_TURN)):
-            self.wake((self._to_wake_first or self._to_wake).popleft())
+        self._turn, self._woken = (self._turn + 1) % _TURNS, 0
+        for waiting in (self._to_wake_first,) if self._turn else (self._to_wake_first, self._to_wake):
+            while waiting and self._woken < _WOKEN_A_TURN:
+                self._woken += 1
+                waiting.popleft().wake()
+        self._turning = bool(self._turn or self._woken)
+        if self._turning:
+            self.loop.call_soon(self._next_turn)
 
     def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""

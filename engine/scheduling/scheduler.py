@@ -60,6 +60,7 @@ class Scheduler:
         self._tier = tier
         self._live: dict[int, Sequence] = {}
         self._running: list[Sequence] = []  # lowest rank first
+        self._changes = 0  # of who runs and is not paused
         self._waiting = Ordered()
         self._timers = Ordered()  # (deadline or expiry, key)
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
@@ -111,6 +112,7 @@ class Scheduler:
             self._waiting.discard(*rank(sequence))
         sequence.paused = True
         self._paused += 1
+        self._changes += 1
 
     def resume(self, key: int) -> None:
         """Undoes `pause`."""
@@ -119,6 +121,7 @@ class Scheduler:
             return
         sequence.paused = False
         self._paused -= 1
+        self._changes += 1
         self._enqueue(sequence)
 
     def set_batching(self, enabled: bool) -> None:
@@ -200,7 +203,9 @@ class Scheduler:
         """Whom the next step may feed, and how many prompt tokens."""
         budget = self._pacing.prompt_tokens(self._running, self._turns.budget)
         running = self._turns.next(self._running)
-        return self._yielding.choose(running, budget) if self._watched else (running, budget)
+        if not self._watched:
+            return running, budget
+        return self._yielding.choose(running, budget, self._changes if len(running) == len(self._running) else None)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
         """Takes in what the step brought. ValueError, and nothing is taken in, where that is not what was planned."""
@@ -326,6 +331,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self._admitted[sequence.slot] = sequence
             insort(self._running, sequence, key=rank)
+            self._changes += 1
 
     def _may_start(self) -> bool:
         """Whether one more sequence would have a slot, if need be a paused one's."""
@@ -423,6 +429,7 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence, sound: bool = True) -> None:
         self._running.remove(sequence)
+        self._changes += 1
         self._prefixes.release(sequence, sound)
         sequence.computed = sequence.planned_pages = 0
         self._admitted.pop(sequence.slot, None)

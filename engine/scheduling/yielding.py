@@ -9,19 +9,30 @@ end and others follow. Their prompts get a small share of the time, a short chun
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from engine.api import Priority
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.rank import rank
 from engine.scheduling.sequence import Sequence
 
-_LONGER = 1.35  # times as long as a step without them
-_PROMPTS = 0.08  # of the time that steps without them take goes to their prompts
+_LONGER = 1.25  # times as long as a step without them
+_PROMPTS = 0.05  # of the time that steps without them take goes to their prompts
 _CHUNK = 256  # tokens of those a step
 _GUESSED = 4.0  # steps that a chunk is taken to last, before one was measured
 _SETTLING = 2  # steps after a change of rows, which are not measured
 _MEASURED = 4  # steps, before anything is known
 _NEWEST = 0.2  # weight of the newest one
 _ANEW = 1024  # steps after which everything is measured again
+
+
+class _Sides(NamedTuple):
+    """Those that a step may feed. All lists lowest rank first."""
+
+    before: list[Sequence]  # who yields to nobody
+    decoding: list[Sequence]  # of those who yield
+    prompts: list[Sequence]
+    mixed: bool  # some of `before` rank behind some of the others
 
 
 class _Cost:
@@ -55,34 +66,35 @@ class Yielding:
         self._fed = 0  # rows of the background in the step that is under way
         self._prompts = False  # one of its prompts is
         self._settling = _SETTLING
+        self._known: tuple[int, _Sides | None] | None = None  # as of the last change; None: nobody yields
 
     def away(self) -> None:
         """The next step is none of these, or its time says nothing."""
         self._began, self._settling = None, _SETTLING
 
-    def choose(self, sequences: Items[Sequence], budget: int) -> tuple[Items[Sequence], int]:
+    def choose(self, sequences: Items[Sequence], budget: int, changes: int | None) -> tuple[Items[Sequence], int]:
         """Of those that a step may feed, lowest rank first, whom it does, and how many prompt tokens. Who has waited
-        for so long that it ranks before one that is watched yields to none."""
-        ready = [one for one in sequences if not one.paused]
-        last = max((at for at, one in enumerate(ready) if one.request.priority == Priority.INTERACTIVE), default=None)
-        behind = [] if last is None else [one for one in ready[last:] if one.request.priority == Priority.BACKGROUND]
-        if not behind:
+        for so long that it ranks before one that is watched yields to none. While `changes` is the same, so are
+        `sequences`: to look at hundreds of them takes as long as a step of a few."""
+        if changes is None or self._known is None or self._known[0] != changes:
+            self._known = -1 if changes is None else changes, _sides(sequences)
+        sides = self._known[1]
+        if sides is None:
             self.away()
             return sequences, budget
-        yielding = {one.key for one in behind}
-        before = [one for one in ready if one.key not in yielding]
-        decoding = [one for one in behind if _left(one) == 1]
-        prompts = [one for one in behind if _left(one) > 1]
-        self._adapt(len(before))
-        fed = decoding[: self._allowed(len(decoding))]
+        self._adapt(len(sides.before))
+        fed = sides.decoding[: self._allowed(len(sides.decoding))]
         self._settling = _SETTLING if len(fed) != self._fed else max(0, self._settling - 1)
         self._fed = len(fed)
         self._prompts = False
-        if prompts and self._spare() and all(_left(one) == 1 for one in before):
-            fed.append(prompts[0])
+        if sides.prompts and self._spare() and all(_left(one) == 1 for one in sides.before):
+            fed.append(sides.prompts[0])
             budget, self._prompts = min(budget, _CHUNK), True
-        chosen = {one.key for one in (*before, *fed)}
-        return [one for one in ready if one.key in chosen], budget
+            self._known = None  # it may decode after this step
+        chosen = [*sides.before, *fed]
+        if sides.mixed or self._prompts:
+            chosen.sort(key=rank)
+        return chosen, budget
 
     def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """A step has come back that this was asked about."""
@@ -131,6 +143,25 @@ class Yielding:
         if alone is None or not alone.known:
             return False
         return self._since_chunk * _PROMPTS >= (self._chunk or _GUESSED * alone.seconds)
+
+
+def _sides(sequences: Items[Sequence]) -> _Sides | None:
+    """None where nobody is to yield."""
+    ready = [one for one in sequences if not one.paused]
+    last = max((at for at, one in enumerate(ready) if one.request.priority == Priority.INTERACTIVE), default=None)
+    if last is None:
+        return None
+    before, decoding, prompts = ready[: last + 1], list[Sequence](), list[Sequence]()
+    for one in ready[last + 1 :]:
+        if one.request.priority != Priority.BACKGROUND:
+            before.append(one)
+        elif _left(one) == 1:
+            decoding.append(one)
+        else:
+            prompts.append(one)
+    if not decoding and not prompts:
+        return None
+    return _Sides(before, decoding, prompts, mixed=len(before) > last + 1)
 
 
 def _left(sequence: Sequence) -> int:

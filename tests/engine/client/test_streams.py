@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -322,6 +323,40 @@ async def test_a_turn_of_the_event_loop_wakes_few_readers_so_that_other_work_wai
     assert [events.token_ids for events in await asyncio.gather(*readers)] == [(one,) for one in range(64)]
     await asyncio.sleep(0)
     assert max(after - earlier for earlier, after in itertools.pairwise(before)) <= 8
+
+
+async def test_between_turns_that_wake_readers_others_pass_in_which_a_watched_one_is_woken_at_once() -> None:
+    desk, loop = Desk(), asyncio.get_running_loop()
+    watched = replace(plain_request((1,)), priority=Priority.INTERACTIVE)
+    streams = [desk.streams.open(watched if number == 0 else plain_request((1,))) for number in range(129)]
+    desk.streams.deliver([], range(1, 130), [0] * 129)
+    for stream in streams:
+        await anext(stream)
+    others = [asyncio.create_task(anext(stream)) for stream in streams[1:]]
+    await asyncio.sleep(0)
+    served: list[int] = []  # at each turn that other work got
+    lively: list[int] = []  # turns that a token of the watched one took
+
+    def other_work() -> None:
+        served.append(sum(reader.done() for reader in others))
+        if served[-1] < len(others):
+            loop.call_soon(other_work)
+
+    async def watch() -> None:
+        while not lively or served[-1] < len(others):
+            reader, before = asyncio.create_task(anext(streams[0])), len(served)
+            await asyncio.sleep(0)
+            desk.streams.deliver([], [1], [7])
+            await reader
+            lively.append(len(served) - before)
+
+    desk.streams.deliver([], range(2, 130), range(128))
+    loop.call_soon(other_work)
+    await watch()
+    await asyncio.gather(*others)
+    turns = [after > earlier for earlier, after in itertools.pairwise(served)]
+    assert sum(turns) <= len(turns) / 3, "three of four turns wake none of the others"
+    assert statistics.median(lively) <= 3
 
 
 async def test_who_is_cancelled_before_its_turn_is_not_waited_for() -> None:
