@@ -9,11 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def revision() -> str:
+def revision(tree: Path = ROOT) -> str:
     """The commit, with a mark where the tree differs from it; empty without git."""
     try:
         done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=ROOT, capture_output=True, text=True
+            ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=tree, capture_output=True, text=True
         )
     except OSError:
         return ""

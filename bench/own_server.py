@@ -48,13 +48,13 @@ class Server:
 
 
 @contextmanager
-def server(flags: Sequence[str]) -> Iterator[Server]:
-    """A server on free ports, until the context ends."""
+def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
+    """A server on free ports, until the context ends; of another tree than this one, where that is given."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     began = time.monotonic()
     command = [sys.executable, "-c", code, "--log-level=warning", *ports, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree) as process:
         try:
             yield Server(_address(process), process.pid, time.monotonic() - began)
         finally:
