@@ -4,7 +4,7 @@ engine of a certain pace, and rates with one as fast as it goes. Prints a table 
     git worktree add ../before COMMIT && python -m bench.two_fronts ../before
 
 Servers with the fake engine, a fresh pair for each round and shape, since two starts of the same server differ by several
-per cent; within a round the two take turns of seconds, and the one that begins alternates. The figure is the other
+per cent; within a round the two take short turns, and the one that begins alternates. The figure is the other
 tree's by this one's (a rate: this one's by the other's), so that above one this tree is the better; the median of all
 pairs, and by how much that median moves when the pairs are drawn anew. Processor time is the kernel's count in
 nanoseconds of the whole front; an engine of a certain pace gives both the same work.
@@ -74,18 +74,22 @@ def processor_seconds(pid: int) -> float:
 
 
 def turn(server: own_server.Server, shape: Shape, tokens: int) -> Turn:
-    """All streams at once, from the first request to the last message."""
+    """All streams at once. Counted is from when each has begun until one ends: no call is opened or ended meanwhile."""
     with FrameClient(server.address, time.monotonic) as client:
-        began, cpu = time.monotonic(), processor_seconds(server.pid)
-        for _ in range(shape.streams):
-            client.start(STREAM, request(tokens, shape.message))
-        while client.ended < shape.streams and client.read():
+        streams = [client.streams[client.start(STREAM, request(tokens, shape.message))] for _ in range(shape.streams)]
+        while any(not stream.messages for stream in streams) and client.read():
+            pass
+        began, cpu, skipped = time.monotonic(), processor_seconds(server.pid), client.messages
+        while not client.ended and client.read():
             pass
         took, used = time.monotonic() - began, processor_seconds(server.pid) - cpu
-        if any(stream.status != 0 for stream in client.streams.values()):
+        messages = client.messages - skipped
+        while client.ended < shape.streams and client.read():
+            pass
+        if any(stream.status != 0 for stream in streams):
             raise RuntimeError("a stream did not end well")
-        made = shape.streams * tokens
-        return Turn(used / made * 1e6, used / client.messages * 1e6, client.messages / took, made / client.messages)
+        size = shape.streams * tokens / client.messages
+        return Turn(used / messages / size * 1e6, used / messages * 1e6, messages / took, size)
 
 
 def tokens_for(server: own_server.Server, shape: Shape, seconds: float) -> int:
@@ -100,16 +104,16 @@ def pairs(before: Path, shape: Shape, count: int, seconds: float) -> list[tuple[
     """The other tree's turn and this one's, of a fresh server each."""
     found = []
     with contextlib.ExitStack() as stack:
-        order = [before, about.ROOT]
+        order = [("before", before), ("now", about.ROOT)]
         random.shuffle(order)
-        running = {tree: stack.enter_context(own_server.server(shape.flags(), tree)) for tree in order}
+        running = {name: stack.enter_context(own_server.server(shape.flags(), tree)) for name, tree in order}
         tokens = min(tokens_for(server, shape, seconds) for server in running.values())
         for server in running.values():
-            turn(server, shape, max(8, tokens // 8))
+            turn(server, shape, tokens)
         for _ in range(count):
             order.reverse()
-            turns = {tree: turn(running[tree], shape, tokens) for tree in order}
-            found.append((turns[before], turns[about.ROOT]))
+            turns = {name: turn(running[name], shape, tokens) for name, _ in order}
+            found.append((turns["before"], turns["now"]))
     return found
 
 
@@ -151,9 +155,9 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other tree")
-    parser.add_argument("--rounds", type=int, default=5, help="starts of each server")
-    parser.add_argument("--pairs", type=int, default=2, help="in a round")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each server")
+    parser.add_argument("--pairs", type=int, default=8, help="in a round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
     parser.add_argument("--only", choices=("paced", "fast"), help="one kind of engine")
     parser.add_argument("--streams", type=int, choices=(1, 16, 64), help="one number of streams")
     options = parser.parse_args()
@@ -164,8 +168,9 @@ def main() -> None:
     for _ in range(options.rounds):
         for shape in shapes:
             found[shape.name] += pairs(options.before.resolve(), shape, options.pairs, options.seconds)
-            print(line(shape.name, summary(found[shape.name])), flush=True)
     figures = {name: summary(turns) for name, turns in found.items()}
+    for name, summed in figures.items():
+        print(line(name, summed))
     commits = {"git": about.revision(), "before": about.revision(options.before)}
     print(json.dumps({"bench": "two_fronts", **commits, "device": about.device(), "figures": figures}))
 

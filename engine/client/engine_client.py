@@ -191,16 +191,16 @@ class EngineClient:
 
     def on_report(self, report: Step | Switched | TurnedBack | Profiled) -> None:
         match report:
+            case Step():  # first: each step has one
+                if report.load is not None:
+                    self._load = report.load
+                self._streams.deliver(report.events, report.keys, report.ids)
             case Switched():
                 self._switching.settle(report)
             case TurnedBack(what=what):
                 self._switching.turned_back(what)
             case Profiled():
                 self._profiles.settle(report)
-            case Step(events=events, load=load, keys=keys, ids=ids):
-                if load is not None:
-                    self._load = load
-                self._streams.deliver(events, keys, ids)
 
     def _change(self, info: ModelInfo) -> str | None:
         """What this process has loaded otherwise than the front and the processes before it have."""

@@ -39,9 +39,8 @@ _ID = 44  # bytes that an unread id is taken to occupy
 def _size(event: Event) -> int:
     """The same of an event."""
     size = 32 + 12 * len(event.token_ids)
-    for scores in (event.logprobs, event.prompt_logprobs):
-        if scores:
-            size += 12 * sum(1 + len(one.top) for one in scores)
+    if event.logprobs or event.prompt_logprobs:
+        size += 12 * sum(1 + len(one.top) for one in (*event.logprobs, *event.prompt_logprobs))
     return size
 
 
@@ -106,7 +105,11 @@ class Inbox:
         self._ids.append(token_id)
         self._queued += _ID
         self.made += 1
-        self._came()
+        if self._want > 1 or self._queued + self._held > self._cap:
+            self._came()
+        elif self._waiter is not None and not self._called:
+            self._called = True
+            self.owner.wake(self)
 
     def put(self, event: Event) -> None:
         """From the engine."""
@@ -172,8 +175,15 @@ class Inbox:
                     del error  # it knows this frame and those of its callers, which would else live until a collection
             if not self.live:
                 raise StopAsyncIteration
-            await self._wait()
-        self._stop_timer()
+            if self._waiter is not None:
+                raise RuntimeError("a stream has one reader")
+            self._waiter = self.owner.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._due or self._timer is not None:
+            self._stop_timer()
         self.begun = True
         ids = tuple(self._ids)
         self._ids.clear()
@@ -181,6 +191,9 @@ class Inbox:
         if not self._events:
             return TokenEvents(ids)
         events, self._events = self._events, []
+        if len(events) == 1:
+            (event,) = events
+            return TokenEvents(ids, event.logprobs, event.finish, event.start, *event[6:])
         return TokenEvents(
             ids,
             tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
@@ -207,25 +220,17 @@ class Inbox:
             self._timer.cancel()
             self._timer = None
 
-    async def _wait(self) -> None:
-        if self._waiter is not None:
-            raise RuntimeError("a stream has one reader")
-        self._waiter = self.owner.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     def _call(self) -> None:
-        if self._waiter is not None and not self._waiter.done() and not self._called:
+        if self._waiter is not None and not self._called:
             self._called = True
             self.owner.wake(self)
 
     def wake(self) -> None:
         """In the turn of the event loop that is its reader's."""
         self._called = False
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # nobody has cancelled it
+            waiter.set_result(None)
 
 
 class Stream:

@@ -210,14 +210,15 @@ class FrameReader(Generic[_Message]):
             self._rest.clear()
         view = memoryview(data)
         messages = []
-        start = 0
-        while (end := _frame_end(data, start)) <= len(data):
+        start, size = 0, len(data)
+        while start < size and (end := _frame_end(data, start)) <= size:
             try:
                 messages.append(self._decoder.decode(view[start + _HEADER : end]))
             except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
                 raise FrameError(f"{type(error).__name__}: {error}") from None
             start = end
-        self._rest += view[start:]
+        if start < size:
+            self._rest += view[start:]
         return messages
 
 

@@ -87,7 +87,7 @@ class Sink(Protocol):
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         """Takes a piece. True where it is time to flush."""
 
-    async def flush(self) -> None:
+    def flush(self) -> Awaitable[None]:
         """Sends what there is, if that is anything."""
 
     async def end(self, ending: Ending) -> None:
@@ -202,17 +202,19 @@ class Messages:
             self._start_timer()
         return False
 
-    async def flush(self) -> None:
-        """Waits for a late message first, since the outlet takes one at a time."""
+    def flush(self) -> Awaitable[None]:
         if self._timer is not None:
             self._stop_timer()
+        if self._late is None and (self._text or self._ids):
+            return self._outlet.send(self._take(None))
+        return self._flush()
+
+    async def _flush(self) -> None:
+        """Waits for a late message first, since the outlet takes one at a time."""
         if self._late is not None:
             await self._late
             self._late = None
-        if self._text or self._ids:
-            await self._outlet.send(self._take(None))
-        else:
-            self._count = 0
+        await self._send_late()
 
     async def end(self, ending: Ending) -> None:
         self._stop_timer()

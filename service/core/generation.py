@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,14 +47,17 @@ class Generator:
         """Whether there is a semantic cache."""
         return self._sources.semantic
 
-    async def answer(self, request: Request, origin: Origin, outlet: Outlet) -> None:
-        """The whole answer in one message. Raises what `status` knows."""
-        await self._run(request, origin, lambda end, gather: Whole(end, request), outlet)
+    # What is between a caller's task and the wait for a token is gone through for each message: where a function has
+    # nothing to do after it, it gives what it would await.
 
-    async def stream(self, request: Request, origin: Origin, outlet: Outlet) -> None:
+    def answer(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
+        """The whole answer in one message. Raises what `status` knows."""
+        return self._run(request, origin, lambda end, gather: Whole(end, request), outlet)
+
+    def stream(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
         """The answer in messages as the request's `delivery` says. Raises what `status` knows."""
         origin.record.streamed = True
-        await self._run(request, origin, lambda end, gather: Messages(end, request, gather, self._live), outlet)
+        return self._run(request, origin, lambda end, gather: Messages(end, request, gather, self._live), outlet)
 
     async def _run(
         self, request: Request, origin: Origin, make_sink: Callable[[Outlet, bool], Sink], outlet: Outlet
@@ -163,11 +166,6 @@ class _Reading:
         self._begun = False
         self._marks = marks  # what is put into the text for tokens that have none
 
-    async def run(self, prompt: PromptFacts) -> None:
-        """From the log-probabilities of the prompt, if they are wanted, to the answer's last message."""
-        scored = self._found.engine_request.prompt_logprobs is not None
-        await self._read(prompt, await (self._scored(prompt) if scored else self._source.next()))
-
     async def _scored(self, prompt: PromptFacts) -> AnswerPart:
         """Delivers what comes before the answer. Its first part."""
         ids, told = self._found.engine_request.token_ids, 1
@@ -186,8 +184,9 @@ class _Reading:
             self._begun = True
             await self._sink.begin(prompt)
 
-    async def _read(self, prompt: PromptFacts, part: AnswerPart) -> None:
-        """From the first part to the last message. What comes last is left for the message that carries the ending.
+    async def run(self, prompt: PromptFacts) -> None:
+        """From the log-probabilities of the prompt, if they are wanted, to the answer's last message. What comes last
+        is left for the message that carries the ending.
 
         Headers wait for the first part: a proxy or client that has seen them tries no other server when this one dies.
         """
@@ -195,6 +194,8 @@ class _Reading:
         # What comes out of a store does so at no pace that means anything. A call a message would cost too much here.
         between = record.intervals if self._found.hit is None else Histogram(())
         counts, borders, last = between.counts, between.borders, 0.0
+        scored = self._found.engine_request.prompt_logprobs is not None
+        part = await (self._scored(prompt) if scored else source.next())
         while True:
             if marks:
                 part = with_marks(part, marks)
