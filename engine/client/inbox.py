@@ -26,6 +26,10 @@ class Owner(Protocol):
     @property
     def send(self) -> Send: ...
 
+    @property
+    def few(self) -> bool:
+        """Whether all of them may be woken at once."""
+
     def wake(self, inbox: Inbox) -> None:
         """Soon."""
 
@@ -108,8 +112,11 @@ class Inbox:
         if self._want > 1 or self._queued + self._held > self._cap:
             self._came()
         elif self._waiter is not None and not self._called:
-            self._called = True
-            self.owner.wake(self)
+            if self.owner.few:
+                self.wake()
+            else:
+                self._called = True
+                self.owner.wake(self)
 
     def put(self, event: Event) -> None:
         """From the engine."""
@@ -166,7 +173,7 @@ class Inbox:
             self._paused = False
             if self.live:
                 self.owner.send(Resume(self.key))
-        while not ((self._ids or self._events) and self._ready):
+        while not ((self._ids or self._events) and (len(self._ids) >= self._want or self._ready)):
             if self._error is not None:
                 error, self._error = self._error, None
                 try:

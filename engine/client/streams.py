@@ -39,6 +39,7 @@ class Streams:
         self._leaving: dict[int, Inbox] = {}  # cancelled since the last step, which may yet be at them
         self._left: dict[int, Inbox] = {}  # and those before it
         self._suspects = Suspects()
+        self.few = True  # streams, when a step came last
         self._turn = 0  # of the event loop, modulo _TURNS; readers are woken in turn 0
         self._turning = False  # another turn will come
         self._woken = 0  # readers, in this turn
@@ -64,6 +65,7 @@ class Streams:
         """What a step brought: ids alone to those with the keys, then events. What is for streams that were cancelled
         meanwhile goes nowhere."""
         inboxes = self._inboxes
+        self.few = len(inboxes) <= _FEW
         if self._leaving or self._left:
             self._left, self._leaving = self._leaving, {}
         for key, token_id in zip(keys, ids, strict=True):
@@ -84,7 +86,7 @@ class Streams:
         and whatever else there is to do, new calls above all, is done between those. Who has no token yet, or is
         watched, need not wait for such a turn. Where there are few streams nobody waits: turns, and what gRPC does in
         each, cost a message a tenth of its time."""
-        if len(self._inboxes) <= _FEW:
+        if self.few:
             inbox.wake()
             return
         first = not inbox.begun or inbox.request.priority == Priority.INTERACTIVE

@@ -209,7 +209,7 @@ class _Reading:
                 between.total += now - last
             record.last_token_at = last = now
             record.completion_tokens += new
-            if len(ids) > sink.room:
+            if new > 1 and new > sink.room:  # for one there always is
                 await self._cut(part, source.logprobs)
             elif sink.add(part.text if self._want_text else "", ids, source.logprobs) and ending is None:
                 await sink.flush()

@@ -137,8 +137,9 @@ class EngineAnswer:
         self.prompt_logprobs = events.prompt_logprobs
         if events.logprobs:
             self.logprobs = events.logprobs[: len(part.token_ids)]
-        self.draft_proposed += events.draft_proposed
-        self.draft_accepted += events.draft_accepted
+        if events.draft_proposed:
+            self.draft_proposed += events.draft_proposed
+            self.draft_accepted += events.draft_accepted
         self._charge(len(part.token_ids))
         self._count += len(part.token_ids)
         if self._whole is not None:
@@ -188,6 +189,9 @@ class EngineAnswer:
             return self._last(ids, events.finish)
         if detokenizer is None:
             return AnswerPart(ids, "")
+        if detokenizer.feed is not None and len(ids) == 1:
+            settled, made = detokenizer.feed(ids[0])
+            return AnswerPart(ids, settled + made if settled else made)
         text, stop, kept, cuts = detokenizer.push(ids)
         if stop is not None:
             return AnswerPart(ids[:kept], text, self._ending(FinishReason.STOP_STRING, kept, stop_string=stop), cuts)

@@ -14,6 +14,7 @@ processes.TextProcesses(folder)     where whatever is not short is done, beside 
 
 Detokenizer(tokenizer, stop_strings=(), include_stop=False, min_tokens=0, continues=False)
     .push(ids)                  Piece(text, stop, ids, cuts)
+    .feed(id)                   the same of one id where there are no stop strings: two texts; else None
     .flush()                    Piece, what was withheld; call it once, when no more ids come and no stop matched
 
 `Piece.text` is whole characters, to be sent now. `Piece.stop` is the stop string that matched, else None; the text then

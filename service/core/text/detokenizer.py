@@ -39,6 +39,8 @@ class Detokenizer:
         self.include_stop = include_stop
         self._assembler = assembler(tokenizer.pieces if skip_special else tokenizer.all_pieces, continues)
         self._matcher = StopMatcher(stop_strings, include_stop) if stop_strings else None
+        # Where there are no stop strings: the texts that one id settles and makes, in place of `push`.
+        self.feed = None if stop_strings else self._assembler.feed
         self._min_tokens = min_tokens
         self._count = 0  # ids pushed
         self._stop: str | None = None
@@ -47,9 +49,6 @@ class Detokenizer:
         """After a stop has matched, further ids are not part of the answer: Piece("", stop, 0, ())."""
         feed = self._assembler.feed
         if self._matcher is None:
-            if len(ids) == 1:
-                settled, made = feed(ids[0])
-                return Piece(settled + made, None, 1, ())
             texts = [settled + made if settled else made for settled, made in map(feed, ids)]
             return Piece("".join(texts), None, len(ids), _cuts(texts))
         if self._stop is not None:
