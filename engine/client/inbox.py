@@ -40,12 +40,9 @@ class Owner(Protocol):
 _ID = 44  # bytes that an unread id is taken to occupy
 
 
-def _size(event: Event) -> int:
-    """The same of an event."""
-    size = 32 + 12 * len(event.token_ids)
-    if event.logprobs or event.prompt_logprobs:
-        size += 12 * sum(1 + len(one.top) for one in (*event.logprobs, *event.prompt_logprobs))
-    return size
+def _size_of(event: Event) -> int:
+    """The same of an event's log-probabilities."""
+    return 12 * sum(1 + len(one.top) for one in (*event.logprobs, *event.prompt_logprobs))
 
 
 class Inbox:
@@ -111,12 +108,8 @@ class Inbox:
         self.made += 1
         if self._want > 1 or self._queued + self._held > self._cap:
             self._came()
-        elif self._waiter is not None and not self._called:
-            if self.owner.few:
-                self.wake()
-            else:
-                self._called = True
-                self.owner.wake(self)
+        elif self._waiter is not None:
+            self._call()
 
     def put(self, event: Event) -> None:
         """From the engine."""
@@ -125,19 +118,21 @@ class Inbox:
             return
         if event.prompt_logprobs:
             event = self._not_seen(event)
-        self._ids += event.token_ids
+        ids = event.token_ids
+        self._ids += ids
         self._events.append(event)
-        self._queued += _size(event)
-        self.made += len(event.token_ids)
+        self._queued += 32 + 12 * len(ids) + (_size_of(event) if event.logprobs or event.prompt_logprobs else 0)
+        self.made += len(ids)
         if event.finish is not None:
             self.live = False
         self._came()
 
     def _came(self) -> None:
+        """The reader is woken, or will be."""
         if self._queued + self._held > self._cap and not self._paused and self.live:
             self._paused = True
             self.owner.send(Pause(self.key))
-        if self._ready:
+        if len(self._ids) >= self._want or self._ready:
             self._call()
         elif self._timer is None:
             self._timer = self.owner.loop.call_later(self._delay, self._overdue)
@@ -200,7 +195,15 @@ class Inbox:
         events, self._events = self._events, []
         if len(events) == 1:
             (event,) = events
-            return TokenEvents(ids, event.logprobs, event.finish, event.start, *event[6:])
+            return TokenEvents(
+                ids,
+                event.logprobs,
+                event.finish,
+                event.start,
+                event.draft_proposed,
+                event.draft_accepted,
+                event.prompt_logprobs,
+            )
         return TokenEvents(
             ids,
             tuple(itertools.chain.from_iterable([event.logprobs for event in events])),
@@ -229,8 +232,11 @@ class Inbox:
 
     def _call(self) -> None:
         if self._waiter is not None and not self._called:
-            self._called = True
-            self.owner.wake(self)
+            if self.owner.few:
+                self.wake()
+            else:
+                self._called = True
+                self.owner.wake(self)
 
     def wake(self) -> None:
         """In the turn of the event loop that is its reader's."""

@@ -193,7 +193,7 @@ class _Reading:
         source, sink, record, clock, marks = self._source, self._sink, self._record, self._clock, self._marks
         # What comes out of a store does so at no pace that means anything. A call a message would cost too much here.
         between = record.intervals if self._found.hit is None else Histogram(())
-        counts, borders, last = between.counts, between.borders, 0.0
+        counts, borders, last, want_text = between.counts, between.borders, 0.0, self._want_text
         scored = self._found.engine_request.prompt_logprobs is not None
         part = await (self._scored(prompt) if scored else source.next())
         while True:
@@ -211,7 +211,7 @@ class _Reading:
             record.completion_tokens += new
             if new > 1 and new > sink.room:  # for one there always is
                 await self._cut(part, source.logprobs)
-            elif sink.add(part.text if self._want_text else "", ids, source.logprobs) and ending is None:
+            elif sink.add(part.text if want_text else "", ids, source.logprobs) and ending is None:
                 await sink.flush()
             if ending is not None:
                 await sink.end(self._ending(ending))

@@ -140,8 +140,9 @@ class EngineAnswer:
         if events.draft_proposed:
             self.draft_proposed += events.draft_proposed
             self.draft_accepted += events.draft_accepted
-        self._charge(len(part.token_ids))
-        self._count += len(part.token_ids)
+        new = len(part.token_ids)
+        self._charge(new)
+        self._count += new
         if self._whole is not None:
             self._parts.append(part)
         if part.ending is not None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
+from collections.abc import Sequence
 from typing import Protocol
 
 from service.core.text.pieces import ByteLevelPieces, FallbackPieces, OpaquePieces, Pieces
@@ -17,6 +18,10 @@ PATIENCE = 16  # ids after which the window moves on, finished character or not
 
 class Assembler(Protocol):
     def feed(self, token_id: int) -> tuple[str, str]: ...
+
+    def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
+        """What several ids make, and the length of each one's share, where all of it is ASCII and nothing is held; else
+        None, and nothing has been fed. Most text is, and a step for each id costs several times as much."""
 
     def flush(self) -> str:
         """What was held, once no more ids come."""
@@ -48,6 +53,14 @@ class ByteLevelAssembler:
         self._held = data[used:]
         return "", text
 
+    def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
+        table = self._table
+        if self._held or max(ids) >= len(table):
+            return None
+        parts = [table[token_id] for token_id in ids]
+        data = b"".join(parts)
+        return (data.decode("ascii"), list(map(len, parts))) if data.isascii() else None
+
     def flush(self) -> str:
         text = self._held.decode("utf-8", "replace")
         self._held = b""
@@ -76,6 +89,9 @@ class FallbackAssembler:
             return NOTHING
         settled = self._stripped(self._take_run()) if self._run else ""
         return settled, self._stripped(piece) if self._strip else piece
+
+    def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
+        return None  # a byte's share is told by the ids after it
 
     def flush(self) -> str:
         return self._stripped(self._take_run())
@@ -119,6 +135,9 @@ class WindowAssembler:
         if not whole and len(self._window) - self._context < PATIENCE:
             return NOTHING
         return "", self._advance(text)
+
+    def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
+        return None  # the library is asked about each
 
     def flush(self) -> str:
         return self._advance(self._decode())

@@ -47,8 +47,12 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> Piece:
         """After a stop has matched, further ids are not part of the answer: Piece("", stop, 0, ())."""
-        feed = self._assembler.feed
         if self._matcher is None:
+            plain = self._assembler.feed_ascii(ids) if len(ids) > 1 else None
+            if plain is not None:
+                text, lengths = plain
+                return Piece(text, None, len(ids), tuple(accumulate(lengths[:-1])))
+            feed = self._assembler.feed
             texts = [settled + made if settled else made for settled, made in map(feed, ids)]
             return Piece("".join(texts), None, len(ids), _cuts(texts))
         if self._stop is not None:

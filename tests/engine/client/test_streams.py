@@ -306,9 +306,10 @@ async def test_a_batching_reader_hears_of_failures_and_of_pauses_at_once() -> No
         await anext(stream)
 
 
-async def test_a_turn_of_the_event_loop_wakes_few_readers_so_that_other_work_waits_for_few() -> None:
+@pytest.mark.parametrize(("count", "at_once"), [(64, 64), (65, 8), (256, 8)])
+async def test_where_there_are_many_a_turn_of_the_event_loop_wakes_few_readers(count: int, at_once: int) -> None:
     desk, loop = Desk(), asyncio.get_running_loop()
-    streams = [desk.streams.open(plain_request((1,))) for _ in range(64)]
+    streams = [desk.streams.open(plain_request((1,))) for _ in range(count)]
     readers = [asyncio.create_task(anext(stream)) for stream in streams]
     await asyncio.sleep(0)
     before: list[int] = []  # readers that were served, at each turn that other work got
@@ -318,11 +319,11 @@ async def test_a_turn_of_the_event_loop_wakes_few_readers_so_that_other_work_wai
         if before[-1] < len(readers):
             loop.call_soon(other_work)
 
-    desk.streams.deliver([], range(1, 65), range(64))
+    desk.streams.deliver([], range(1, count + 1), range(count))
     loop.call_soon(other_work)
-    assert [events.token_ids for events in await asyncio.gather(*readers)] == [(one,) for one in range(64)]
+    assert [events.token_ids for events in await asyncio.gather(*readers)] == [(one,) for one in range(count)]
     await asyncio.sleep(0)
-    assert max(after - earlier for earlier, after in itertools.pairwise(before)) <= 8
+    assert max(after - earlier for earlier, after in itertools.pairwise([0, *before])) == at_once
 
 
 async def test_between_turns_that_wake_readers_others_pass_in_which_a_watched_one_is_woken_at_once() -> None:
@@ -381,9 +382,9 @@ async def test_who_is_cancelled_before_its_turn_is_not_waited_for() -> None:
 async def test_who_waits_for_a_first_token_or_is_watched_is_woken_before_the_others() -> None:
     desk = Desk()
     watched = replace(plain_request((1,)), priority=Priority.INTERACTIVE)
-    streams = [desk.streams.open(watched if number == 40 else plain_request((1,))) for number in range(64)]
-    desk.streams.deliver([], range(1, 61), [0] * 60)
-    for stream in streams[:60]:
+    streams = [desk.streams.open(watched if number == 40 else plain_request((1,))) for number in range(128)]
+    desk.streams.deliver([], range(1, 121), [0] * 120)
+    for stream in streams[:120]:
         await anext(stream)
     order: list[int] = []
 
@@ -391,11 +392,11 @@ async def test_who_waits_for_a_first_token_or_is_watched_is_woken_before_the_oth
         await anext(streams[number])
         order.append(number)
 
-    readers = [asyncio.create_task(read(number)) for number in range(64)]
+    readers = [asyncio.create_task(read(number)) for number in range(128)]
     await asyncio.sleep(0)
-    desk.streams.deliver([], range(1, 65), [1] * 64)
+    desk.streams.deliver([], range(1, 129), [1] * 128)
     await asyncio.gather(*readers)
-    late = [number for number in range(8, 60) if number != 40]
-    assert order == [*range(8), 40, *range(60, 64), *late], (
+    late = [number for number in range(8, 120) if number != 40]
+    assert order == [*range(8), 40, *range(120, 128), *late], (
         "a turn's worth, then the one that is watched and the new ones"
     )
