@@ -3,8 +3,8 @@ engine of a certain pace, and rates with one as fast as it goes. Prints a table 
 
     git worktree add ../before COMMIT && python -m bench.two_fronts ../before
 
-Servers with the fake engine, a fresh pair for each round and shape, since two starts of the same server differ by several
-per cent; within a round the two take short turns, and the one that begins alternates. The figure is the other
+Servers with the fake engine, a fresh pair for each round and shape, since two starts of the same server differ by
+several per cent; within a round the two take short turns, and the one that begins alternates. The figure is the other
 tree's by this one's (a rate: this one's by the other's), so that above one this tree is the better; the median of all
 pairs, and by how much that median moves when the pairs are drawn anew. Processor time is the kernel's count in
 nanoseconds of the whole front; an engine of a certain pace gives both the same work.

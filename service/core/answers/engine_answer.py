@@ -146,10 +146,13 @@ class EngineAnswer:
         if self._whole is not None:
             self._parts.append(part)
         if part.ending is not None:
-            self.close()
-            if self._whole is not None:
-                self._whole(self._completion())
+            self._ended()
         return part
+
+    def _ended(self) -> None:
+        self.close()
+        if self._whole is not None:
+            self._whole(self._completion())
 
     def _started(self, start: Start) -> None:
         self.start = start
