@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from scripts.cells import fixed, whole
 from scripts.figures_cpu import (
-    depths_cpu,
+    depths,
     engine_cpu,
     faults_cpu,
     front_cpu,
@@ -59,7 +59,8 @@ RENDERERS: Mapping[str, Renderer] = {
     "soaking-cpu": soaking,
     "speculation-cpu": lambda r: speculation(r, "speculation-cpu"),
     "speculation-h100": lambda r: speculation(r, "speculation-h100"),
-    "depths-cpu": depths_cpu,
+    "depths-cpu": lambda r: depths(r, "speculation-cpu"),
+    "depths-h100": lambda r: depths(r, "speculation-h100"),
     "throughput.next-day": next_day,
     "engine.many": lambda r: many_cpu(r, 16),
     "engine.most": lambda r: many_cpu(r, 64),

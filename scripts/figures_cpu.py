@@ -211,11 +211,12 @@ def speculation(results: Results, name: str) -> str:
     return table(["", *(PROPOSERS[who] for who in used)], rows)
 
 
-def depths_cpu(results: Results) -> str:
+def depths(results: Results, name: str) -> str:
     """Drafts of k tokens always: measured, and foretold from acceptance and costs."""
     rows = []
+    alone = [one for one in results[name] if one.get("streams") == 1 and one["k"]]
     for who in ("prompt_lookup", "draft_model"):
-        of_who = {one["k"]: one for one in results["speculation-cpu"] if one["proposer"] == who and one["k"]}
+        of_who = {one["k"]: one for one in alone if one["proposer"] == who}
         cells = (f"{fixed(one['ratio'], 2)} ({fixed(one['predicted_ratio'], 2)})" for _, one in sorted(of_who.items()))
         rows.append((PROPOSERS[who], *cells))
     return table(["", *map(str, range(1, 8))], rows)

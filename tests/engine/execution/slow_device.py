@@ -16,6 +16,7 @@ from engine.execution.graph_decode.pipeline import RowState, bucket
 from engine.fake.checker import PlanChecker
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
+from engine.kv.prefix_index import PrefixIndex
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
@@ -234,11 +235,14 @@ class SlowRunner:
 class Life:
     """Some sequences through a real scheduler, with everything that can happen to them."""
 
-    def __init__(self, seed: int, runner: SlowRunner, limits: Limits) -> None:
+    def __init__(self, seed: int, runner: SlowRunner, limits: Limits, *, shared: bool = False) -> None:
+        """`shared`: pages of prefixes are."""
         self.random = random.Random(seed)
         self.runner = runner
         self.max_context, self.sick = limits.max_context, runner.memory.sick
-        self.scheduler = Scheduler(limits, PagePool(len(runner.memory.slots)))
+        pool = PagePool(len(runner.memory.slots))
+        self.scheduler = Scheduler(limits, pool, prefixes=PrefixIndex(pool, b"model") if shared else None)
+        self.cached: dict[int, int] = {}  # tokens of a prompt that were found
         self.asked: list[GenerationRequest] = []
         self.got: list[list[int]] = []
         self.ended: dict[int, FinishReason | None] = {}
@@ -281,6 +285,8 @@ class Life:
         self.now += 0.01
         for event in self.scheduler.commit(plan, self.runner.run(plan), self.now):
             self.got[event.key] += event.token_ids
+            if event.start is not None:
+                self.cached[event.key] = event.start.cached_tokens
             if event.finish is not None:
                 self.ended[event.key] = event.finish.reason
             elif event.failure is Failure.STEP:

@@ -194,7 +194,16 @@ class RoundsLife(Life):
     """Sequences that are fed in rounds while one decodes alone."""
 
     def __init__(
-        self, seed: int, pages: int, lookahead: int, sick: int, chance: float, depths: Rows[int], most: int = 3
+        self,
+        seed: int,
+        pages: int,
+        lookahead: int,
+        sick: int,
+        chance: float,
+        depths: Rows[int],
+        most: int = 3,
+        *,
+        shared: bool = False,
     ) -> None:
         steps, sequences = SlowDevice(seed, pages, sick), SequenceTable()
         self.device = SlowRounds(seed, steps, sick, chance)
@@ -209,7 +218,8 @@ class RoundsLife(Life):
         self.pipeline = RoundPipeline(self.device, sequences, limits.max_context)
         self.pipeline.ahead = ahead_of(random.Random(seed).choice((1e-6, 1e-4, 1.0)))
         self.single = SingleRow(self.pipeline, sequences, self.whims, random.Random(seed).choice((0, PATIENCE)))
-        super().__init__(seed, SlowRunner(steps, [self.single, Steps(steps, sequences)], sequences), limits)
+        runner = SlowRunner(steps, [self.single, Steps(steps, sequences)], sequences)
+        super().__init__(seed, runner, limits, shared=shared)
 
 
 @given(
