@@ -306,6 +306,12 @@ def told(one: dict[str, Any]) -> str:
     )
 
 
+def beginning(arm: Arm, prompt: tuple[int, ...], k: int) -> float:
+    """Seconds from a prompt's token to the next, by a round: the host's part before the first round among them, and a
+    draft model's catching up."""
+    return statistics.median(arm.run(True, [Wanted(prompt, 2, k)]).seconds for _ in range(5))
+
+
 def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Drafts of k tokens always, and what the cost table foretells of the steps that came of it, beside those without
     drafts in the same run."""
@@ -321,6 +327,8 @@ def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Toke
     for k in range(1, 1 + MOST_DRAFTED):
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
         needed = sum(seconds(count, drafted) for one in found.on for count, drafted in one.steps)
+        if on_gpu:
+            needed += found.turns * sum(beginning(arm, one, k) - costs.seconds(1 + k) for one in prompts)
         foretold = sum(one.seconds for one in found.off) / needed  # the same tokens in each
         yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}
 
