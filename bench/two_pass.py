@@ -3,8 +3,9 @@ steps, and from which size of the head on two passes are faster.
 
     python -m bench.two_pass --demo models/demo --steps 1000000
 
-A step here is one of a row: eight rows decode together, two greedy and two at each of three temperatures, every token
-by both heads, and go on with it. Rows begin anew with random tokens every 256 steps. The random models have one layer.
+A step here is one of a row: eight rows decode together, every token by both heads, and go on with it. The rows are two
+greedy ones and two at each of three temperatures, and in runs of their own (`top`) eight that draw within a top_k.
+Rows begin anew with random tokens every 256 steps. The random models have one layer.
 Prints tables and ends in one JSON line.
 """
 
@@ -15,24 +16,44 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from bench.about import device, revision
 from bench.kernels import Spec, random_weights, timers
-from engine.kernels import tokens, two_pass
+from engine.kernels import sampling, tokens, two_pass
 from engine.kernels.attention import Heads
 from engine.kernels.build import Kernels, open_library
 from engine.kernels.launch import Launch, Launcher
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, prepare_start, prepare_step
+from engine.kernels.sampling import SampledRow
+from engine.kernels.step import (
+    ChainPlan,
+    StepBuffers,
+    StepWeights,
+    allocate,
+    prepare_layers,
+    prepare_start,
+    prepare_step,
+)
 from engine.kernels.weights import Format
 from engine.sampling.noise import seed_key
 
 ROWS = 8
 TEMPERATURES = (0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.5, 1.5)
+TOP = (
+    SampledRow(temperature=0.8, top_k=50, top_p=0.95),
+    SampledRow(temperature=0.5, top_k=1),
+    SampledRow(temperature=0.5, top_k=100),
+    SampledRow(temperature=1.0, top_k=20, top_p=0.5),
+    SampledRow(temperature=1.0, top_k=64, min_p=0.05),
+    SampledRow(temperature=1.5, top_k=7, top_p=0.9, min_p=0.1),
+    SampledRow(temperature=1.5, top_k=40),
+    SampledRow(temperature=0.5, top_k=2, top_p=0.999),
+)
 ANEW = 256  # steps
 TOGETHER = 32  # steps of a graph
 SMALL = Heads(8, 2, 128, True)
@@ -68,8 +89,10 @@ def demo(folder: str) -> StepWeights:
 class Decode:
     """Rows whose every token both heads choose."""
 
-    def __init__(self, library: Kernels, launcher: Launcher, weights: StepWeights) -> None:
+    def __init__(self, library: Kernels, launcher: Launcher, weights: StepWeights, *, top: bool = False) -> None:
+        """`top`: rows that draw within a top_k."""
         self.weights, self.launcher = weights, launcher
+        self.sampled = sampling.allocate(ROWS, weights.head.rows, torch.device("cuda")) if top else None
         self.pages = ANEW // 16 + 1
         self.buffers = allocate(weights, ROWS, self.pages, 64)
         held = weights.layers[0].attention.keys.shape[0]
@@ -81,22 +104,33 @@ class Decode:
         self.graph = self._graph(library)
 
     def _graph(self, library: Kernels) -> torch.cuda.CUDAGraph:
-        choice = self.buffers.choice
-        plain = prepare_step(library, self.weights, self.buffers, plan())
-        passes = prepare_step(library, self.weights, self.buffers, replace(plan(), two_pass=True))[-2]
+        choice, weights, buffers = self.buffers.choice, self.weights, self.buffers
+        layers = prepare_layers(library, weights, buffers, plan())
+        both = replace(plan(), two_pass=True, within_top=True)
+        # The head, the stages that draw, where there are any, and `advance`.
+        *plain, advance = prepare_step(library, weights, buffers, plan(), self.sampled)[len(layers) :]
+        *passes, _ = prepare_step(library, weights, buffers, both, self.sampled)[len(layers) :]
         found = torch.zeros_like(choice.best)
         graph = torch.cuda.CUDAGraph()
-        self.launcher.enqueue(plain)  # loads what torch would load in the capture
+        self.launcher.enqueue([*layers, *plain, advance])  # loads what torch would load in the capture
         self.wrong += (found != choice.best).sum()
         with torch.cuda.graph(graph):
             for _ in range(TOGETHER):
-                self.launcher.enqueue([*plain[:-2], passes])
+                self.launcher.enqueue([*layers, *passes])
                 found.copy_(choice.best)
                 choice.best.zero_()
-                self.launcher.enqueue([plain[-2].alone()])
+                self.launcher.enqueue([one.alone() for one in plain])
                 self.wrong += (found != choice.best).sum()
-                self.launcher.enqueue([plain[-1].alone()])
+                self.launcher.enqueue([advance.alone()])
         return graph
+
+    def _draw_anew(self, keys: Sequence[int]) -> None:
+        """The rows' noise."""
+        if self.sampled is None:
+            self.buffers.choice.noise_key.copy_(torch.tensor(keys))
+            return
+        for at, (row, key) in enumerate(zip(TOP, keys, strict=True)):
+            self.sampled.place(at, replace(row, noise_key=key))
 
     def run(self, steps: int, generator: torch.Generator) -> dict[str, Any]:
         """`steps` of single rows."""
@@ -108,7 +142,7 @@ class Decode:
             progress.token.copy_(torch.randint(vocabulary, (ROWS,), generator=generator, dtype=torch.int32))
             self.buffers.places.position.zero_()
             keys = [seed_key(int(seed)) for seed in torch.randint(1 << 40, (ROWS,), generator=generator)]
-            self.buffers.choice.noise_key.copy_(torch.tensor(keys))
+            self._draw_anew(keys)
             self.launcher.enqueue([self.start])
             for _ in range(ANEW // TOGETHER):
                 self.graph.replay()
@@ -177,11 +211,22 @@ def choosing(library: Kernels, weights: StepWeights, buffers: StepBuffers, *, tw
     return [head, tokens.advance(library, choice, aside.progress, aside.places, first)]
 
 
+def models(folder: str | None) -> dict[str, Callable[[], StepWeights]]:
+    """That decode, by name."""
+    pages = ROWS * (ANEW // 16 + 1)
+    found: dict[str, Callable[[], StepWeights]] = {
+        name: partial(random_weights, spec, Format.BF16, pages, 2 * ANEW) for name, spec in MODELS.items()
+    }
+    return found | ({"demo": partial(demo, folder)} if folder else {})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--demo", help="a folder of a trained model")
     parser.add_argument("--steps", type=int, default=1_000_000, help="of single rows, of each model; 0: timing alone")
+    parser.add_argument("--rows", choices=("all", "top"), default="all", help="that decode")
+    parser.add_argument("--no-timing", action="store_true", help="steps alone")
     parser.add_argument("--revision", help="the commit, where git is not")
     given = parser.parse_args(argv)
     library, launcher = open_library(torch.cuda.get_device_capability()), Launcher()
@@ -189,20 +234,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode():
         record["heads"] = []
-        for rows, columns in SIZES:
+        for rows, columns in () if given.no_timing else SIZES:
             for batch, temperature in ((1, 0.0), (8, 0.0), (8, 0.8)) if rows * columns >= LARGE else ((1, 0.0),):
                 size = Size(rows, columns, batch, temperature)
                 record["heads"].append(found := heads(library, launcher, size))
                 print(*found.values(), flush=True)
         record["decode"] = {}
-        for name, spec in MODELS.items() if given.steps else ():
-            weights = with_copy(random_weights(spec, Format.BF16, ROWS * (ANEW // 16 + 1), 2 * ANEW))
-            record["decode"][name] = Decode(library, launcher, weights).run(given.steps, generator)
-            print(name, record["decode"][name], flush=True)
-        if given.demo and given.steps:
-            found = Decode(library, launcher, with_copy(demo(given.demo))).run(given.steps, generator)
-            record["decode"]["demo"] = found
-            print("demo", found, flush=True)
+        for name, make in models(given.demo).items() if given.steps else ():
+            weights = with_copy(make())
+            for top in (True,) if given.rows == "top" else (False, True):
+                found = Decode(library, launcher, weights, top=top).run(given.steps, generator)
+                record["decode"][name + ", within a top_k" * top] = found
+                print(name + ", within a top_k" * top, found, flush=True)
     print(json.dumps(record))
     return 0
 

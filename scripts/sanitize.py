@@ -1,0 +1,142 @@
+"""The GPU tests of the kernels under NVIDIA's compute-sanitizer, on a machine with a GPU:
+
+    python -m scripts.sanitize                       # memcheck and racecheck of every file, four at a time
+    python -m scripts.sanitize --tools memcheck --files tests/engine/kernels/test_gpu_step.py --cases 100
+
+Under the tool a test takes 10 to 50 times as long, so of each test function a few cases run, spread evenly. Each file
+is a process of its own under a limit of time, past which it begins no test. memcheck looks at memory of every kind,
+racecheck at shared memory alone: it knows nothing of flags in global memory by which blocks wait for each other.
+
+As a pytest plugin, which it is in those processes, it leaves out all cases but those few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILES = "tests/engine/kernels/test_gpu_*.py"
+TOOLS = ("memcheck", "racecheck")
+_CASES, _UNTIL = "WHIPPET_SANITIZED_CASES", "WHIPPET_SANITIZED_UNTIL"
+_PASSED = re.compile(r"^(\S+::.+?) PASSED", re.MULTILINE)
+_FAILED = re.compile(r"^(\S+::.+?) (?:FAILED|ERROR)", re.MULTILINE)
+_KINDS = "Invalid|Error|Warning|Race|Misaligned|Potential|Program hit"
+_FINDING = re.compile(rf"^========= ((?:{_KINDS})\b.*)$", re.MULTILINE)
+_SUMMARY = re.compile(r"^========= ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Keeps as many cases of each test function as were asked for, the first and the last among them."""
+    most = int(os.environ[_CASES])
+    cases: dict[str, list[Any]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = {id(several[at]) for several in cases.values() for at in spread(len(several), most)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    """Begins no test past the time, so that the tool can say what it found until then."""
+    if time.monotonic() > float(os.environ[_UNTIL]):
+        item.session.shouldstop = "the time is up"
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of [0, count), evenly apart, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(at * (count - 1) / max(most - 1, 1)) for at in range(most)})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a tool said of a file."""
+
+    passed: list[str]
+    failed: list[str]
+    findings: Counter[str]
+    summary: str  # the tool's own; empty where it was cut off
+
+    @property
+    def clean(self) -> bool:
+        return bool(self.passed and self.summary) and not self.failed and not self.findings
+
+
+def outcome(tests: str, told: str) -> Outcome:
+    """Of what pytest printed, and what the tool wrote."""
+    summaries = _SUMMARY.findall(told)
+    findings = Counter(one[:160] for one in _FINDING.findall(told))
+    return Outcome(_PASSED.findall(tests), _FAILED.findall(tests), findings, summaries[-1] if summaries else "")
+
+
+def sanitize(tool: str, file: Path, given: argparse.Namespace) -> Outcome:
+    """One file under one tool. Past its time no further test begins; what then still runs is ended with all it started:
+    the tool alone would leave the tests running."""
+    log, told = (given.logs / f"{tool}-{file.stem}.{kind}.txt" for kind in ("tests", "tool"))
+    command = ["compute-sanitizer", f"--tool={tool}", f"--log-file={told}", "--print-limit=20", *given.option]
+    # Ours have C names. torch's take most of the time, and are looked at elsewhere.
+    command += ["--kernel-name-exclude=regex=^_Z"]
+    # What libraries ask of the driver and are refused is their own affair.
+    command += ["--report-api-errors=no"] if tool == "memcheck" else []
+    command += [sys.executable, "-m", "pytest", "-v", "-p", "scripts.sanitize", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["-o", "addopts=", "-o", "timeout=0", "-m", "gpu", str(file)]
+    environment = {**os.environ, _CASES: str(given.cases), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment[_UNTIL] = repr(time.monotonic() + given.seconds)
+    with (
+        log.open("w") as stream,
+        subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT, process_group=0) as process,
+    ):
+        try:
+            process.wait(given.seconds + given.grace)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return outcome(log.read_text(errors="replace"), told.read_text(errors="replace") if told.exists() else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 where every file ended and nothing was found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--files", nargs="+", type=Path, default=sorted(Path().glob(FILES)))
+    parser.add_argument("--cases", type=int, default=4, help="of each test function")
+    parser.add_argument("--seconds", type=float, default=600, help="of a file under a tool, until the last test begins")
+    parser.add_argument("--grace", type=float, default=120, help="seconds for that test and the tool's summary")
+    parser.add_argument("--at-once", type=int, default=4, help="processes")
+    parser.add_argument("--logs", type=Path, default=Path("."), help="where what the tool says is kept, a file each")
+    parser.add_argument("--option", action="append", default=[], help="of compute-sanitizer")
+    given = parser.parse_args(argv)
+    given.logs.mkdir(parents=True, exist_ok=True)
+    clean = True
+
+    def one(pair: tuple[str, Path]) -> bool:
+        found = sanitize(*pair, given)
+        lines = [f"{pair[0]} {pair[1].name}: {len(found.passed)} passed; {found.summary or 'cut off'}"]
+        lines += [f"    failed: {name}" for name in found.failed]
+        lines += [f"    {count} × {what}" for what, count in found.findings.most_common(5)]
+        print("\n".join(lines), flush=True)
+        return found.clean
+
+    with ThreadPoolExecutor(given.at_once) as pool:
+        for ended in pool.map(one, [(tool, file) for tool in given.tools for file in given.files]):
+            clean = clean and ended
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
