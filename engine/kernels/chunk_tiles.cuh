@@ -17,42 +17,58 @@ __device__ __forceinline__ float exp2_of(float v) {
 
 struct Tokens {
     int offset, count, start;  // the chunk's first token in the pass, its tokens, the position of the first
-    int first;                 // the block's first, in the chunk
-    int tiles;                 // of the pass that have tokens
+    int first;                 // the tile's first, in the chunk
     const int* pages;
-
-    __device__ __forceinline__ bool any() const { return first < count; }
 };
 
-// The tokens of a pass's `tile`-th tile; every warp finds them for itself.
+// A pass's chunks in tiles of kQueries tokens; every warp reads them for itself. A lane holds the chunk of its number.
 template <int kQueries>
-__device__ __forceinline__ Tokens tokens_of(const Quad* where, int chunks, const int* page_table, int table_stride, int tile) {
-    const int lane = threadIdx.x % 32;
-    Tokens found{0, 0, 0, 0, 0, page_table};
-    for (int base = 0; base < chunks; base += 32) {
-        Quad chunk = {};
-        if (base + lane < chunks) chunk = load_shared_state(static_cast<const void*>(where + base + lane));
-        const int own = ceil_div(int(chunk.r[1]), kQueries);
-        int upto = own;
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-            const int other = __shfl_up_sync(0xFFFFFFFFu, upto, d);
-            if (lane >= d) upto += other;
-        }
-        const int within = tile - found.tiles - (upto - own);
-        const u32 mine = __ballot_sync(0xFFFFFFFFu, within >= 0 && within < own);
-        if (mine != 0) {
-            const int source = __ffs(int(mine)) - 1;
-            found.offset = __shfl_sync(0xFFFFFFFFu, int(chunk.r[0]), source);
-            found.count = __shfl_sync(0xFFFFFFFFu, int(chunk.r[1]), source);
-            found.start = __shfl_sync(0xFFFFFFFFu, int(chunk.r[2]), source);
-            found.pages = page_table + u64(__shfl_sync(0xFFFFFFFFu, int(chunk.r[3]), source)) * table_stride;
-            found.first = __shfl_sync(0xFFFFFFFFu, within, source) * kQueries;
-        }
-        found.tiles += __shfl_sync(0xFFFFFFFFu, upto, 31);
+struct Table {
+    const Quad* where;
+    int chunks, tiles = 0;  // of the pass; tiles that have tokens
+    Quad front = {};        // the lane's of the first 32
+
+    __device__ __forceinline__ Table(const Quad* where, int chunks) : where(where), chunks(chunks) {
+        front = chunk(0);
+        for (int base = 0; base < chunks; base += 32)
+            tiles += int(__reduce_add_sync(0xFFFFFFFFu, u32(ceil_div(int((base ? chunk(base) : front).r[1]), kQueries))));
     }
-    return found;
-}
+
+    __device__ __forceinline__ Quad chunk(int base) const {
+        const int n = base + threadIdx.x % 32;
+        return n < chunks ? load_shared_state(static_cast<const void*>(where + n)) : Quad{};
+    }
+
+    // The tokens of one of the tiles.
+    __device__ __forceinline__ Tokens find(const int* page_table, int table_stride, int tile) const {
+        const int lane = threadIdx.x % 32;
+        Tokens found{0, 0, 0, 0, page_table};
+        int before = 0;
+        for (int base = 0; base < chunks; base += 32) {
+            const Quad own = base ? chunk(base) : front;
+            const int mine = ceil_div(int(own.r[1]), kQueries);
+            int upto = mine;
+#pragma unroll
+            for (int d = 1; d < 32; d <<= 1) {
+                const int other = __shfl_up_sync(0xFFFFFFFFu, upto, d);
+                if (lane >= d) upto += other;
+            }
+            const int within = tile - before - (upto - mine);
+            const u32 here = __ballot_sync(0xFFFFFFFFu, within >= 0 && within < mine);
+            if (here != 0) {
+                const int source = __ffs(int(here)) - 1;
+                found.offset = __shfl_sync(0xFFFFFFFFu, int(own.r[0]), source);
+                found.count = __shfl_sync(0xFFFFFFFFu, int(own.r[1]), source);
+                found.start = __shfl_sync(0xFFFFFFFFu, int(own.r[2]), source);
+                found.pages = page_table + u64(__shfl_sync(0xFFFFFFFFu, int(own.r[3]), source)) * table_stride;
+                found.first = __shfl_sync(0xFFFFFFFFu, within, source) * kQueries;
+                return found;
+            }
+            before += __shfl_sync(0xFFFFFFFFu, upto, 31);
+        }
+        return found;
+    }
+};
 
 // The keys of a block, in tiles of kKeys: those of one part of what its tokens see.
 struct Keys {
@@ -74,9 +90,9 @@ struct Keys {
     }
 };
 
-// Into how many parts a context is divided at most, so that the pass has no more than `most_blocks` that work.
-__device__ __forceinline__ int most_splits(const Tokens& own, int most_blocks) {
-    return min(int(gridDim.z), max(1, most_blocks / max(1, own.tiles * OP_Q_HEADS)));
+// Into how many parts a context is divided at most, of `most`, so that the pass has no more than `most_blocks` of them.
+__device__ __forceinline__ int most_parts(int tiles, int most, int most_blocks) {
+    return min(most, max(1, most_blocks / max(1, tiles * OP_Q_HEADS)));
 }
 
 // Whether the caller is the last of the blocks that share a context; the counter is then ready for the next launch.

@@ -13,6 +13,11 @@ __device__ __forceinline__ void wait_copy_groups() {  // until at most LEFT of t
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
+// An arrival of the thread's once all its copies so far are done; it waits for none.
+__device__ __forceinline__ void arrive_when_copied(u64& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
 __device__ __forceinline__ Quad load_quad(const void* p) { return *reinterpret_cast<const Quad*>(p); }
 
 // Four 8×8 matrices of 16-bit values; lane 8i + r names row r of matrix i, and lane (g, t) gets row g, columns 2t and

@@ -17,8 +17,9 @@ from engine.kernels.weights import Format
 _THREADS = 256
 _HEADS_TOGETHER, _MANY_TOKENS = 4, 512  # of a warp of `row_heads`, from so many tokens on
 _QUERIES, _WIDE_QUERIES = 64, 128  # tokens of a block of attention
+_WIDE_STAGES = 3  # tiles of keys, and of values, that a block has room for
 _WIDE_DIMS = (64, 128)  # of a head, that products of warpgroups are written for
-_MOST_SPLITS, _SPLITS_TOGETHER = 16, 2  # parts of a context: of one chunk, of several
+_MOST_SPLITS, _SPLITS_TOGETHER = 16, 2  # parts of a context, at most; by warps, where chunks are several
 LOG2_E = 1.4426950408889634
 
 
@@ -185,21 +186,26 @@ class AttentionGrid:
     tiles: int  # of tokens, at most
     splits: int  # parts of a context, at most
     most_blocks: int  # that a pass should have
+    blocks: tuple[int, int, int]  # of the grid
 
     @property
     def queries(self) -> int:
-        """Tokens of a block."""
+        """Tokens of a tile."""
         return _WIDE_QUERIES if self.wide else _QUERIES
 
 
 def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -> AttentionGrid:
     """For so many tokens in so many chunks: contexts are divided until every multiprocessor has what it holds."""
     wide = gpu.warpgroups and layout.dim in _WIDE_DIMS
-    tiles = -(-tokens // (_WIDE_QUERIES if wide else _QUERIES)) + chunks - 1
-    most = gpu.multiprocessors * (1 if wide else 2)
-    # A block that finds no tokens has a multiprocessor to itself for a moment, so several chunks are divided little.
-    splits = min(_MOST_SPLITS, most // (tiles * layout.queries)) if chunks == 1 else _SPLITS_TOGETHER
-    return AttentionGrid(wide, tiles, max(1, splits), most)
+    full = -(-tokens // (_WIDE_QUERIES if wide else _QUERIES))
+    tiles, most = full + chunks - 1, gpu.multiprocessors * (1 if wide else 2)
+    splits = max(1, min(_MOST_SPLITS, most // (full * layout.queries)))
+    if wide:  # a block takes one item after the other, an item being a tile's part for one head
+        items = most if chunks > 1 else full * splits * layout.queries
+        return AttentionGrid(wide, tiles, splits, most, (min(most, items), 1, 1))
+    if chunks > 1:  # a block that finds no tokens has a multiprocessor to itself for a moment
+        splits = _SPLITS_TOGETHER
+    return AttentionGrid(wide, tiles, splits, most, (layout.queries, tiles, splits))
 
 
 def splits_of(
@@ -249,15 +255,16 @@ def attend_chunks(
         "tokens": tokens,
         "scale": layout.dim**-0.5 * LOG2_E,
         "window": layer.window or 0,
+        "most_splits": grid.splits,
         "most_blocks": grid.most_blocks,
     }
     if grid.wide:
-        shared, threads = 4 * 128 * layout.dim * 2, 384
+        shared, threads = 2 * _WIDE_STAGES * 128 * layout.dim * 2, 384
     else:
         keys = 16 if layout.dim > 128 else 64
         shared, threads = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2, 128
     defines = head_defines(layout) | {"OP_ORDER": int(order)}
     name = "prefill_attention_wide" if grid.wide else "prefill_attention"
     kernel = library.kernel(name, "prefill_attention", defines, shared)
-    shape = Shape((layout.queries, grid.tiles, grid.splits), threads, shared)
+    shape = Shape(grid.blocks, threads, shared)
     return prepare(kernel, shape, {**values, **CHAIN})

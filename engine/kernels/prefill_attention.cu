@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_values(Rows& rows, const float (&s)[kKeys / 
 extern "C" __global__ void __launch_bounds__(kThreads)
     prefill_attention(const u16* queries, const u16* key_pool, const u16* value_pool, const Quad* where, int chunks,
                       const int* page_table, int table_stride, float* split_out, Float2* split_sums, int* arrivals,
-                      u16* out, int tokens, float scale, int window, int most_blocks, int trigger) {
+                      u16* out, int tokens, float scale, int window, int most_splits, int most_blocks, int trigger) {
     extern __shared__ __align__(128) u16 shared[];
     __shared__ bool last_one;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
@@ -57,10 +57,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (trigger == 0) let_next_start();
     wait_for_previous();
     if (trigger == 1) let_next_start();
-    const Tokens own = tokens_of<kQueries>(where, chunks, page_table, table_stride, block);
-    if (!own.any()) return;
+    const Table<kQueries> table(where, chunks);
+    if (block >= table.tiles) return;
+    const Tokens own = table.find(page_table, table_stride, block);
     Keys keys;
-    if (!keys.divide<kQueries, kKeys>(own, window, most_splits(own, most_blocks), blockIdx.z)) return;
+    if (!keys.divide<kQueries, kKeys>(own, window, most_parts(table.tiles, most_splits, most_blocks), blockIdx.z)) return;
     const int splits = keys.splits, first = own.first, count = own.count;
     u16 *query = shared, *stages = shared + kQueries * kRow;
     const Pool pool{key_pool, value_pool, own.pages, head / (OP_Q_HEADS / OP_KV_HEADS), own.start + count};

@@ -1,15 +1,26 @@
 // `prefill_attention` for GPUs of compute capability 9.0, by products of warpgroups: 128 tokens of one head a block.
 //
-// Two warpgroups have 64 tokens each; a third copies pages into a ring of two tiles of keys and two of values. While the
-// products with a tile's values run, the scores of the next are made and weighed.
+// Two warpgroups have 64 tokens each; a third copies pages into a ring of three tiles of keys and three of values. While
+// the products with a tile's values run, the scores of the next are made and weighed; the two warpgroups start their
+// products by turns, so that one weighs while the other's are computed. A block takes one item after the other.
 #include "chunk_tiles.cuh"
 #include "warpgroup.cuh"
 
 constexpr int kReaders = 2, kQueries = kReaders * 64, kThreads = kReaders * 128;  // threads that compute
-constexpr int kKeys = 128, kStages = 2;
+constexpr int kKeys = 128, kStages = 3, kBehind = 2;  // copies of a tile under way when the one before them is announced
+constexpr bool kTurns = false, kAsync = true;
 constexpr int kPanel = kKeys * 128, kTile = kDim / 64 * kPanel;  // bytes of 64 columns of a tile; of a tile
 constexpr int kSegments = kDim / 8, kAtOnce = 128 / kSegments;  // of a row; rows that the copying threads copy at once
 static_assert(kDim == 64 || kDim == 128, "head");
+
+// Where in a ring of stages one is.
+struct Place {
+    int stage = 0, round = 0;  // round: odd or even
+
+    __device__ __forceinline__ void next() {
+        if (++stage == kStages) stage = 0, round ^= 1;
+    }
+};
 
 struct Barriers {
     u64 full[2][kStages], empty[2][kStages];  // of keys, of values
@@ -43,15 +54,16 @@ struct Pool {
         }
     }
 
-    __device__ __forceinline__ void bring(const Keys& keys, u8* ring, Barriers& barriers) const {
-        constexpr int kBehind = 2;  // copies of a tile under way when the one before them is announced
+    // `copied`: tiles of keys and of values so far.
+    __device__ __forceinline__ void bring(const Keys& keys, u8* ring, Barriers& barriers, int& copied) const {
         const int lane = threadIdx.x % 32;
         const int last = (known - 1) / kPage;
         auto page_of = [&](int tile) {
             const int n = tile * (kKeys / kPage) + lane;
             return lane < kKeys / kPage && n <= last ? pages[n] : 0;
         };
-        int id = page_of(keys.tile), copied = 0, told = 0;
+        int id = page_of(keys.tile), told = copied;
+        const int before = copied + kBehind;
         auto tell = [&] {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             arrive(barriers.full[told % 2][told / 2 % kStages]);
@@ -64,12 +76,17 @@ struct Pool {
                 const int round = copied / 2 / kStages, stage = copied / 2 % kStages;
                 wait_barrier(barriers.empty[what][stage], (round & 1) ^ 1);
                 copy(what, ring + (what * kStages + stage) * kTile, tile, id);
-                end_copy_group();
                 ++copied;
-                if (copied > kBehind) wait_copy_groups<kBehind>(), tell();
+                if (kAsync) {
+                    arrive_when_copied(barriers.full[what][stage]);
+                    continue;
+                }
+                end_copy_group();
+                if (copied > before) wait_copy_groups<kBehind>(), tell();
             }
             id = next;
         }
+        if (kAsync) return;
         wait_copy_groups<0>();
         while (told < copied) tell();
     }
@@ -117,84 +134,139 @@ __device__ __forceinline__ void pack(u32 (&weights)[kKeys / 16][4], const float 
         for (int i = 0; i < 4; ++i) weights[k][i] = pack_bf16(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
 }
 
-// Grid: heads, tiles of tokens, parts of a context.
+// The parts of contexts that a block has, one after the other; how many parts a context has at most. Those that see most
+// come first, and every other round goes backwards, so that blocks end together.
+template <class Each>
+__device__ __forceinline__ int each_part(const Quad* where, int chunks, const int* page_table, int table_stride, int window,
+                                         int most_splits, int most_blocks, Each&& each) {
+    Table<kQueries> table(where, chunks);
+    const int parts = most_parts(table.tiles, most_splits, most_blocks), items = table.tiles * parts * OP_Q_HEADS;
+    for (int base = 0; base < items; base += gridDim.x) {
+        const int item = base + (base / int(gridDim.x) % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+        if (item >= items) continue;
+        if (base > 0) table.front = table.chunk(0);  // rather than kept
+        const int nth = item / OP_Q_HEADS;
+        const Tokens own = table.find(page_table, table_stride, table.tiles - 1 - nth / parts);
+        Keys keys;
+        if (keys.divide<kQueries, kKeys>(own, window, parts, nth % parts)) each(own, keys, item % OP_Q_HEADS, nth % parts);
+    }
+    return parts;
+}
+
+// Where contexts are divided a block has no more than one part, and whoever ends last puts those of its tokens together.
+__device__ __forceinline__ void put_together(const Quad* where, int chunks, const int* page_table, int table_stride, int window,
+                                             int most_splits, int most_blocks, Float2 (*sums)[kMostSplits],
+                                             const float* split_out, const Float2* split_sums, int* arrivals, u16* out,
+                                             int tokens) {
+    __shared__ bool last_one;
+    const Table<kQueries> table(where, chunks);
+    const int parts = most_parts(table.tiles, most_splits, most_blocks), head = blockIdx.x % OP_Q_HEADS;
+    const int nth = blockIdx.x / OP_Q_HEADS, tile = table.tiles - 1 - nth / parts;
+    if (tile < 0) return;
+    const Tokens own = table.find(page_table, table_stride, tile);
+    Keys keys;
+    if (!keys.divide<kQueries, kKeys>(own, window, parts, nth % parts) || keys.splits == 1) return;
+    auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); };
+    __threadfence();
+    sync();
+    if (threadIdx.x == 0) last_one = is_last(arrivals + tile * OP_Q_HEADS + head, keys.splits);
+    sync();
+    if (!last_one) return;
+    __threadfence();
+    merge_parts<kQueries, kThreads>(sums, split_out, split_sums, own, keys.splits, head, tokens, out, sync);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     prefill_attention(const u16* queries, const u8* key_pool, const u8* value_pool, const Quad* where, int chunks,
                       const int* page_table, int table_stride, float* split_out, Float2* split_sums, int* arrivals,
-                      u16* out, int tokens, float scale, int window, int most_blocks, int trigger) {
+                      u16* out, int tokens, float scale, int window, int most_splits, int most_blocks, int trigger) {
     extern __shared__ __align__(1024) u8 ring[];
     __shared__ Barriers barriers;
-    __shared__ bool last_one;
+    __shared__ Float2 sums[kQueries][kMostSplits];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-    const int head = blockIdx.x, block = gridDim.y - 1 - blockIdx.y;  // those that see most come first
     if (trigger == 0) let_next_start();
     barriers.init();
     wait_for_previous();
     if (trigger == 1) let_next_start();
-    const Tokens own = tokens_of<kQueries>(where, chunks, page_table, table_stride, block);
-    if (!own.any()) return;
-    Keys keys;
-    if (!keys.divide<kQueries, kKeys>(own, window, most_splits(own, most_blocks), blockIdx.z)) return;
-    const int splits = keys.splits;
 
     if (warp >= kThreads / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        const Pool pool{{key_pool, value_pool}, own.pages, head / (OP_Q_HEADS / OP_KV_HEADS), own.start + own.count};
-        pool.bring(keys, ring, barriers);
+        int copied = 0;
+        each_part(where, chunks, page_table, table_stride, window, most_splits, most_blocks,
+                  [&](const Tokens& own, const Keys& keys, int head, int) {
+                      const int kv = head / (OP_Q_HEADS / OP_KV_HEADS);
+                      const Pool pool{{key_pool, value_pool}, own.pages, kv, own.start + own.count};
+                      pool.bring(keys, ring, barriers, copied);
+                  });
+        wait_copy_groups<0>();
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    const int first = own.first + warp * 16, m = first + g;
-    auto stage = [&](int what, int n) { return ring + (what * kStages + n % kStages) * kTile; };
-    auto await = [&](int what, int n) { wait_barrier(barriers.full[what][n % kStages], n / kStages & 1); };
-    auto leave = [&](int what, int n) {
-        if (lane == 0) arrive(barriers.empty[what][n % kStages]);
+    const int group = warp / 4;
+    auto take_turn = [&] {
+        if (kTurns) asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(kThreads) : "memory");
     };
-    Reader reader;
-    reader.load(queries, own, m, head);
-    float s[kKeys / 2], kept[2];
-    u32 weights[kKeys / 16][4];
-    auto weigh = [&](int tile) {
-        if (window > 0 || tile * kKeys + kKeys - 1 > own.start + first)
-            mask<kKeys>(s, tile * kKeys, own.start + m, window);
-        reader.rows.weigh<kKeys>(s, scale, kept);
+    auto give_turn = [&] {
+        if (kTurns) asm volatile("bar.arrive %0, %1;" ::"r"(3 - group), "n"(kThreads) : "memory");
     };
-    const int count = keys.end - keys.tile + 1;
-    await(0, 0);
-    reader.start_scores(s, stage(0, 0));
-    wait_products<0>();
-    settle(s);
-    leave(0, 0);
-    weigh(keys.tile);
-    pack(weights, s);
-    for (int n = 1; n < count; ++n) {
-        await(0, n);
-        reader.start_scores(s, stage(0, n));
-        await(1, n - 1);
-        reader.start_values(weights, stage(1, n - 1));
-        wait_products<1>();
+    if (group == 1) give_turn();
+    Place at[2];  // of the next tile of keys, of values
+    const int parts = each_part(where, chunks, page_table, table_stride, window, most_splits, most_blocks,
+              [&](const Tokens& own, const Keys& keys, int head, int split) {
+        const int first = own.first + warp * 16, m = first + g, splits = keys.splits;
+        auto await = [&](int what) {
+            wait_barrier(barriers.full[what][at[what].stage], at[what].round);
+            if (kAsync) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        };
+        auto stage = [&](int what) { return ring + (what * kStages + at[what].stage) * kTile; };
+        auto leave = [&](int what) {
+            if (lane == 0) arrive(barriers.empty[what][at[what].stage]);
+            at[what].next();
+        };
+        Reader reader;
+        reader.load(queries, own, m, head);
+        float s[kKeys / 2], kept[2];
+        u32 weights[kKeys / 16][4];
+        auto weigh = [&](int tile) {
+            if (window > 0 || tile * kKeys + kKeys - 1 > own.start + first)
+                mask<kKeys>(s, tile * kKeys, own.start + m, window);
+            reader.rows.weigh<kKeys>(s, scale, kept);
+        };
+        const int count = keys.end - keys.tile + 1;
+        await(0);
+        take_turn();
+        reader.start_scores(s, stage(0));
+        give_turn();
+        wait_products<0>();
         settle(s);
-        leave(0, n);
-        weigh(keys.tile + n);
+        leave(0);
+        weigh(keys.tile);
+        pack(weights, s);
+        for (int n = 1; n < count; ++n) {
+            await(0);
+            take_turn();
+            reader.start_scores(s, stage(0));
+            await(1);
+            reader.start_values(weights, stage(1));
+            give_turn();
+            wait_products<1>();
+            settle(s);
+            leave(0);
+            weigh(keys.tile + n);
+            wait_products<0>();
+            settle(reader.rows.out), settle(weights);
+            leave(1);
+            reader.rows.keep(kept);
+            pack(weights, s);
+        }
+        await(1);
+        reader.start_values(weights, stage(1));
         wait_products<0>();
         settle(reader.rows.out), settle(weights);
-        leave(1, n - 1);
-        reader.rows.keep(kept);
-        pack(weights, s);
-    }
-    await(1, count - 1);
-    reader.start_values(weights, stage(1, count - 1));
-    wait_products<0>();
-    settle(reader.rows.out), settle(weights);
-    reader.rows.leave(own, m, head, splits, blockIdx.z, tokens, scale, split_out, split_sums, out);
-    if (splits == 1) return;
-    auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); };
-    __threadfence();
-    sync();
-    if (threadIdx.x == 0) last_one = is_last(arrivals + block * gridDim.x + head, splits);
-    sync();
-    if (!last_one) return;
-    __threadfence();
-    merge_parts<kQueries, kThreads>(reinterpret_cast<Float2(*)[kMostSplits]>(ring), split_out, split_sums, own, splits, head,
-                                    tokens, out, sync);
+        leave(1);
+        reader.rows.leave(own, m, head, splits, split, tokens, scale, split_out, split_sums, out);
+    });
+    if (parts == 1) return;
+    put_together(where, chunks, page_table, table_stride, window, most_splits, most_blocks, sums, split_out, split_sums, arrivals,
+                 out, tokens);
 }

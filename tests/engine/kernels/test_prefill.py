@@ -39,6 +39,20 @@ def test_parts_have_room_whatever_a_pass_holds(recorder: Any, layout: Heads, gpu
             assert grid.tiles * grid.queries >= size + (chunks - 1) * (grid.queries - 1)
 
 
+@pytest.mark.parametrize(
+    "layout", [Heads(2, 1, 64, False), Heads(16, 8, 128, False), Heads(32, 8, 128, False)], ids=str
+)
+def test_blocks_that_share_a_context_have_no_more_than_one_part_each(layout: Heads) -> None:
+    """Of a pass of any number of tiles: whoever ends last puts the parts of its own tile together, and of no other."""
+    for size in SIZES:
+        for chunks in (1, 32):
+            grid = ops.attention_grid(layout, size, GPUS[0], chunks)
+            assert grid.blocks[0] <= GPUS[0].multiprocessors
+            for tiles in range(1, grid.tiles + 1):
+                parts = min(grid.splits, max(1, grid.most_blocks // (tiles * layout.queries)))  # as the kernel has it
+                assert parts == 1 or tiles * parts * layout.queries <= grid.blocks[0]
+
+
 def test_a_pass_without_room_for_its_parts_is_refused(recorder: Any) -> None:
     layout = Heads(2, 1, 64, False)
     splits = ops.splits_of(layout, (16,), CPU, gpu=GPUS[0])
