@@ -92,7 +92,7 @@ class ForwardPass:
         self.gpu = self.library.gpu
         self.overlap = self.gpu.overlap
         self.launcher: Enqueues = launcher_of(parts.model.placement.device)
-        self.products = Products(self.library, self.launcher, self.gpu, self.overlap, parts.plain)
+        self.products = Products(self.library, self.launcher, self.gpu, self.overlap, parts.plain, parts.chosen)
         self.layout = heads_of(parts)
         self.embedding = Embedding(parts.model.rope, parts.model.config.norm_eps)
         self.buffers = self._allocate(tuple(sizes))

@@ -11,6 +11,7 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Enqueues
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear, Linear
+from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
 from engine.linear.plain_copies import PlainCopies
 
@@ -27,9 +28,18 @@ def why_not(linear: Linear) -> str | None:
 class Products:
     """Multiplies a chunk by any linear, into a buffer that all products share."""
 
-    def __init__(self, library: Kernels, launcher: Enqueues, gpu: GpuShape, overlap: bool, plain: PlainCopies) -> None:
+    def __init__(
+        self,
+        library: Kernels,
+        launcher: Enqueues,
+        gpu: GpuShape,
+        overlap: bool,
+        plain: PlainCopies,
+        chosen: ChosenProducts,
+    ) -> None:
         self._library = library
         self._plain = plain
+        self._chosen = chosen
         self._launcher = launcher
         self._overlap = overlap  # a product may start before what precedes it has ended
         self._gpu = gpu
@@ -62,7 +72,7 @@ class Products:
         if x.is_meta:  # nothing to multiply, and no kernel of ours
             return ops.Parts(out)
         if dense.bias is None:
-            torch.mm(x, dense.weight.t(), out=out)
+            self._chosen.multiply(dense.weight, x, out)
         else:
             torch.addmm(dense.bias, x, dense.weight.t(), out=out)
         return ops.Parts(out)

@@ -11,6 +11,7 @@ from engine.execution.speculation.draft_model import DraftModel
 from engine.kernels.build import MINIMUM_CAPABILITY, KernelLibrary, Kernels, WantedKernels, open_library
 from engine.kernels.step import StepWeights
 from engine.kv.kv_cache import KvCache
+from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
@@ -58,6 +59,7 @@ class Parts:
     sequences: SequenceTable = field(default_factory=SequenceTable)
     constraints: Constraints = field(default_factory=Constraints)
     plain: PlainCopies = field(default_factory=PlainCopies)
+    chosen: ChosenProducts = field(default_factory=ChosenProducts)
     decode: DecodeWeights = field(default_factory=DecodeWeights)
     draft: DraftModel | None = None
     gpu: GpuKernels = field(default_factory=GpuKernels)

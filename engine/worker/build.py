@@ -16,11 +16,12 @@ from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import GpuKernels, Parts
 from engine.fake import plain_request
-from engine.kernels.build import BuildError, open_library
+from engine.kernels.build import BuildError, default_cache, open_library
 from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room, make_room
-from engine.linear import Placement
+from engine.linear import DenseLinear, Placement
+from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.linear.products import CpuProducts, NoProducts, open_products
 from engine.loading.border import AGAIN
@@ -174,6 +175,8 @@ def _assemble(
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     plain = plain_copies(linears, sequences, free_bytes(device)) if device.type == "cuda" else PlainCopies()
+    dense = [one for one in (*linears, *plain.held.values()) if isinstance(one, DenseLinear)]
+    chosen = ChosenProducts(dense, default_cache().parent / "products")
     beside = 0 if drafting is None else drafting.page_bytes
     free = free_bytes(device)
     room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)
@@ -184,7 +187,18 @@ def _assemble(
     sampler = Sampler(config.vocab_size, sequences, device, constraints)
     draft = None if drafting is None else drafting.make(room, sequences, constraints)
     context = room.max_context
-    parts = Parts(model, pool, sampler, sequences, context, constraints=constraints, plain=plain, draft=draft, gpu=gpu)
+    parts = Parts(
+        model,
+        pool,
+        sampler,
+        sequences,
+        context,
+        constraints=constraints,
+        plain=plain,
+        chosen=chosen,
+        draft=draft,
+        gpu=gpu,
+    )
     return Prepared(parts, room, loaded.digest, loaded.weight_format)
 
 

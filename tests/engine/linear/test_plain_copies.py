@@ -11,6 +11,7 @@ from engine.execution.products import Products
 from engine.kernels.gpu import GpuShape
 from engine.kernels.weights import Format, dequantize, to_matrix
 from engine.linear import DenseLinear, Linear
+from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
 from engine.linear.plain_copies import OWN_ROWS, PlainCopies, plain_copies
 from quant.checkpoint.forms import Int4Groups, Int8Rows
@@ -57,7 +58,7 @@ def test_there_is_none_for_few_rows_or_little_memory_or_plain_weights() -> None:
 def test_products_lay_their_tokens_out_for_whoever_multiplies() -> None:
     packed, nothing = linear("int4"), cast(Any, None)  # no kernel is launched
     for copies, wide in ((PlainCopies(), Format.INT4), (plain_copies([packed], 256, PLENTY), Format.BF16)):
-        products = Products(nothing, nothing, GpuShape(132, 227 << 10, True), True, copies)
+        products = Products(nothing, nothing, GpuShape(132, 227 << 10, True), True, copies, ChosenProducts())
         assert products.order(packed, 256) is wide
         assert products.order(packed, 64) is Format.INT4
         if wide is Format.BF16:

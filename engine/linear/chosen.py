@@ -1,0 +1,157 @@
+"""Products of many tokens with plain weights on a GPU, each by the algorithm of cuBLASLt that took the least time.
+
+The library's own choice stays unless another is clearly faster. What was chosen once on a GPU, with a version of the
+library, is kept beside the compiled kernels: a server that is started again rounds as it did before."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.linear import DenseLinear
+from engine.linear.cublas import Cublas, CublasError, Prepared, Product
+
+TOKENS = (
+    256,
+    384,
+    512,
+    1024,
+    2048,
+)  # of the products that are chosen; others are rare, or the library's choice is the best
+LEAST_WEIGHTS = 8 << 20  # of a matrix; smaller products gain nothing that shows
+_NEIGHBOURS = (96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)  # tokens whose algorithms are tried as well
+_ALGORITHMS = 8  # the library names, of each
+_LEAST_GAIN = 0.015
+_LAYERS, _FEW_LAYERS = 8, 3  # whose weights are gone through, so that they do not come out of the L2
+_FINALISTS, _ROUNDS = 3, 3
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    prepared: Prepared
+    algorithm: bytes
+
+
+class ChosenProducts:
+    """For the weights given, by shape. Without the library or without a GPU: torch's product."""
+
+    def __init__(self, linears: Iterable[DenseLinear] = (), folder: Path | None = None) -> None:
+        self._weights: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for linear in linears:
+            rows, columns = linear.weight.shape
+            held = self._weights.setdefault((rows, columns), [])
+            if linear.weight.is_cuda and rows * columns >= LEAST_WEIGHTS and len(held) < _LAYERS:
+                held.append(linear.weight)
+        self._known: dict[Product, _Chosen | None] = {}
+        self._cublas = _library(next((held[0].device for held in self._weights.values() if held), None))
+        self._kept: Path | None = None
+        if folder is not None and self._cublas is not None:
+            self._kept = folder / self._cublas.name
+
+    def multiply(self, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x · weightᵀ. The first of a shape is timed, so it may not be part of a capture."""
+        product = Product(x.shape[0], *weight.shape)
+        if product not in self._known:
+            self._known[product] = self._choose(product, x, out)
+        chosen = self._known[product]
+        if chosen is None or self._cublas is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            self._cublas.multiply(chosen.prepared, chosen.algorithm, weight, x, out)
+
+    def _choose(self, product: Product, x: torch.Tensor, out: torch.Tensor) -> _Chosen | None:
+        """None: torch's."""
+        weights = self._weights.get((product.rows, product.columns))
+        if self._cublas is None or not weights or product.tokens not in TOKENS:
+            return None
+        try:
+            prepared, name = self._cublas.prepare(product, _ALGORITHMS), str(product)
+            kept = self._read().get(name)
+            if kept is None:
+                kept = self._fastest(self._cublas, product, prepared, weights, x, out)
+                self._keep(name, kept)
+            if not kept:
+                return None
+            algorithm = bytes.fromhex(kept)
+            return _Chosen(prepared, algorithm) if self._cublas.fits(prepared, algorithm) else None
+        except (CublasError, ValueError) as failure:
+            _log.info("%s goes by the library's own choice: %s", product, failure)
+            return None
+
+    def _fastest(
+        self,
+        cublas: Cublas,
+        product: Product,
+        prepared: Prepared,
+        weights: list[torch.Tensor],
+        x: torch.Tensor,
+        out: torch.Tensor,
+    ) -> str:
+        """In hexadecimal; "": torch's."""
+        tried = dict.fromkeys(prepared.algorithms)
+        for tokens in _NEIGHBOURS:
+            other = cublas.prepare(Product(tokens, product.rows, product.columns), _ALGORITHMS)
+            tried |= dict.fromkeys(other.algorithms)
+
+        x = torch.randn_like(x)  # what a rehearsal is fed is zeros, which a GPU multiplies faster
+
+        def milliseconds(algorithm: bytes | None, layers: list[torch.Tensor]) -> float:
+            made: type[torch.cuda.Event] = torch.cuda.Event
+            began, ended = made(enable_timing=True), made(enable_timing=True)
+            for at in range(-1, len(layers)):  # once for nothing
+                if at == 0:
+                    began.record()
+                if algorithm is None:
+                    torch.mm(x, layers[at].t(), out=out)
+                else:
+                    cublas.multiply(prepared, algorithm, layers[at], x, out)
+            ended.record()
+            ended.synchronize()
+            return float(began.elapsed_time(ended))
+
+        rough = sorted((milliseconds(one, weights[:_FEW_LAYERS]), one) for one in tried if cublas.fits(prepared, one))
+        last: list[bytes | None] = [None, *(one for _, one in rough[:_FINALISTS])]
+        # The rounds alternate, since the clock of a GPU that gets warm falls.
+        rounds = [[milliseconds(one, weights) for one in last] for _ in range(_ROUNDS)]
+        times = [min(each) for each in zip(*rounds, strict=True)]
+        best = min(range(len(last)), key=lambda at: times[at])
+        _log.info("%s: %.3f of the library's time, of %d algorithms", product, times[best] / times[0], len(rough))
+        chosen = last[best]
+        return "" if chosen is None or times[best] > times[0] * (1 - _LEAST_GAIN) else chosen.hex()
+
+    def _read(self) -> dict[str, str]:
+        try:
+            found = {} if self._kept is None else json.loads(self._kept.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _keep(self, product: str, algorithm: str) -> None:
+        """A file that is there is replaced whole."""
+        if self._kept is None:
+            return
+        try:
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._kept.parent, delete=False) as file:
+                json.dump({**self._read(), product: algorithm}, file)
+            os.replace(file.name, self._kept)
+        except OSError as failure:
+            _log.warning("which products are fastest is not kept: %s", failure)
+
+
+def _library(device: torch.device | None) -> Cublas | None:
+    if device is None:
+        return None
+    try:
+        return Cublas(device)
+    except CublasError as failure:
+        _log.info("products go by the library's own choice: %s", failure)
+        return None
