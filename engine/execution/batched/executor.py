@@ -65,7 +65,6 @@ class Batched:
         self._sequences = parts.sequences
         self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
         self._fused = True
-        self._joining = 0  # sequences of the step that will have their first token behind its rows
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures."""
@@ -76,14 +75,13 @@ class Batched:
         """Rows of one token that the kernels can choose a successor for, as many as there are row states."""
         if not self._fused:
             return ()
-        self._joining = sum(row.count > 1 and row.sample for row in rows)
         of, holds = self._sequences.of, self._pipeline.holds
         mine = tuple(row for row in rows if row.count == 1 and row.sample and (holds(row.key) or can_choose(of(row))))
         return mine[: self._pipeline.most_rows]
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One token or several a row."""
-        return self._pipeline.step(rows, self._joining)
+        return self._pipeline.step(rows)
 
     def switch(self, name: str, enabled: bool) -> None:
         """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""

@@ -24,7 +24,6 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 
 AHEAD = 2  # steps under way when a call returns: one runs, and one is there when it ends
-JOINING = 1 / 4  # of the rows: where more are about to join, no step is launched ahead of them
 MOST_AHEAD = 2 * AHEAD  # steps not yet read, when rows come
 NO_TOKEN = 4  # flag of an entry; any other flag ends its row as well
 _FAR = 1 << 62
@@ -113,20 +112,17 @@ class BatchPipeline:
         """Whether the sequence is among its rows."""
         return key in self._held
 
-    def step(self, rows: Rows[Row], joining: int = 0) -> dict[int, RowResult]:
-        """At least one id for each row, and whatever else has come. Where many are `joining`, whose prompts are
-        computed behind this step, nothing is launched ahead: that would be steps of few rows, in front of what makes
-        them many."""
-        ahead = 0 if joining > JOINING * len(rows) else AHEAD
+    def step(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        """At least one id for each row, and whatever else has come."""
         try:
             changes = self._agree(rows)
             if changes:
                 self._device.change(changes)
                 live = [own for own in self._held.values() if not own.gone]
                 self._useful = min(max(own.end for own in live), min(own.reach for own in live))
-            self._launch(max(ahead, 1))
+            self._launch()
             self._receive()
-            self._launch(ahead)
+            self._launch()
         except BaseException:
             self._abandon()
             raise
@@ -217,10 +213,10 @@ class BatchPipeline:
 
     # Steps
 
-    def _launch(self, ahead: int) -> None:
+    def _launch(self) -> None:
         """Launches as far ahead as is wanted, allowed and of use."""
         read = self._launched - len(self._under_way)
-        wanted = min(max(read, self._joined - 1) + ahead, self._useful)
+        wanted = min(max(read, self._joined - 1) + AHEAD, self._useful)
         while self._launched < wanted:
             self._device.launch(len(self._moving))
             self._launched += 1

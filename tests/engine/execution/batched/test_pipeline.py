@@ -39,14 +39,12 @@ class Batches:
     def __init__(self, device: SlowBatches, max_context: int) -> None:
         self.sequences = SequenceTable()
         self.pipeline = BatchPipeline(device, self.sequences, max_context, BUCKETS)
-        self.joining = 0
 
     def claims(self, rows: Rows[Row]) -> Rows[Row]:
-        self.joining = sum(row.count > 1 and row.sample for row in rows)
         return [row for row in rows if row.count == 1 and row.sample][: self.pipeline.most_rows]
 
     def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        return self.pipeline.step(rows, self.joining)
+        return self.pipeline.step(rows)
 
 
 class BatchesLife(Life):
@@ -101,29 +99,6 @@ def test_rows_that_stay_are_told_nothing_and_the_device_is_kept_busy() -> None:
     assert sum(len(one.entered) for one in life.device.told) == 7
     assert len(life.device.launched) - steps < 100
     assert sum(len(one.moved) for one in life.device.told) <= 7
-
-
-def test_no_step_of_few_rows_is_ahead_of_those_who_make_them_many() -> None:
-    life = BatchesLife(3, 200, LOOKAHEAD, -1, most=12)
-    for key in range(4):
-        life.take(request([key, 5], max_tokens=40))
-    while min(map(len, life.got)) < 3:
-        life.step()
-    pipeline, steps = life.decoding.pipeline, len(life.device.launched)
-    under_way = len(pipeline._under_way)
-    for key in range(4, 10):
-        life.take(request([key, 5], max_tokens=40))
-    life.step()  # their prompts, behind one step of the four
-    assert len(life.device.launched) == max(steps, steps + 1 - under_way)
-    while not all(life.got):
-        assert not pipeline._under_way
-        life.step()
-    life.step()
-    assert life.device.launched[-1] == 12
-    assert len(pipeline._under_way) == AHEAD  # nobody joins any more
-    while life.step():
-        pass
-    life.check()
 
 
 def test_rows_move_down_into_a_smaller_batch() -> None:
