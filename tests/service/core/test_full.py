@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import grpc
 import pytest
@@ -157,6 +158,8 @@ def test_who_storms_a_full_queue_is_refused_without_a_look(narrow: Server) -> No
             looked = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss")
             calls = [narrow.generation.Generate.future(greedy(f"unknown still {n}"), timeout=60) for n in range(150)]
             assert {call.code() for call in calls} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            refusals = [Refusal.of(cast(grpc.RpcError, call.exception())) for call in calls]
+            assert all(one.reason == "QUEUE_FULL" and one.retry_ms >= 100 for one in refusals), "read or not"
             looked_since = value(page_of(narrow), "cache_requests_total", cache="response", outcome="miss") - looked
             if looked_since < 150:
                 break
