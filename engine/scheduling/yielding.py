@@ -111,7 +111,9 @@ class Yielding:
         if self._prompts:
             self._since_chunk = 0.0
             usual = self._costs.get(self._fed)
-            self._chunk = max(seconds - (usual.seconds if usual is not None else 0.0), 0.0)
+            # A step may bring tokens of those that were launched before it.
+            others = usual.seconds * tokens / len(rows) if usual is not None else 0.0
+            self._chunk = max(now - began - others, 0.0)
             self._settling = _SETTLING
         elif len(rows) == len(plan.rows) and not self._settling:
             self._costs.setdefault(self._fed, _Cost()).learn(seconds)
@@ -124,25 +126,31 @@ class Yielding:
 
     def _allowed(self, most: int) -> int:
         """Rows of the background in the next step."""
-        alone = self._costs.get(0)
-        if alone is None or not alone.known:
+        alone = self._alone()
+        if not alone:
             return 0
         rows = 0
         while (more := max(1, 2 * rows)) <= most:
             cost = self._costs.get(more)
             if cost is None or not cost.known:
                 return more
-            if cost.seconds > _LONGER * alone.seconds:
+            if cost.seconds > _LONGER * alone:
                 break
             rows = more
         return rows
 
     def _spare(self) -> bool:
         """Whether it is time for a chunk of the background's prompts."""
+        alone = self._alone()
+        return alone > 0 and self._since_chunk * _PROMPTS >= (self._chunk or _GUESSED * alone)
+
+    def _alone(self) -> float:
+        """Seconds of a step without the background; 0 before it was measured. No step with some of it is shorter: where
+        one was, those without came just after many rows had been fed, whose steps were still under way."""
         alone = self._costs.get(0)
         if alone is None or not alone.known:
-            return False
-        return self._since_chunk * _PROMPTS >= (self._chunk or _GUESSED * alone.seconds)
+            return 0.0
+        return min(cost.seconds for cost in self._costs.values() if cost.known)
 
 
 def _sides(sequences: Items[Sequence]) -> _Sides | None:

@@ -28,6 +28,8 @@ class Device:
         self.runner = FakeRunner(EngineSettings(model="", kind="fake", max_sequences=MOST, fake=fake))
         limits = Limits(max_sequences=MOST, max_batch_tokens=2048, max_context=4096)
         self.scheduler, self.now = Scheduler(limits, PagePool(8192)), 5.0
+        self.late = 0.0  # seconds that each of six steps takes longer after one of many rows, which is still under way
+        self._late = 0  # of those, how many are to come
         self.times: dict[int, list[float]] = {}  # of each token
         self.over: set[int] = set()
 
@@ -44,7 +46,8 @@ class Device:
         plan = self.scheduler.plan(self.now)
         assert plan is not None
         rows = sum(row.count == 1 for row in plan.rows)
-        self.now += cost(rows, sum(row.count for row in plan.rows) - rows)
+        self.now += cost(rows, sum(row.count for row in plan.rows) - rows) + (self.late if self._late else 0.0)
+        self._late = 6 if rows > 16 else max(0, self._late - 1)
         for event in self.scheduler.commit(plan, self.runner.run(plan), self.now):
             assert event.failure is None
             self.times[event.key] += [self.now] * len(event.token_ids)
@@ -82,6 +85,23 @@ def test_one_that_is_watched_stays_near_its_own_pace_and_the_background_goes_on(
     assert max(paces) <= 1.5
     device.until_over(crowd)
     assert device.made(crowd) == 2 * MOST * 600
+
+
+def test_steps_that_are_late_behind_the_backgrounds_own_are_not_taken_for_what_one_alone_takes() -> None:
+    device = Device()
+    (alone,) = device.ask(Priority.INTERACTIVE)
+    device.until_over([alone])
+    device.late = 0.0015
+    crowd = device.ask(Priority.BACKGROUND, 2 * MOST, output=600)
+    for _ in range(50):
+        device.step()
+    watched = device.ask(Priority.INTERACTIVE, output=400)
+    device.until_over(watched)
+    before = device.made(crowd)
+    watched = device.ask(Priority.INTERACTIVE, output=400)
+    device.until_over(watched)
+    assert device.pace(watched[0]) <= 1.5 * device.pace(alone)
+    assert device.made(crowd) - before >= 400
 
 
 def test_the_backgrounds_prompts_are_computed_beside_it_a_little_at_a_time() -> None:
