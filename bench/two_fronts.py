@@ -17,6 +17,7 @@ import contextlib
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,8 +97,8 @@ def tokens_for(server: own_server.Server, shape: Shape, seconds: float) -> int:
     """A stream's length that takes about so long."""
     if shape.pace:
         return int(seconds / shape.pace) * shape.step
-    trial = turn(server, shape, 400)
-    return max(400, int(seconds * trial.rate * trial.size / shape.streams))
+    trial = turn(server, shape, 1000 * shape.message)
+    return max(1000 * shape.message, int(seconds * trial.rate * trial.size / shape.streams))
 
 
 def pairs(before: Path, shape: Shape, count: int, seconds: float) -> list[tuple[Turn, Turn]]:
@@ -168,6 +169,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for shape in shapes:
             found[shape.name] += pairs(options.before.resolve(), shape, options.pairs, options.seconds)
+            print(line(shape.name, summary(found[shape.name])), file=sys.stderr, flush=True)
     figures = {name: summary(turns) for name, turns in found.items()}
     for name, summed in figures.items():
         print(line(name, summed))
