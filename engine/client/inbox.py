@@ -231,12 +231,16 @@ class Inbox:
             self._timer = None
 
     def _call(self) -> None:
-        if self._waiter is not None and not self._called:
-            if self.owner.few:
-                self.wake()
-            else:
-                self._called = True
-                self.owner.wake(self)
+        waiter = self._waiter
+        if waiter is None or self._called:
+            return
+        if self.owner.few:
+            self._waiter = None
+            if not waiter.done():  # nobody has cancelled it
+                waiter.set_result(None)
+        else:
+            self._called = True
+            self.owner.wake(self)
 
     def wake(self) -> None:
         """In the turn of the event loop that is its reader's."""

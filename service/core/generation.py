@@ -20,6 +20,7 @@ from service.core.delivery import Messages, Outlet, Sink, Whole
 from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
 from service.core.parsing.outlet import ParsedOutlet, with_marks
+from service.core.quotas import FREE
 from service.core.request import CacheSource, ChatPrompt, Ending, ModelFacts, Origin, Prompt, PromptFacts, Request
 from service.core.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
 from service.core.validation import too_long
@@ -82,7 +83,7 @@ class Generator:
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
             prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header, ids[0])
-            call = _Call(prompt, make_sink, bill.charge, ticket.attach)
+            call = _Call(prompt, make_sink, None if bill is FREE else bill.charge, ticket.attach)
             if request.answers == 1:
                 await self._deliver(found, origin, outlet, call)
             elif request.sampling.temperature == 0:

@@ -29,11 +29,7 @@ from service.core.text import Detokenizer
 
 # Calls what it is given when its request has waited for too long.
 Patience = Callable[[Callable[[Overloaded], None]], asyncio.TimerHandle | None]
-Charge = Callable[[int], None]  # takes tokens that were fed or generated
-
-
-def nobody(tokens: int) -> None:
-    """Is charged."""
+Charge = Callable[[int], None] | None  # takes tokens that were fed or generated; None: nobody is charged
 
 
 class EngineAnswer:
@@ -51,7 +47,7 @@ class EngineAnswer:
         enter: Callable[[], AdmissionSlot],
         detokenizer: Callable[[], Detokenizer | None],
         whole: Callable[[CachedCompletion], None] | None = None,
-        charge: Charge = nobody,
+        charge: Charge = None,
         patience: Patience | None = None,
         company: Callable[[float], float] | None = None,
     ) -> None:
@@ -94,7 +90,7 @@ class EngineAnswer:
         slot.on_evict(self.refuse)
         if self._patience is not None:
             self._timer = self._patience(self.refuse)
-        if not self._request.number:
+        if self._charge is not None and not self._request.number:
             self._charge(len(self._request.token_ids))
         stream.batch(self._batch.max_tokens, self._batch.max_delay)
         self.submitted_at = time.monotonic()
@@ -135,13 +131,13 @@ class EngineAnswer:
             self._started(events.start)
         part = self._part(events)
         self.prompt_logprobs = events.prompt_logprobs
-        if events.logprobs:
-            self.logprobs = events.logprobs[: len(part.token_ids)]
         if events.draft_proposed:
             self.draft_proposed += events.draft_proposed
             self.draft_accepted += events.draft_accepted
         new = len(part.token_ids)
-        self._charge(new)
+        self.logprobs = events.logprobs[:new]
+        if self._charge is not None:
+            self._charge(new)
         self._count += new
         if self._whole is not None:
             self._parts.append(part)

@@ -22,7 +22,7 @@ from engine.api import Engine, GenerationRequest, Priority
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
-from service.core.answers.engine_answer import Charge, EngineAnswer, Patience, nobody
+from service.core.answers.engine_answer import Charge, EngineAnswer, Patience
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
 from service.core.delivery import company
@@ -132,7 +132,7 @@ class AnswerSources:
         return await self._ask_caches(request, engine_request, plan, begun)
 
     def open(
-        self, found: Findings, origin: Origin, batch: Delivery, limit: int, charge: Charge = nobody
+        self, found: Findings, origin: Origin, batch: Delivery, limit: int, charge: Charge = None
     ) -> AbstractAsyncContextManager[AnswerSource]:
         """The answer, for a reader whose messages take `limit` tokens. What is generated for it is charged. Leaving
         the block lets go of it. Entering raises DeadlineExceeded or Overloaded where it would have to
