@@ -12,13 +12,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, told, words
 from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.execution.mailbox import Mailbox
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
 from engine.execution.speculation.captured.rounds import GROUPS, MOST_AHEAD
 from engine.kernels import sampling, speculation
@@ -38,15 +41,15 @@ _LOOKS = 64  # after so many the stream is asked
 _TIMINGS, _TOGETHER = 3, 8  # rounds timed at warm-up: so often so many
 _RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
 _TYPICAL = 512  # tokens of a sequence whose rounds are timed
-_WORDS = 3 * LAID + 5 + MOST_STOPS
+_BLOCK = 64  # words; what lies behind it begins at a multiple of 256 bytes, as memory of its own would
+assert 3 * LAID + 5 + MOST_STOPS <= _BLOCK
 assert MOST_AHEAD * LAID <= RING  # half of it under way, half of a row that has left
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the host writes of a row, as one block: int32 [words]."""
+    """What the host writes of a row, beside its pages and tokens."""
 
-    block: torch.Tensor
     noise_key: torch.Tensor  # int64 [laid], all alike
     temperature: torch.Tensor  # float32 [laid], all alike
     newest: torch.Tensor
@@ -58,10 +61,9 @@ class State:
 
 
 def state_of(block: torch.Tensor) -> State:
-    """The parts of a block; views."""
+    """The parts of int32 [64]; views."""
     newest, held, last_position, most_drafts, count = (block[3 * LAID + at : 3 * LAID + at + 1] for at in range(5))
     return State(
-        block=block,
         noise_key=block[: 2 * LAID].view(torch.int64),
         temperature=block[2 * LAID : 3 * LAID].view(torch.float32),
         newest=newest,
@@ -69,24 +71,21 @@ def state_of(block: torch.Tensor) -> State:
         last_position=last_position,
         most_drafts=most_drafts,
         count=count,
-        stops=block[3 * LAID + 5 :].view(1, MOST_STOPS),
+        stops=block[3 * LAID + 5 :][:MOST_STOPS].view(1, MOST_STOPS),
     )
 
 
-def fill(row: RowState, most_drafts: int, number: int) -> State:
-    """The block of a row in the host's memory."""
-    state = state_of(torch.zeros(_WORDS, dtype=torch.int32))
-    state.noise_key.fill_(row.noise_key)
-    state.temperature.fill_(row.temperature)
-    state.newest.fill_(row.position)
-    state.held.fill_(len(row.pages) * PAGE_SIZE)
-    state.last_position.fill_(row.last_position)
-    state.most_drafts.fill_(most_drafts)
-    state.count.fill_(number)
-    state.stops.fill_(-1)
-    for index, stop in enumerate(row.stops):
-        state.stops[0, index] = stop
-    return state
+def laid_out(row: RowState, most_drafts: int, number: int, room: int, known: NDArray[np.int32]) -> NDArray[np.int32]:
+    """What the device is sent of a row: the parts of `State`, its pages in a room of so many words, its tokens."""
+    words = np.zeros(_BLOCK + room + len(known), dtype=np.int32)
+    words[: 2 * LAID].view(np.int64)[:] = row.noise_key
+    words[2 * LAID : 3 * LAID].view(np.float32)[:] = row.temperature
+    stand = row.position, len(row.pages) * PAGE_SIZE, row.last_position, most_drafts, number
+    stops = *row.stops, *(-1,) * (MOST_STOPS - len(row.stops))
+    words[3 * LAID :][: 5 + MOST_STOPS] = (*stand, *stops)
+    words[_BLOCK:][: len(row.pages)] = row.pages
+    words[_BLOCK + room :] = known
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +116,19 @@ class CapturedRounds:
         device = weights.table.device
         self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
-        self._state = state_of(torch.zeros(_WORDS, dtype=torch.int32, device=device))
+        self._pages = -(-max_context // PAGE_SIZE)
+        self._page_words = -(-self._pages // _BLOCK) * _BLOCK
+        tokens = _BLOCK + self._page_words  # where they begin
+        self._mail = Mailbox(tokens + max_context, device)
+        self._state = state_of(self._mail.arrived[:_BLOCK])
         self._state.newest.fill_(-1)
-        room = allocate(weights, LAID, -(-max_context // PAGE_SIZE), 1)
+        room = allocate(weights, LAID, 1, 1)
         choice = replace(room.choice, temperature=self._state.temperature, noise_key=self._state.noise_key)
-        places = RowPages(room.places.position, room.places.pages[:1])
+        places = RowPages(room.places.position, self._mail.arrived[_BLOCK:][: self._pages].view(1, -1))
         self._room: StepBuffers = replace(room, choice=choice, places=places)
         self._verified: Verified = replace(
-            speculation.allocate(1, LAID, max_context, RING, device),
+            speculation.allocate(1, LAID, 1, RING, device),
+            history=self._mail.arrived[tokens:].view(1, -1),
             newest=self._state.newest,
             held=self._state.held,
             last_position=self._state.last_position,
@@ -202,8 +206,9 @@ class CapturedRounds:
         for done, steps in enumerate(wanted):
             progress("graphs", done, len(wanted))
             self._graph(steps).replay()
-        self._state.block.copy_(self._state.block.cpu(), non_blocking=True)
-        self._send_history([0])
+        nobody = self._mail.arrived[:_BLOCK].cpu().numpy()
+        for _ in range(2):  # both of its slots
+            self._mail.send(nobody)
         for pages in ([0], [0, 0]):
             self.add_pages(0, pages)
         self._enqueue_start()
@@ -231,13 +236,11 @@ class CapturedRounds:
     def _pretend(self) -> int:
         """Places a sequence of nobody's; how many tokens it may come to hold."""
         at, state = min(_TYPICAL, self._max_context // 2), self._state
-        state.block.zero_()
+        self._mail.arrived.zero_()
         state.stops.fill_(-1)
         for part, value in ((state.newest, at), (state.held, self._max_context), (state.most_drafts, LAID - 1)):
             part.fill_(value)
         state.last_position.fill_(self._max_context)
-        self._room.places.pages.zero_()
-        self._verified.history.zero_()
         self._enqueue_start()
         return min(at + (_TOGETHER + 1) * LAID, self._max_context)
 
@@ -252,14 +255,11 @@ class CapturedRounds:
             raise EngineFailed("no round was built")
         self._launcher.enqueue([self._start])
 
-    def _send_history(self, ids: Sequence[int]) -> None:
-        self._verified.history[0, : len(ids)].copy_(torch.tensor(ids, dtype=torch.int32), non_blocking=True)
-
     def write(self, row: RowState, most_drafts: int, number: int) -> None:
         """This row and no other."""
-        known = [*row.sequence.token_ids, *row.unreported]
+        known = np.array([*row.sequence.token_ids, *row.unreported], dtype=np.int32)
         vocabulary = self._weights.table.shape[0]
-        if not 0 <= row.token < vocabulary or max(known) >= vocabulary or min(known) < 0:
+        if not 0 <= row.token < vocabulary or known.max() >= vocabulary or known.min() < 0:
             # The lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
         if number == 0:
@@ -267,9 +267,7 @@ class CapturedRounds:
             self._verified.ring.zero_()
         if self._draft is not None:
             self._draft.compute(row.sequence, row.position - 1)
-        self._state.block.copy_(fill(row, most_drafts, number).block, non_blocking=True)
-        self._send_history(known)
-        self._send_pages(0, row.pages)
+        self._mail.send(laid_out(row, most_drafts, number, self._page_words, known))
         self._draws = sampled.needed(row.sequence, len(row.unreported))
         for at in range(LAID if self._draws else 0):
             sampled.place(self._sampling, at, row.sequence, row.unreported)
