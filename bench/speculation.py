@@ -11,6 +11,7 @@ that thread's own, which others on the machine do not disturb. Answers are compa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -242,6 +243,8 @@ def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
     runner = make_runner(settings, prepared, lambda *_: None, registry)
     costs = next((one.costs for one in made if isinstance(one, (Speculation, CapturedSpeculation)) and one.costs), FREE)
     rounds = next((one for one in made if isinstance(one, CapturedSpeculation)), None)
+    gc.collect()
+    gc.freeze()  # as an engine process does
     return Arm(name, runner, clock_of(prepared.parts.model.placement.device), prepared.parts, costs, rounds)
 
 

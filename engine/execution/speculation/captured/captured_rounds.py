@@ -40,7 +40,7 @@ _NAP = 20e-6  # seconds between two looks at the ring
 _LOOKS = 64  # after so many the stream is asked
 _TIMINGS, _TOGETHER = 3, 8  # rounds timed at warm-up: so often so many
 _RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
-_TYPICAL = 512  # tokens of a sequence whose rounds are timed
+_TYPICAL = 256, 768  # tokens of sequences whose rounds are timed: of two reaches of attention
 _BLOCK = 64  # words; what lies behind it begins at a multiple of 256 bytes, as memory of its own would
 assert 3 * LAID + 5 + MOST_STOPS <= _BLOCK
 assert MOST_AHEAD * LAID <= RING  # half of it under way, half of a row that has left
@@ -217,13 +217,16 @@ class CapturedRounds:
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int) -> float:
-        """What a round of this group costs a sequence of some length, of which one token is right; in a row. Overwrites
-        the first page."""
+        """What a round of this group costs sequences of some lengths on average, where one token is right; in a row.
+        Overwrites the first page."""
+        return sum(self._seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
+
+    def _seconds(self, group: int, at: int) -> float:
         event: type[torch.cuda.Event] = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
         found = []
         for _ in range(_TIMINGS):
-            longest = self._pretend()
+            longest = self._pretend(at)
             begin.record()
             for _ in range(_TOGETHER):
                 self.launch(group, longest)
@@ -233,9 +236,9 @@ class CapturedRounds:
         self._state.newest.fill_(-1)
         return min(found)
 
-    def _pretend(self) -> int:
+    def _pretend(self, at: int) -> int:
         """Places a sequence of nobody's; how many tokens it may come to hold."""
-        at, state = min(_TYPICAL, self._max_context // 2), self._state
+        state = self._state
         self._mail.arrived.zero_()
         state.stops.fill_(-1)
         for part, value in ((state.newest, at), (state.held, self._max_context), (state.most_drafts, LAID - 1)):

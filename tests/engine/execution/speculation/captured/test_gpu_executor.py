@@ -207,7 +207,7 @@ def test_a_draft_model_that_is_the_target_is_mostly_right(guessed: Guessed, toke
         guessed.runner.set_optimization("speculation", True)
         (found,) = answers(guessed.runner, [asked], flips)
         assert len(found.ids) == 200
-        # Near-ties fall otherwise where its keys were computed in other company; one that had not caught up, or another
-        # model, is right once in a thousand times.
-        assert found.accepted > 0.2 * found.proposed > 0, (found.accepted, found.proposed, flips)
+        # Near-ties fall otherwise where its keys were computed in other company: 94 to 100 % were right on an H100. One
+        # that lacks a token, or is another model, is right much less often.
+        assert found.accepted > 0.85 * found.proposed > 0, (found.accepted, found.proposed, flips)
     guessed.runner.set_optimization("speculation", True)
