@@ -1,14 +1,13 @@
 // `prefill_attention` for GPUs of compute capability 9.0, by products of warpgroups: 128 tokens of one head a block.
 //
 // Two warpgroups have 64 tokens each; a third copies pages into a ring of three tiles of keys and three of values. While
-// the products with a tile's values run, the scores of the next are made and weighed; the two warpgroups start their
-// products by turns, so that one weighs while the other's are computed. A block takes one item after the other.
+// the products with a tile's values run, the scores of the next are made and weighed. A block takes one part of a context
+// for one head after the other, and the third warpgroup goes on to the next while the others end theirs.
 #include "chunk_tiles.cuh"
 #include "warpgroup.cuh"
 
 constexpr int kReaders = 2, kQueries = kReaders * 64, kThreads = kReaders * 128;  // threads that compute
-constexpr int kKeys = 128, kStages = 3, kBehind = 2;  // copies of a tile under way when the one before them is announced
-constexpr bool kTurns = false, kAsync = true;
+constexpr int kKeys = 128, kStages = 3;
 constexpr int kPanel = kKeys * 128, kTile = kDim / 64 * kPanel;  // bytes of 64 columns of a tile; of a tile
 constexpr int kSegments = kDim / 8, kAtOnce = 128 / kSegments;  // of a row; rows that the copying threads copy at once
 static_assert(kDim == 64 || kDim == 128, "head");
@@ -62,13 +61,7 @@ struct Pool {
             const int n = tile * (kKeys / kPage) + lane;
             return lane < kKeys / kPage && n <= last ? pages[n] : 0;
         };
-        int id = page_of(keys.tile), told = copied;
-        const int before = copied + kBehind;
-        auto tell = [&] {
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            arrive(barriers.full[told % 2][told / 2 % kStages]);
-            ++told;
-        };
+        int id = page_of(keys.tile);
         for (int tile = keys.tile; tile <= keys.end; ++tile) {
             const int next = tile < keys.end ? page_of(tile + 1) : 0;
 #pragma unroll
@@ -76,19 +69,11 @@ struct Pool {
                 const int round = copied / 2 / kStages, stage = copied / 2 % kStages;
                 wait_barrier(barriers.empty[what][stage], (round & 1) ^ 1);
                 copy(what, ring + (what * kStages + stage) * kTile, tile, id);
+                arrive_when_copied(barriers.full[what][stage]);
                 ++copied;
-                if (kAsync) {
-                    arrive_when_copied(barriers.full[what][stage]);
-                    continue;
-                }
-                end_copy_group();
-                if (copied > before) wait_copy_groups<kBehind>(), tell();
             }
             id = next;
         }
-        if (kAsync) return;
-        wait_copy_groups<0>();
-        while (told < copied) tell();
     }
 };
 
@@ -198,25 +183,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                       const Pool pool{{key_pool, value_pool}, own.pages, kv, own.start + own.count};
                       pool.bring(keys, ring, barriers, copied);
                   });
-        wait_copy_groups<0>();
+        end_copy_group(), wait_copy_groups<0>();
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    const int group = warp / 4;
-    auto take_turn = [&] {
-        if (kTurns) asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(kThreads) : "memory");
-    };
-    auto give_turn = [&] {
-        if (kTurns) asm volatile("bar.arrive %0, %1;" ::"r"(3 - group), "n"(kThreads) : "memory");
-    };
-    if (group == 1) give_turn();
     Place at[2];  // of the next tile of keys, of values
-    const int parts = each_part(where, chunks, page_table, table_stride, window, most_splits, most_blocks,
-              [&](const Tokens& own, const Keys& keys, int head, int split) {
+    auto attend = [&](const Tokens& own, const Keys& keys, int head, int split) {
         const int first = own.first + warp * 16, m = first + g, splits = keys.splits;
         auto await = [&](int what) {
             wait_barrier(barriers.full[what][at[what].stage], at[what].round);
-            if (kAsync) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies of threads, which products read
         };
         auto stage = [&](int what) { return ring + (what * kStages + at[what].stage) * kTile; };
         auto leave = [&](int what) {
@@ -234,9 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         };
         const int count = keys.end - keys.tile + 1;
         await(0);
-        take_turn();
         reader.start_scores(s, stage(0));
-        give_turn();
         wait_products<0>();
         settle(s);
         leave(0);
@@ -244,12 +218,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         pack(weights, s);
         for (int n = 1; n < count; ++n) {
             await(0);
-            take_turn();
-            reader.start_scores(s, stage(0));
+                reader.start_scores(s, stage(0));
             await(1);
             reader.start_values(weights, stage(1));
-            give_turn();
-            wait_products<1>();
+                wait_products<1>();
             settle(s);
             leave(0);
             weigh(keys.tile + n);
@@ -265,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         settle(reader.rows.out), settle(weights);
         leave(1);
         reader.rows.leave(own, m, head, splits, split, tokens, scale, split_out, split_sums, out);
-    });
-    if (parts == 1) return;
+    };
+    if (each_part(where, chunks, page_table, table_stride, window, most_splits, most_blocks, attend) == 1) return;
     put_together(where, chunks, page_table, table_stride, window, most_splits, most_blocks, sums, split_out, split_sums, arrivals,
                  out, tokens);
 }
