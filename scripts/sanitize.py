@@ -93,6 +93,7 @@ def sanitize(tool: str, file: Path, given: argparse.Namespace) -> Outcome:
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
     command += [sys.executable, "-m", "pytest", "-v", "-p", "scripts.sanitize", "-p", "no:cacheprovider", "--tb=short"]
     command += ["-o", "addopts=", "-o", "timeout=0", "-m", "gpu", str(file)]
+    command += ["-k", given.only] if given.only else []
     environment = {**os.environ, _CASES: str(given.cases), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment[_UNTIL] = repr(time.monotonic() + given.seconds)
     with (
@@ -114,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--files", nargs="+", type=Path, default=sorted(Path().glob(FILES)))
+    parser.add_argument("--only", help="tests, as pytest's -k has it")
     parser.add_argument("--cases", type=int, default=4, help="of each test function")
     parser.add_argument("--seconds", type=float, default=600, help="of a file under a tool, until the last test begins")
     parser.add_argument("--grace", type=float, default=120, help="seconds for that test and the tool's summary")
