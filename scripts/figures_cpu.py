@@ -141,6 +141,24 @@ def soak(results: Results, key: str) -> float:
     return float(max(results["soak-h100"], key=lambda run: run["seconds"])[key])
 
 
+def overload(results: Results) -> str:
+    """Several times the peak."""
+    rows = [
+        [
+            "at its peak" if "of_peak" not in run else "five times the peak",
+            whole(run["output_tokens_per_second"]),
+            *(whole(run[key]) for key in ("requests", "refused", "refused_without_retry_info")),
+            ", ".join(fixed(run.get(f"refusal_ms_{share}")) for share in ("p50", "p95", "p99"))
+            if run["refused"]
+            else "",
+            whole(run["accepted_not_ended_once"]),
+        ]
+        for run in results["overload-cpu"]
+    ]
+    head = ["", "tokens/s", "calls", "refused", "without a hint", "after ms, p50, p95, p99", "not ended once"]
+    return table(head, rows)
+
+
 def soaking(results: Results) -> str:
     """The two servers under callers and trouble."""
     rows = [
