@@ -26,6 +26,7 @@ from scripts.figures_cpu import (
     speculation,
     stored,
     trace_cpu,
+    two_fronts_cpu,
 )
 from scripts.figures_gpu import (
     decode_h100,
@@ -49,6 +50,7 @@ RENDERERS: Mapping[str, Renderer] = {
     "throughput-h100": throughput_h100,
     "engine-cpu": engine_cpu,
     "front-cpu": front_cpu,
+    "two-fronts-cpu": two_fronts_cpu,
     "quantized-cpu": quantized_cpu,
     "quality-cpu": quality_cpu,
     "lookups-cpu": lookups_cpu,

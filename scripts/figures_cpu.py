@@ -35,6 +35,16 @@ def front_cpu(results: Results) -> str:
     return table(["", "messages/s", "tokens/s", "CPU µs a message"], rows)
 
 
+def two_fronts_cpu(results: Results) -> str:
+    """The front beside two former ones: their time a message by its own, and its own. The last two runs are of one tree."""
+    newest, earlier, other = (run["figures"] for run in results["two-fronts-cpu"])
+    rows = []
+    for name, row in newest.items():
+        ratios = [f"{one[name]['message']:.2f} ± {one[name]['message_error']:.2f}" for one in (newest, earlier, other)]
+        rows.append([name, *ratios, whole(row["front_us_per_message"])])
+    return table(["", "dda69b5, 7ee2a38", "dda69b5, 436269c", "0ce1fb0, 436269c", "µs a message"], rows)
+
+
 def quantized_cpu(results: Results) -> str:
     """Weights in fewer bits, on a CPU."""
     rows = []
