@@ -36,7 +36,7 @@ def front_cpu(results: Results) -> str:
 
 
 def two_fronts_cpu(results: Results) -> str:
-    """The front beside two former ones: their time a message by its own, and its own. The last two runs are of one tree."""
+    """The front beside two former ones: their time a message by its own, and its own."""
     newest, earlier, other = (run["figures"] for run in results["two-fronts-cpu"])
     rows = []
     for name, row in newest.items():
