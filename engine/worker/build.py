@@ -176,7 +176,7 @@ def _assemble(
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     plain = plain_copies(linears, sequences, free_bytes(device)) if device.type == "cuda" else PlainCopies()
     dense = [one for one in (*linears, *plain.held.values()) if isinstance(one, DenseLinear)]
-    chosen = ChosenProducts(dense, default_cache().parent / "products")
+    chosen = ChosenProducts(dense, _products_folder())
     beside = 0 if drafting is None else drafting.page_bytes
     free = free_bytes(device)
     room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)
@@ -200,6 +200,14 @@ def _assemble(
         gpu=gpu,
     )
     return Prepared(parts, room, loaded.digest, loaded.weight_format)
+
+
+def _products_folder() -> Path | None:
+    """Where the choice of products is kept; None for a user without a home, who chooses anew at each start."""
+    try:
+        return default_cache().parent / "products"
+    except RuntimeError:
+        return None
 
 
 def make_runner(
