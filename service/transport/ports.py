@@ -16,6 +16,7 @@ from service.transport.descriptors import SIDE_PORT
 from service.transport.inbox import SMALL
 from service.transport.rpc import MAX_ANSWER_BYTES
 
+_MOST_PENDING = 4096  # calls of a port that wait to be handed to us; each may hold a first window of 64 KiB
 _OPTIONS: tuple[tuple[str, int], ...] = (
     # Clients may ping while they wait for a token.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -31,9 +32,15 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.settings_timeout", 5_000),
     # The first window of a call stays as it is: nobody may send more than 64 KiB that was not asked for.
     ("grpc.http2.bdp_probe", 0),
-    # Calls are handed to us one after the other, some thousand a second. One that has waited for so many seconds is
-    # dropped: a flood would otherwise leave minutes of them behind, each with what it holds.
+    # Calls are handed to us one after the other, some thousand a second. At most so many wait for it, so that gRPC
+    # refuses a flood by itself, and no longer than so many seconds. What is dropped then is cleared away in one go, on
+    # our event loop, 20 µs each.
+    ("grpc.server.max_pending_requests", _MOST_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
     ("grpc.server_max_unrequested_time_in_server", 5),
+    # Else calls that have ended count for their connection until the last of them is freed, which a client cannot know:
+    # one that always has as many as it may would be refused every other.
+    ("grpc.http.overload_protection", 0),
     # 64 KiB of gzip are 64 MiB of zeros, and gRPC looks at the size of a message only once it is unpacked.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )
@@ -48,7 +55,7 @@ class PortBounds:
     """What the callers of one port may have at once."""
 
     connections: int
-    connection_calls: int  # on one connection; those that were reset count until nothing is left of them
+    connection_calls: int  # on one connection at once
     message_bytes: int
     connection_age: float | None = None  # seconds until it is said GOAWAY, some less or more; its calls go on
 

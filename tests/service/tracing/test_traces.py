@@ -250,5 +250,5 @@ def test_without_the_extra_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_of_opentelemetry_is_imported_where_traces_are_off() -> None:
-    code = "import service.main, sys; sys.exit('opentelemetry.proto' in sys.modules)"
+    code = "import service.serving, sys; sys.exit('opentelemetry.proto' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

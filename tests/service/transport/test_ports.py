@@ -19,9 +19,10 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from bench.grpc_frames import FrameClient
+from bench.floods import Rogue
+from bench.grpc_frames import PING, FrameClient, frame
 from service.pb.whippet.v1 import admin_pb2, model_pb2
-from service.transport.ports import SIDE_BOUNDS, open_port
+from service.transport.ports import SIDE_BOUNDS, PortBounds, open_port
 from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template
 
@@ -98,6 +99,79 @@ async def test_calls_that_nobody_could_look_at_are_dropped() -> None:
         await port.server.stop(None)
     assert Counter(old)[grpc.StatusCode.CANCELLED] >= 25  # all but one or two, where what is sent also arrives at once
     assert new is grpc.StatusCode.OK
+
+
+class Pinged(Rogue):
+    """Knows when the server has seen all that was sent before a ping."""
+
+    def __init__(self, address: str, path: str) -> None:
+        self.answered = threading.Event()
+        super().__init__(address, path)
+
+    def _drain(self) -> None:
+        end = b""
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(None)
+            while data := self.socket.recv(1 << 16):
+                end += data
+                if frame(PING, 1, 0, b"all came") in end:
+                    self.answered.set()
+                end = end[-16:]
+
+
+async def test_no_more_than_4096_calls_wait_to_be_looked_at() -> None:
+    """What is beyond them gRPC drops by itself, while the event loop is held up."""
+    held_up, sent = threading.Event(), threading.Event()
+    seen = Counter[bytes]()
+
+    async def handle(request: bytes, context: object) -> bytes:
+        seen[request] += 1
+        if request == b"first":
+            held_up.set()
+            sent.wait(60)
+        return request
+
+    method = grpc.unary_unary_rpc_method_handler(handle)
+    handler = grpc.method_handlers_generic_handler("echo.Echo", {"Call": method})
+    bounds = PortBounds(connections=64, connection_calls=256, message_bytes=1 << 16)
+    port = open_port("listen", "127.0.0.1:0", (handler,), None, bounds)
+    await port.server.start()
+
+    def call() -> None:
+        with grpc.insecure_channel(port.address) as channel:
+            method = channel.unary_unary("/echo.Echo/Call", bytes, bytes)
+            first = method.future(b"first", timeout=180)
+            held_up.wait(60)
+            rogues = [Pinged(port.address, "/echo.Echo/Call") for _ in range(24)]
+            for rogue in rogues:
+                calls = [rogue.call(b"\0\0\0\0\4many", ended=True) for _ in range(250)]
+                rogue.socket.sendall(b"".join(calls) + frame(PING, 0, 0, b"all came"))
+            assert all(rogue.answered.wait(60) for rogue in rogues)
+            sent.set()
+            assert first.result() == b"first"
+            for rogue in rogues:
+                rogue.finish()
+            assert method(b"last", timeout=60) == b"last"
+
+    try:
+        await asyncio.to_thread(call)
+    finally:
+        await port.server.stop(None)
+    assert 0 < seen[b"many"] <= 4096, "of 6,000"
+
+
+async def test_a_client_at_the_limit_of_its_connection_is_refused_nothing(serve: Serve) -> None:
+    """Three times as many calls as a connection may have: the others wait with the client. A server for which a call
+    that has just ended counts would refuse every second one."""
+    with serve("--limits.connection-calls=16", "--scheduler.max-sequences=64") as one:
+        async with grpc.aio.insecure_channel(one.data) as channel:
+            call = channel.unary_unary(f"/{GENERATION}/Generate", bytes, bytes)
+
+            async def ask_often(number: int) -> None:
+                for again in range(20):
+                    await call(ask(f"{number} {again}", 2).SerializeToString(), timeout=60)
+
+            await asyncio.gather(*(ask_often(number) for number in range(48)))
 
 
 def test_health_watch_follows_a_drain(serve: Serve) -> None:
