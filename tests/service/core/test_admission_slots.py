@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.errors import Overloaded
+from service.core.pace import retry_hint
 from tests.service.core.test_admission import Clock
 
 
@@ -224,6 +226,16 @@ def test_a_full_house_grows_weary_of_looks_in_vain_and_rests() -> None:
     with only:
         pass
     assert not slots.many_misses  # there is room
+
+
+def test_hints_are_few_whatever_the_queue_takes() -> None:
+    """What gRPC is given for each is made once and kept."""
+    hints = [retry_hint(10 ** random.uniform(-1, 2)) for _ in range(20_000)]
+    assert len(set(hints)) < 500
+    assert 0.1 <= min(hints) < max(hints) <= 60
+    for queue_time in (0.2, 0.93, 3.7, 21.0, 60.0):
+        hints = [retry_hint(queue_time) for _ in range(200)]
+        assert 0.48 * queue_time < min(hints) < 0.6 * queue_time < 0.9 * queue_time < max(hints) < 1.02 * queue_time
 
 
 def storm(slots: AdmissionSlots, tenant: str = "", count: int = 64) -> None:
