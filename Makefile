@@ -14,6 +14,9 @@ ADDRESS ?=
 # Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
 JOBS    ?= 4
 ARGS    ?=
+# Folders of models, whose config.json suffices, and architectures of GPUs that kernels are compiled for ahead.
+KERNELS_FOR  ?= $(wildcard bench/models/*)
+KERNELS_ARCH ?= sm_80,sm_86,sm_89,sm_90,sm_100
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
@@ -29,7 +32,7 @@ HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,a
 ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
 OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: serve test lint format proto chart lock bench soak examples image-proof sbom policy smoke clean
+.PHONY: serve test lint format proto chart lock bench soak examples image-proof kernels sbom policy smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
@@ -101,6 +104,11 @@ smoke: $(VENV)/.test ## grpcurl against ADDRESS with flags ARGS, or against a se
 image-proof: $(VENV)/.test ## As root: the Dockerfile's steps in a chroot, and a server from what comes out; minutes, 5 GB
 	@command -v debootstrap >/dev/null || apt-get install -y -qq debootstrap
 	$(BIN)/python -m scripts.image_proof $(ARGS)
+
+kernels: $(VENV)/.test ## A wheel of the kernels of KERNELS_FOR for the GPUs of KERNELS_ARCH, compiled ahead, into dist/; minutes
+	rm -rf prebuilt/whippet_kernels/kernels
+	$(BIN)/whippet prebuild --into prebuilt/whippet_kernels $(addprefix --model ,$(KERNELS_FOR)) --arch $(KERNELS_ARCH)
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./prebuilt
 
 sbom: $(VENV)/.runtime ## What is installed, as CycloneDX, into sbom.json
 	$(BIN)/python -m scripts.sbom > sbom.json

@@ -64,6 +64,19 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
+GREEDY = SamplingParams(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    seed=0,
+)
+"""The likeliest token, and nothing else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
     """When a sequence ends. Stop strings are text, hence the front's business."""

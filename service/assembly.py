@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 
-from engine.client import Begun, EngineClient, texts_digest
+from engine.client import EngineClient, texts_digest
 from engine.errors import InvalidModel
+from engine.launch import Begun
 from engine.settings import CPU_SEQUENCES
 from service.config.settings import Settings
 from service.core.admission import Admission

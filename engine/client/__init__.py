@@ -1,6 +1,5 @@
 """The front's half of the engine: requests, their token streams, and the life of the child process. No torch."""
 
-from engine.client.child import Begun
 from engine.client.engine_client import EngineClient, texts_digest
 
-__all__ = ["Begun", "EngineClient", "texts_digest"]
+__all__ = ["EngineClient", "texts_digest"]

@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from engine.ipc.frames import Command, Configure, FrameError, Report, encode, report_reader
+from engine.ipc.frames import Command, FrameError, Report, configure, encode, report_reader
 from engine.ipc.step_mark import MarkedStep, StepMark
+from engine.launch import Begun
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 _EXIT_POLL = 0.01  # seconds between two looks at a process that is about to end
-
-
-class Begun:
-    """A process that was started before it is known what it will load. Until a `Child` takes it, it imports what it
-    will need, which takes seconds, and has no device."""
-
-    def __init__(self, kind: str) -> None:
-        """As `EngineSettings.kind`. Raises OSError."""
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs, _step_mark() as (fd, self._mark):
-                self._process = _launch(theirs.fileno(), fd, kind)
-        except OSError:
-            self._socket.close()
-            raise
-        self._taken = False
-
-    def take(self) -> tuple[socket.socket, subprocess.Popen[bytes], StepMark]:
-        """Its end is then the caller's business."""
-        self._taken = True
-        return self._socket, self._process, self._mark
-
-    def end(self) -> None:
-        """Unless somebody has taken it."""
-        if not self._taken:
-            self._socket.close()
-            self._process.kill()
-            self._process.wait()
 
 
 class Child(asyncio.Protocol):
@@ -68,8 +38,9 @@ class Child(asyncio.Protocol):
     async def spawn(
         cls, settings: EngineSettings, on_report: Callable[[Report], None], begun: Begun | None = None
     ) -> Child:
-        """Starts a process, unless one was begun, and tells it what to load."""
-        ours, process, mark = (begun or Begun(settings.kind)).take()
+        """Starts a process, unless one was begun, and tells it what to load, unless it was told."""
+        begun = begun or Begun(settings.kind)
+        ours, process, mark = begun.take()
         child = cls(process, mark, on_report)
         try:
             await child._loop.create_unix_connection(lambda: child, sock=ours)
@@ -77,7 +48,8 @@ class Child(asyncio.Protocol):
             ours.close()
             await child.end(grace=0)
             raise
-        child.send(Configure(settings))
+        if not begun.told:
+            child.send(configure(settings))
         return child
 
     @property
@@ -182,35 +154,3 @@ def oom_kills() -> int | None:
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
     except (OSError, ValueError, IndexError):
         return None
-
-
-@contextlib.contextmanager
-def _step_mark() -> Iterator[tuple[int, StepMark]]:
-    """A fresh one, and the descriptor for the other end."""
-    fd = StepMark.create()
-    try:
-        yield fd, StepMark(fd)
-    finally:
-        os.close(fd)
-
-
-def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
-    """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
-    environment = dict(os.environ)
-    home = Path(__file__).resolve().parents[2]
-    if home.name not in ("site-packages", "dist-packages"):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
-    # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
-    # front wants one (docs/perf-log.md).
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "engine.worker.process"),
-            *("--fd", str(fd), "--step-mark", str(mark), "--kind", kind),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # stdout is the front's
-        pass_fds=[fd, mark],
-        env=environment,
-        start_new_session=True,  # a terminal's ctrl-C is the front's to handle
-    )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo, Reverted
-from engine.client.child import Begun
 from engine.client.inbox import Stream
 from engine.client.profiles import Profiles
 from engine.client.streams import Streams
@@ -20,6 +19,7 @@ from engine.client.switching import Switching
 from engine.errors import EngineUnavailable, InvalidModel
 from engine.ipc.frames import Profiled, Progress, SetLogLevel, Step, Switched, TurnedBack
 from engine.ipc.step_mark import MarkedStep
+from engine.launch import Begun
 from engine.settings import EngineSettings, LogLevel
 from quant.checkpoint.digest import of_model, of_texts
 from quant.checkpoint.errors import BadFile

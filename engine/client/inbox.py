@@ -216,8 +216,8 @@ class Inbox:
 
     @property
     def _ready(self) -> bool:
-        """Whether what is there is worth waking the reader, who alone can end a pause."""
-        return len(self._ids) >= self._want or self._due or self._paused or not self.live
+        """Whether what is there is worth waking the reader, who alone can end a pause, however few ids it is."""
+        return self._due or self._paused or not self.live
 
     def _overdue(self) -> None:
         self._timer = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.api import EngineState, ModelInfo
-from engine.client.child import Begun, Child, oom_kills
+from engine.client.child import Child, oom_kills
 from engine.errors import EngineError, EngineFailed, InvalidModel, Unsupported
 from engine.ipc.frames import (
     Command,
@@ -29,6 +29,7 @@ from engine.ipc.frames import (
     TurnedBack,
 )
 from engine.ipc.step_mark import MarkedStep
+from engine.launch import Begun
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from engine.api import GenerationRequest, ModelInfo, SamplingParams, Stopping, TokenLogprob, Unused
+from engine.api import GREEDY, GenerationRequest, ModelInfo, Stopping, TokenLogprob, Unused
 from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, Unsupported
 from engine.fake.checker import FACTOR, PRIME, Computed, PlanChecker
@@ -51,16 +51,7 @@ def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: A
     plain = GenerationRequest(
         request_id="",
         token_ids=token_ids,
-        sampling=SamplingParams(
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            seed=0,
-        ),
+        sampling=GREEDY,
         stopping=Stopping(max_tokens=max_tokens),
         arrived_at=time.monotonic(),
     )

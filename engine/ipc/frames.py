@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -12,6 +13,7 @@ from engine.ipc.events import Event
 from engine.settings import EngineSettings, LogLevel
 
 MAX_FRAME = 64 * 1024 * 1024  # bytes
+FOLDERS = ("WHIPPET_CACHE_DIR", "WHIPPET_PREBUILT_DIR")
 _HEADER = 4  # bytes, big-endian length of what follows
 
 
@@ -20,9 +22,16 @@ class FrameError(Exception):
 
 
 class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First to the engine: what to load."""
+    """First to the engine: what to load, and which folders of made code its environment names, which may be others
+    than at its start."""
 
     settings: EngineSettings
+    folders: dict[str, str] = {}
+
+
+def configure(settings: EngineSettings) -> Configure:
+    """With the folders that this process's environment names."""
+    return Configure(settings, {name: os.environ[name] for name in FOLDERS if name in os.environ})
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):

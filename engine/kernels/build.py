@@ -1,27 +1,30 @@
 """Compiles the CUDA sources of this folder at run time and keeps the machine code in the user's cache folder.
 
 Shapes are compiled in, so one source gives as many kernels as there are shapes. A cubin's name is a hash of everything
-it was made from: the source with its headers, the definitions, the architecture and the compiler's version.
+it was made from: the source with its headers, the definitions, the architecture and the compiler's version. Behind its
+code a file has the code's SHA-256, so that a damaged one is compiled anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
 from engine.cores import usable_cores
 from engine.kernels.gpu import GpuShape, gpu_shape
+from engine.kernels.keeping import keep
 
 SOURCES = Path(__file__).parent
 MINIMUM_CAPABILITY = (8, 0)
@@ -32,6 +35,8 @@ MOST_THREADS = 16  # that compile: each takes some 200 MB for as long as it does
 SLOW = ("batch_sampling", "sampling", "prefill_attention_wide", "rows")  # a second and more: what begins last ends last
 Definitions = tuple[tuple[str, int], ...]
 Source = tuple[str, Definitions]  # a file's stem and its definitions
+_FORM = "code, SHA-256"  # of a file
+_PACKAGE = "whippet_kernels"  # of the wheel that has kernels compiled ahead
 _log = logging.getLogger(__name__)
 
 
@@ -145,6 +150,12 @@ def prebuilt_folder() -> Path | None:
     return Path(named) / "kernels" if named else None
 
 
+def packaged_folder() -> Path | None:
+    """Where the wheel of kernels compiled ahead has them, if it is installed."""
+    found = find_spec(_PACKAGE)
+    return None if found is None or found.origin is None else Path(found.origin).parent / "kernels"
+
+
 @dataclass(frozen=True, slots=True)
 class CubinCache:
     """Machine code by hash, one file each."""
@@ -152,37 +163,40 @@ class CubinCache:
     folder: Path
     compiler: str  # name and version
     compile: CompileFunction
-    prebuilt: Path | None = None  # looked at first, never written
+    prebuilt: tuple[Path, ...] = ()  # looked at first, never written
     _missed: Event = field(default_factory=Event)  # that something was not there has been said
 
     def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
         """The cubin of a source file; compiled once, then read. Raises BuildError."""
         source = source_text(name)
         listed = "\n".join(f"{key}={value}" for key, value in sorted(defines.items()))
-        digest = hashlib.sha256("\0".join((self.compiler, arch, listed, source)).encode()).hexdigest()
+        digest = hashlib.sha256("\0".join((_FORM, self.compiler, arch, listed, source)).encode()).hexdigest()
         file = f"{Path(name).stem}-{digest[:32]}.cubin"
-        for folder in filter(None, (self.prebuilt, self.folder)):
-            try:
-                return (folder / file).read_bytes()
-            except OSError:  # not there, or not for us to read
-                pass
-        if self.prebuilt is not None and not self._missed.is_set():
+        for folder in (*self.prebuilt, self.folder):
+            if (kept := _read(folder / file)) is not None:
+                return kept
+        if self.prebuilt and not self._missed.is_set():
             self._missed.set()
-            _log.warning("kernels are compiled here: %s for %s is not in %s", name, arch, self.prebuilt)
+            folders = " or ".join(map(str, self.prebuilt))
+            _log.warning("kernels are compiled here: %s for %s is not in %s", name, arch, folders)
         code = self.compile(source, name, defines, arch)
-        self._keep(self.folder / file, code)
+        with contextlib.suppress(OSError):  # a folder that cannot be written costs a compilation next time, no more
+            keep(self.folder / file, code + hashlib.sha256(code).digest())
         return code
 
-    def _keep(self, path: Path, code: bytes) -> None:
-        """Whole or not at all; a folder that cannot be written costs a compilation next time, no more."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                file.write(code)
-            os.chmod(file.name, 0o644)  # the folder says who may look; an image is made of what lies in it
-            os.replace(file.name, path)
-        except OSError:
-            return
+
+def _read(path: Path) -> bytes | None:
+    """The code in a file; None where there is none, or it is not for us to read, or not what was written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    code, digest = content[:-size], content[-size:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    _log.warning("%s is damaged", path)
+    return None
 
 
 def is_virtual(arch: str) -> bool:
@@ -295,14 +309,15 @@ def open_library(capability: tuple[int, int], cache: Path | None = None, arch: s
     compile."""
     if capability < MINIMUM_CAPABILITY:
         raise BuildError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
-    kept = kept_in(cache or default_cache(), None if cache else prebuilt_folder())
+    ahead = () if cache else filter(None, (prebuilt_folder(), packaged_folder()))
+    kept = kept_in(cache or default_cache(), *ahead)
     import torch
 
     return KernelLibrary(arch or architecture(capability), kept, gpu_shape(torch.device("cuda")))
 
 
-def kept_in(folder: Path, prebuilt: Path | None = None) -> CubinCache:
-    """What NVRTC compiles. Raises BuildError where it is not here."""
+def kept_in(folder: Path, *prebuilt: Path) -> CubinCache:
+    """What NVRTC compiles, or has compiled ahead. Raises BuildError where it is not here."""
     try:
         # By one thread, before others compile: modules that two threads import at once are seen half made.
         import_module("cuda.core")

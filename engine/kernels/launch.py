@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -40,6 +40,11 @@ class Launch:
     values: Mapping[str, int | float]
     holds: tuple[torch.Tensor, ...]
     dependent: bool = True  # may start before its predecessor has ended
+    arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # values as the driver takes them
+
+    def __post_init__(self) -> None:
+        """Raises BuildError where the names of the values are not the kernel's."""
+        object.__setattr__(self, "arguments", self.kernel.arguments(self.values))
 
     def alone(self) -> Launch:
         """The same launch, starting only when its predecessor has ended."""
@@ -53,7 +58,6 @@ class Launch:
 def prepare(kernel: Kernel, shape: Shape, values: Mapping[str, Argument]) -> Launch:
     """A launch from tensors and numbers by parameter name. Raises BuildError where the names differ."""
     plain = {name: _plain(value) for name, value in values.items()}
-    kernel.arguments(plain)
     return Launch(kernel, shape, plain, tuple(v for v in values.values() if isinstance(v, torch.Tensor)))
 
 
@@ -104,7 +108,7 @@ class Launcher:
                 shmem_size=shape.shared,
                 programmatic_stream_serialization=one.dependent,
             )
-            self._launch(stream, config, one.kernel.handle, *one.kernel.arguments(one.values))
+            self._launch(stream, config, one.kernel.handle, *one.arguments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ from engine.api import ModelInfo, TierReport
 from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.fake import FakeRunner
-from engine.ipc.frames import Configure, FrameError, Progress, Ready, Refused
+from engine.ipc.frames import FOLDERS, Configure, FrameError, Progress, Ready, Refused
 from engine.ipc.link import Link
 from engine.ipc.step_mark import StepMark
 from engine.kv.page_pool import PagePool
@@ -37,6 +38,7 @@ from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.device_memory import DeviceMemory
+from engine.worker.driver import begin_context
 from engine.worker.loop import Loop
 from engine.worker.marking import Marking
 from engine.worker.recording import StepRecorder
@@ -55,16 +57,20 @@ def main() -> int:
     arguments = argparse.ArgumentParser(prog="engine.worker.process")
     arguments.add_argument("--fd", type=int, required=True, help="the socket to the front")
     arguments.add_argument("--step-mark", type=int, required=True, help="memory that says whom a step is run for")
-    arguments.add_argument("--kind", default="fake", help="what will be loaded: imported before the settings come")
+    arguments.add_argument("--kind", default="fake", help="what will be loaded, as far as is known")
+    arguments.add_argument("--parent", type=int, help="the front's process; this one ends where that has gone by now")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    given = arguments.parse_args()
     _die_with_parent()
     _die_before_parent()
-    given = arguments.parse_args()
+    if given.parent is not None and os.getppid() != given.parent:
+        return 0
     link = Link(socket.socket(fileno=given.fd))
     try:
+        told = ThreadPoolExecutor(1, "told").submit(_told, link)
         if given.kind == "model":
-            importlib.import_module("engine.worker.build")  # torch: seconds that the fake need not pay
-        return _serve(link, Marking(StepMark(given.step_mark)))
+            _import_model()  # while the front reads its settings
+        return _serve(link, Marking(StepMark(given.step_mark)), told.result())
     except (EOFError, ConnectionError):
         return 0
     except FrameError as error:
@@ -76,8 +82,11 @@ def main() -> int:
     return 1
 
 
-def _serve(link: Link, marking: Marking) -> int:
-    settings = _settings(link)
+def _serve(link: Link, marking: Marking, told: Configure) -> int:
+    settings = told.settings
+    for name in FOLDERS:
+        os.environ.pop(name, None)
+    os.environ.update(told.folders)
     logging.getLogger().setLevel(settings.log_level.upper())
     if settings.log_format == "json":
         use_json("engine")
@@ -108,21 +117,35 @@ def _serve(link: Link, marking: Marking) -> int:
     return 0
 
 
-def _settings(link: Link) -> EngineSettings:
+def _told(link: Link) -> Configure:
+    """What to load. The driver begins as soon as it is known that there is something for it to do."""
     while not (commands := link.receive(timeout=None)):
         pass
     match commands:
-        case [Configure(settings=settings)]:
-            return settings
+        case [Configure() as told]:
+            if told.settings.kind == "model" and told.settings.device != "cpu":
+                begin_context()
+            return told
     raise FrameError("it did not begin with the settings")
 
 
 def _build(settings: EngineSettings, progress: _ProgressReports, constraints: Constraints) -> Runner:
     if settings.kind == "fake":
         return FakeRunner(settings, constraints)
+    progress("imports", 0, 1)
+    _import_model()
+    progress("imports", 1, 1)
     from engine.worker.build import build
 
     return build(settings, progress, constraints)
+
+
+def _import_model() -> None:
+    """Torch: seconds that the fake need not pay."""
+    gc.disable()  # which looks at all that is imported again and again
+    importlib.import_module("engine.worker.build")
+    gc.freeze()
+    gc.enable()
 
 
 def _limits(settings: EngineSettings, info: ModelInfo) -> Limits:

@@ -20,10 +20,18 @@ def test_package_is_this_checkouts(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["service.main", "service.cli", "engine.client", "engine.fake", "engine.scheduling.scheduler"]
+    "module", ["service.serving", "service.cli", "engine.client", "engine.fake", "engine.scheduling.scheduler"]
 )
 def test_module_imports_without_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_engine_process_is_told_what_to_load_before_the_server_imports_its_own() -> None:
+    """`service.main` needs no more for that than the settings and their message."""
+    code = (
+        "import service.main, engine.ipc.frames, sys; sys.exit(bool({'grpc', 'numpy', 'tokenizers'} & {*sys.modules}))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -102,6 +102,7 @@ def become(request: dict[str, object], line: socket.socket) -> None:
 
 
 def main(fd: int) -> int:
+    import service.serving  # noqa: F401 - before there are forks, not in each
     from service.main import serve
 
     line = socket.socket(fileno=fd)

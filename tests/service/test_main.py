@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.ports import free_port
+from service import main
 from service.main import serve as serve_here
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -286,5 +287,25 @@ def test_prompts_and_answers_stay_out_of_the_log(serve: Serve) -> None:
 
 
 def test_the_front_never_imports_torch() -> None:
-    code = "import sys, service.main; sys.exit(int('torch' in sys.modules))"
+    code = "import sys, service.serving; sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "kind"),
+    [
+        (["--model=m"], {}, "model"),
+        (["--model", "m"], {}, "model"),
+        ([], {"WHIPPET_MODEL": "m"}, "model"),
+        (["--model=m", "--engine=fake"], {}, "fake"),
+        (["--model=m", "--engine.kind", "fake"], {}, "fake"),
+        (["--config=c.yaml"], {}, "fake"),  # what it says is not known yet, and nothing is imported in vain
+    ],
+)
+def test_what_is_imported_before_the_settings_are_read(
+    flags: list[str], environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WHIPPET_MODEL", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main._kind(flags) == kind

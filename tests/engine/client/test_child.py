@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.client import EngineClient, child
+from engine import launch
+from engine.client import EngineClient
+from engine.ipc.step_mark import StepMark
+from engine.launch import Begun
 from engine.settings import EngineSettings
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_engine_process_finds_the_packages_of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they are not installed: the folder that holds `engine` leads the path that it is given."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: launched.append(options))
-    child._launch(0, 1, "fake")
+    launch._launch(0, 1, "fake")
     first = Path(launched[0]["env"]["PYTHONPATH"].split(os.pathsep)[0])
     assert (first / "engine" / "worker" / "process.py").is_file()
 
 
 def test_a_process_that_was_begun_ends_unless_somebody_has_taken_it() -> None:
-    one, other = child.Begun("fake"), child.Begun("fake")
+    one, other = Begun(), Begun()
     one.end()
     assert one.take()[1].poll() == -signal.SIGKILL
     ours, process, _ = other.take()
@@ -35,9 +43,36 @@ def test_a_process_that_was_begun_ends_unless_somebody_has_taken_it() -> None:
 
 
 async def test_what_was_begun_is_the_first_process() -> None:
-    begun = child.Begun("fake")
+    begun = Begun()
     client = EngineClient(EngineSettings(model="", kind="fake"), begun=begun)
     await client.start()
     assert client.pid == begun.take()[1].pid
     await client.close()
     begun.end()
+
+
+async def test_what_was_told_at_once_is_not_told_again() -> None:
+    """And loads before anybody takes it: what it says of that waits."""
+    begun = Begun()
+    settings = EngineSettings(model="", kind="fake")
+    begun.tell(settings)
+    ours, process, _ = begun.take()
+    assert select.select([ours], [], [], 60)[0], "it is ready before it is taken"
+    client = EngineClient(settings, begun=begun)
+    await client.start()  # a second message of this kind would be the end of the process
+    assert client.restarts == 0
+    assert client.pid == process.pid
+    await client.close()
+
+
+def test_a_process_whose_front_has_gone_ends_before_it_loads() -> None:
+    """The front may end in the moment before the kernel is asked to tell of that."""
+    ours, theirs = socket.socketpair()
+    mark = StepMark.create()
+    command = [sys.executable, "-P", "-m", "engine.worker.process", "--fd", str(theirs.fileno())]
+    command += ["--step-mark", str(mark), "--parent", "1" if os.getpid() != 1 else "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with ours, theirs:
+        done = subprocess.run(command, pass_fds=[theirs.fileno(), mark], env=environment, timeout=60, check=False)
+    os.close(mark)
+    assert done.returncode == 0

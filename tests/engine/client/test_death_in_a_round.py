@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from engine import launch
 from engine.api import EngineState
-from engine.client import EngineClient, child
+from engine.client import EngineClient
 from engine.errors import EngineUnavailable
 from engine.execution.trials import PLAIN
 from engine.fake import plain_request
@@ -25,7 +26,7 @@ TOKENS = 120
 
 
 def launched_with(died: Path, fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
-    """As `child._launch`."""
+    """As `launch._launch`."""
     return subprocess.Popen(
         [
             *(sys.executable, dies_in_a_round.__file__, str(died), str(STEP)),
@@ -43,7 +44,7 @@ async def test_what_each_stream_hears(tmp_path: Path, monkeypatch: pytest.Monkey
     """Who has tokens is told to come again, and has none of the step that was not ended; who waits is answered by the
     next process; and the text is the one of no speculation."""
     (tmp_path / "config.json").write_text(json.dumps(dict(PLAIN)))
-    monkeypatch.setattr(child, "_launch", lambda *given: launched_with(tmp_path / "died", *given))
+    monkeypatch.setattr(launch, "_launch", lambda *given: launched_with(tmp_path / "died", *given))
     settings = EngineSettings(
         model=str(tmp_path),
         load_format="dummy",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import launch
 from engine.api import EngineState, TokenStream
 from engine.client import EngineClient, child
 from engine.client.supervisor import Backoff
@@ -216,7 +217,7 @@ async def test_a_refusal_is_told_once_and_final() -> None:
 
 @pytest.mark.parametrize("executable", ["/bin/false", "/nonexistent"])
 async def test_a_process_that_never_comes_up_is_given_up(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child.sys, "executable", executable)
+    monkeypatch.setattr(launch.sys, "executable", executable)
     client = EngineClient(FAKE, backoff=QUICK)
     with pytest.raises(EngineFailed, match="3 times"):
         await client.start()
@@ -347,7 +348,7 @@ async def test_it_logs_at_the_level_that_it_is_given(level: LogLevel, speaks: bo
 async def test_nonsense_from_the_process_ends_it() -> None:
     process = subprocess.Popen(["/bin/sleep", "60"])  # noqa: ASYNC220
     ours, theirs = socket.socketpair()
-    with child._step_mark() as (_, mark):
+    with launch._step_mark() as (_, mark):
         one = child.Child(process, mark, lambda report: None)
     await asyncio.get_running_loop().create_unix_connection(lambda: one, sock=ours)
     with theirs:
@@ -371,7 +372,7 @@ async def test_only_starts_that_fail_make_the_next_one_wait(monkeypatch: pytest.
             os.kill(pid_of(client), signal.SIGKILL)
             await until(lambda restarts=restarts: client.restarts == restarts and client.state is EngineState.READY)
         with monkeypatch.context() as broken:
-            broken.setattr(child.sys, "executable", "/bin/false")
+            broken.setattr(launch.sys, "executable", "/bin/false")
             client.kill()
             await until(lambda: failures[-1] == 3)
         await until(lambda: client.state is EngineState.READY)

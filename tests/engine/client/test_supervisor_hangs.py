@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from engine import launch
 from engine.api import EngineState
-from engine.client import EngineClient, child
+from engine.client import EngineClient
 from engine.errors import EngineFailed, EngineUnavailable
 from engine.fake import Fault, plain_request
 from tests.engine.client.test_supervisor import (
@@ -101,7 +102,7 @@ def interpreter(folder: Path, script: str) -> str:
 
 
 async def test_a_process_that_loads_and_does_nothing_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, "time.sleep(600)"))
+    monkeypatch.setattr(launch.sys, "executable", interpreter(tmp_path, "time.sleep(600)"))
     client = EngineClient(replace(FAKE, hang_timeout=WHILE_LOADING), backoff=QUICK)
     with pytest.raises(EngineFailed, match=r"no sign of life .* while loading, 3 times"):
         await client.start()
@@ -110,7 +111,7 @@ async def test_a_process_that_loads_and_does_nothing_hangs(tmp_path: Path, monke
 
 async def test_one_that_computes_without_end_hangs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.client.supervisor._LONGEST_WORK", 1)
-    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, "while True: pass"))
+    monkeypatch.setattr(launch.sys, "executable", interpreter(tmp_path, "while True: pass"))
     client = EngineClient(replace(FAKE, hang_timeout=WHILE_LOADING), backoff=QUICK)
     with pytest.raises(EngineFailed, match=r"no sign of life .* while loading, 3 times"):
         await asyncio.wait_for(client.start(), PATIENCE)
@@ -145,7 +146,7 @@ async def test_one_that_computes_for_long_before_it_says_anything_does_not(
         pass
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
     """
-    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, script))
+    monkeypatch.setattr(launch.sys, "executable", interpreter(tmp_path, script))
     client = EngineClient(replace(FAKE, hang_timeout=1.2), backoff=QUICK)
     started = time.monotonic()
     await client.start()
@@ -162,7 +163,7 @@ async def test_callers_are_told_to_come_back_once_another_is_ready(
     time.sleep(1.5)
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
     """
-    monkeypatch.setattr(child.sys, "executable", interpreter(tmp_path, script))
+    monkeypatch.setattr(launch.sys, "executable", interpreter(tmp_path, script))
     client = EngineClient(FAKE, backoff=QUICK)
     assert 0 < client.unavailable().retry_after < 60
     started = time.monotonic()

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.driven import GREEDY
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed, Unsupported
 from engine.fake.checker import BrokenPlan
 from engine.fake.runner import AcceleratorError, FakeRunner, Fault, plain_request

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from engine.kernels.launch import Launcher
 from engine.kernels.step import LayerWeights, Product, StepWeights
 from engine.kernels.weights import to_matrix
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
+from scripts.sanitize import KERNELS
 
 
 @pytest.fixture(scope="session")
@@ -22,13 +25,19 @@ def launcher() -> Launcher:
 
 @pytest.fixture(scope="session")
 def library(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    return open_library(torch.cuda.get_device_capability(), tmp_path_factory.mktemp("cubins"))
+    return open_library(torch.cuda.get_device_capability(), kernels(tmp_path_factory, "cubins"))
+
+
+def kernels(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Where compiled kernels are kept: nowhere for longer than the tests, or where `scripts.sanitize` says."""
+    kept = os.environ.get(KERNELS)
+    return Path(kept) / name if kept else factory.mktemp(name)
 
 
 @pytest.fixture(scope="session")
 def older_library(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     """Kernels as a GPU of compute capability 8.0 gets them, translated for this one."""
-    return open_library(torch.cuda.get_device_capability(), tmp_path_factory.mktemp("ptx"), "compute_80")
+    return open_library(torch.cuda.get_device_capability(), kernels(tmp_path_factory, "ptx"), "compute_80")
 
 
 class RecordingKernels:

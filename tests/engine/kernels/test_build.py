@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,8 +67,8 @@ def test_what_was_compiled_ahead_is_read_first(tmp_path: Path, caplog: pytest.Lo
     ahead, kept = tmp_path / "ahead", tmp_path / "kept"
     CubinCache(ahead, "compiler", compile_source).get("linear.cu", {"A": 1}, "sm_90a")
     (one,) = ahead.iterdir()
-    one.write_bytes(b"made ahead")
-    cache = CubinCache(kept, "compiler", compile_source, ahead)
+    one.write_bytes(b"made ahead" + hashlib.sha256(b"made ahead").digest())
+    cache = CubinCache(kept, "compiler", compile_source, (tmp_path / "nowhere", ahead))
     assert cache.get("linear.cu", {"A": 1}, "sm_90a") == b"made ahead"
     assert one.stat().st_mode & 0o777 == 0o644
     assert not kept.exists()
@@ -76,7 +78,7 @@ def test_what_was_compiled_ahead_is_read_first(tmp_path: Path, caplog: pytest.Lo
     assert len(list(kept.iterdir())) == 2
     assert list(ahead.iterdir()) == [one]
     (line,) = caplog.messages
-    assert f"linear.cu for sm_90a is not in {ahead}" in line
+    assert f"linear.cu for sm_90a is not in {tmp_path / 'nowhere'} or {ahead}" in line
 
 
 def test_every_source_is_known_here() -> None:
@@ -127,6 +129,35 @@ def test_cache_compiles_once_and_anew_for_anything_else(tmp_path: Path) -> None:
     CubinCache(cache.folder, "compiler 2", compiler).get("linear.cu", {"A": 1, "B": 2}, "sm_90a")
     assert compiler.calls == 5
     assert len(list(cache.folder.iterdir())) == 5  # and no half-written files
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])
+def test_what_is_damaged_is_compiled_anew(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Kept or made ahead: a driver that is given half a kernel refuses it, at each start."""
+    compiler = CountingCompiler()
+    ahead = CubinCache(tmp_path / "ahead", "compiler", compiler)
+    cache = CubinCache(tmp_path / "kept", "compiler", compiler, (ahead.folder,))
+    code = ahead.get("head.cu", {}, "sm_80")
+    assert cache.get("head.cu", {}, "sm_80") == code
+    for folder, calls in ((ahead.folder, 2), (cache.folder, 3)):
+        (one,) = folder.iterdir()
+        one.write_bytes(damage)
+        for _ in range(2):
+            assert cache.get("head.cu", {}, "sm_80") == code
+        assert compiler.calls == calls
+        assert f"{one} is damaged" in caplog.messages
+    assert len([*cache.folder.iterdir()]) == 1
+
+
+def test_a_wheel_of_kernels_is_found_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else of that name: a folder without code is no package of ours."""
+    folder = tmp_path / "whippet_kernels"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build.packaged_folder() is None
+    (folder / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert build.packaged_folder() == folder / "kernels"
 
 
 def test_cache_without_a_folder_still_compiles(tmp_path: Path) -> None:

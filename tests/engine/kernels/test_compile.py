@@ -104,14 +104,17 @@ def test_a_step_compiles(
         assert code.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize(("group", "arch"), [(2, "sm_80"), (8, "sm_90a")])
+@pytest.mark.parametrize(
+    ("sequences", "group", "arch"),
+    [(1, 2, "sm_80"), (1, 8, "sm_90a"), (2, 4, "sm_80"), (2, 4, "sm_90a"), (4, 2, "sm_90a")],
+)
 def test_a_verifying_step_compiles(
-    recorder: Any, model: Callable[[str], StepWeights], compiler: Compiler, group: int, arch: str
+    recorder: Any, model: Callable[[str], StepWeights], compiler: Compiler, sequences: int, group: int, arch: str
 ) -> None:
     weights = model("bf16")
     room = allocate(weights, 8, 4, 1)
-    shared = RowPages(room.places.position, room.places.pages[:1])
-    state = speculation.allocate(1, 8, 64, 64, torch.device("cpu"))
+    shared = RowPages(room.places.position, room.places.pages[:sequences])
+    state = speculation.allocate(sequences, 8 // sequences, 64, 64, torch.device("cpu"))
     first = first_norm(weights, room)
     speculation.replay(recorder, state, shared, first, Future(state.history, 0.5))
     ending = (
@@ -119,10 +122,15 @@ def test_a_verifying_step_compiles(
         speculation.lookup(recorder, state, shared, first),
     )
     chain = prepare_step(
-        recorder, weights, replace(room, places=shared).first(group), ChainPlan(132, group=group), None, ending
+        recorder,
+        weights,
+        replace(room, places=shared).first(sequences * group),
+        ChainPlan(132, group=group),
+        None,
+        ending,
     )
     assert [launch.kernel.name for launch in chain[-3:]] == ["head", "accept", "lookup"]
-    assert chain[1].shape.grid[2] == group
+    assert chain[1].shape.grid[2] == sequences * group
     for name, entry, defines, _ in recorder.asked:
         if name in ("accept", "propose", "attention"):
             assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry

@@ -197,6 +197,7 @@ def attended(found: torch.Tensor, query: torch.Tensor, held: torch.Tensor, windo
         (5, 3000, 16),
         (100, 2100, 128),
         (600, 1000, 640),
+        (3100, 50, 4096),
     ],
 )
 def test_attention(

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.driven import GREEDY
-from engine.api import SamplingParams, Stopping
+from engine.api import GREEDY, SamplingParams, Stopping
 from engine.execution import device_sampling as sampled
 from engine.kernels import batch_sampling, reference
 from engine.kernels.attention import RowPages

@@ -49,7 +49,7 @@ class Event:
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What starts call of a GPU does nothing; a capture does what it would capture."""
 
-    def record(self: object, enqueue: Any, *, rehearse: bool = False) -> Any:
+    def record(self: object, enqueue: Any, rehearse: Any = None) -> Any:
         enqueue()
         return SimpleNamespace(replay=lambda: None)
 
@@ -150,7 +150,7 @@ def test_a_folder_built_ahead_answers_all_that_is_asked_for(
     def refuse(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
         raise AssertionError(f"{name} is not there")
 
-    cache = CubinCache(tmp_path / "here", build.compiler_version(), refuse, tmp_path / "ahead")
+    cache = CubinCache(tmp_path / "here", build.compiler_version(), refuse, (tmp_path / "ahead",))
     library = KernelLibrary("sm_90a", cache, H100)
     config, form = read_folder(model, "auto")
     for name, defines in foretell(EngineSettings(model=str(model)), Foretelling(config, form, H100)):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.api import CacheOptions, Mode, SemanticOptions
-from engine.api import Finish, FinishReason, Priority, SamplingParams, Start, TokenEvents
+from engine.api import GREEDY, Finish, FinishReason, Priority, Start, TokenEvents
 from service.config.settings import LimitOptions, OptimizationOptions
 from service.core.admission import Admission, Ticket
 from service.core.answers.caches import AnswerCaches
@@ -30,16 +30,6 @@ from service.core.text.processes import TextProcesses
 from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=1, queue=0.5, prefill=0.25)
-GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
 FOREVER = 30.0  # seconds; no timer fires in a test
 
 

@@ -1,0 +1,17 @@
+"""Files that several processes may make at once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def keep(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Whole or not at all, in place of what was there. `mode` says who may look; the folder may say less. Raises
+    OSError where the folder cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, mode)
+    os.replace(file.name, path)

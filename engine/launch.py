@@ -1,0 +1,87 @@
+"""Starts an engine process. Imports next to nothing, so that a server can do it before its own imports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.ipc.step_mark import StepMark
+
+if TYPE_CHECKING:
+    from engine.settings import EngineSettings
+
+
+class Begun:
+    """A process that was started before it is known what it will load. Once it is told, it imports what it needs for
+    that, which takes seconds, and loads it; until a `Child` takes it, what it says waits in its socket."""
+
+    def __init__(self, kind: str = "fake") -> None:
+        """`kind`: what it will probably load; a model's imports begin at once. Raises OSError."""
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs, _step_mark() as (fd, self._mark):
+                self._process = _launch(theirs.fileno(), fd, kind)
+        except OSError:
+            self._socket.close()
+            raise
+        self._taken = False
+        self.told = False
+
+    def tell(self, settings: EngineSettings) -> None:
+        """What to load."""
+        from engine.ipc.frames import configure, encode  # while the process starts
+
+        self.told = True
+        with contextlib.suppress(OSError):  # it has ended, which who takes it will see
+            self._socket.sendall(encode(configure(settings)))
+
+    def take(self) -> tuple[socket.socket, subprocess.Popen[bytes], StepMark]:
+        """Its end is then the caller's business."""
+        self._taken = True
+        return self._socket, self._process, self._mark
+
+    def end(self) -> None:
+        """Unless somebody has taken it."""
+        if not self._taken:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def _step_mark() -> Iterator[tuple[int, StepMark]]:
+    """A fresh one, and the descriptor for the other end."""
+    fd = StepMark.create()
+    try:
+        yield fd, StepMark(fd)
+    finally:
+        os.close(fd)
+
+
+def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
+    """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
+    environment = dict(os.environ)
+    home = Path(__file__).resolve().parents[1]
+    if home.name not in ("site-packages", "dist-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
+    # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
+    # front wants one (docs/perf-log.md).
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # reads of all that is installed whether it has one
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "engine.worker.process"),
+            *("--fd", str(fd), "--step-mark", str(mark), "--parent", str(os.getpid()), "--kind", kind),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # stdout is the front's
+        pass_fds=[fd, mark],
+        env=environment,
+        start_new_session=True,  # a terminal's ctrl-C is the front's to handle
+    )

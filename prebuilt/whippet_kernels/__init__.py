@@ -1,0 +1,1 @@
+"""Machine code in the folder `kernels` beside this file. Nothing to import."""
