@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,14 +21,17 @@ class Mailbox:
         self._next = 0
         self.arrived = torch.zeros(size, dtype=torch.int32, device=device)
 
-    def send(self, values: list[int] | NDArray[np.int32]) -> None:
-        """arrived[: len(values)] = values, in the order of the current stream."""
+    def send(self, values: list[int] | NDArray[np.int32], others: Sequence[tuple[int, NDArray[np.int32]]] = ()) -> None:
+        """arrived[: len(values)] = values, and each of the others from its place on, in the order of the current
+        stream."""
         slot, sent = self._slots[self._next], self._sent[self._next]
         if sent is None:
             event: type[torch.cuda.Event] = torch.cuda.Event
             sent = self._sent[self._next] = event()
         self._next = (self._next + 1) % _SLOTS
         sent.synchronize()
-        slot[: len(values)] = torch.as_tensor(values, dtype=torch.int32)
-        self.arrived[: len(values)].copy_(slot[: len(values)], non_blocking=True)
+        for first, part in ((0, values), *others):
+            words = slice(first, first + len(part))
+            slot[words] = torch.as_tensor(part, dtype=torch.int32)
+            self.arrived[words].copy_(slot[words], non_blocking=True)
         sent.record(torch.cuda.current_stream())

@@ -16,6 +16,7 @@ from engine.linear.plain_copies import PlainCopies
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.sequence_state import SequenceTable
+from engine.settings import CUDA_BATCH_TOKENS
 
 
 class Unfit(Exception):
@@ -56,6 +57,7 @@ class Parts:
     sampler: Sampler  # with the token counts that penalties need, by slot
     max_sequences: int
     max_context: int  # tokens
+    max_batch_tokens: int = CUDA_BATCH_TOKENS[0]  # prompt tokens of a step
     sequences: SequenceTable = field(default_factory=SequenceTable)
     constraints: Constraints = field(default_factory=Constraints)
     plain: PlainCopies = field(default_factory=PlainCopies)

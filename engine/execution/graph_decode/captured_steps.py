@@ -12,6 +12,7 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
+from engine.execution.graph_decode import placement
 from engine.execution.graph_decode.pipeline import BUCKETS, MOST_STOPS, SIZES, RowState, bucket
 from engine.execution.patience import Patience
 from engine.kernels import sampling
@@ -207,6 +208,20 @@ class CapturedSteps:
             within_top=() if self._weights.coarse is None else reaches(draws, two_pass=True),
             ring=words(buffers.progress.ring),
         )
+
+    def settle(self) -> None:
+        """Has the vectors of one row's step lie where it is fastest; while no page is in use. Raises BuildError."""
+        gc.collect()  # as for `warmup`
+        size = self.sizes[0]
+        self.build((size,))
+        here = self._buckets[size]
+        gpu = self._library.gpu
+        plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, longest=min(REACHES[1], self._max_context))
+        timed = placement.LayersTimed(self._library, self._launcher, self._weights, plan)
+        timed.place_row(here.buffers)
+        buffers = placement.settled(here.buffers, timed)
+        timed.take_away(buffers)
+        self._buckets[size] = self._bucket(buffers, here.state)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""

@@ -64,6 +64,7 @@ class GraphDecode:
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures."""
         with torch.inference_mode():
+            self._devices[0].settle()
             for device in self._devices:
                 device.warmup(progress)
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
 
-from bench.driven import GREEDY
-from engine.api import GenerationRequest
+from engine.api import GREEDY, GenerationRequest
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD, DecodePipeline, bucket, can_sample
