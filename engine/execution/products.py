@@ -43,6 +43,7 @@ class Products:
         self._launcher = launcher
         self._overlap = overlap  # a product may start before what precedes it has ended
         self._gpu = gpu
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}  # by address; few
 
     def order(self, linear: Linear, tokens: int) -> Format:
         """How the columns of what it multiplies are to lie."""
@@ -68,7 +69,7 @@ class Products:
             how = many.divide(linear.matrix, x.shape[0], self._gpu, most_slices)
             return self._quantized(linear, x, room, how)
         dense = _dense(linear)
-        out = _view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)
+        out = self._view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)
         if x.is_meta:  # nothing to multiply, and no kernel of ours
             return ops.Parts(out)
         if dense.bias is None:
@@ -80,12 +81,22 @@ class Products:
     def _quantized(self, linear: CudaLinear, x: torch.Tensor, room: torch.Tensor, how: many.Division) -> ops.Parts:
         matrix, tokens = linear.matrix, x.shape[0]
         if how.slices == 1:
-            out = _view(room, (tokens, matrix.rows), torch.bfloat16)
+            out = self._view(room, (tokens, matrix.rows), torch.bfloat16)
             self._go(matrix, many.Batch(x, out, linear.bias), how)
             return ops.Parts(out)
-        out = _view(room, (how.slices, tokens, matrix.rows), torch.float32)
+        out = self._view(room, (how.slices, tokens, matrix.rows), torch.float32)
         self._go(matrix, many.Batch(x, out), how)
         return ops.Parts(out, linear.bias)
+
+    def _view(self, room: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The front of the room. Made once, since a start asks for each some hundred times."""
+        if room.is_meta:
+            return _front(room, shape, dtype)
+        key = room.data_ptr(), shape, dtype
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = _front(room, shape, dtype)
+        return found
 
     def _go(self, matrix: Matrix, batch: many.Batch, how: many.Division) -> None:
         launch = many.gemm(self._library, matrix, batch, how)
@@ -98,6 +109,6 @@ def _dense(linear: Linear) -> DenseLinear:
     return linear
 
 
-def _view(room: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _front(room: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = torch.Size(shape).numel()
     return room[: count * dtype.itemsize].view(dtype).view(shape)

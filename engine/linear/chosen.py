@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from engine.kernels.keeping import keep
 from engine.linear import DenseLinear
 from engine.linear.cublas import Cublas, CublasError, Prepared, Product
 
-TOKENS = (256, 384, 512, 1024, 2048)  # of products that are chosen; others are rare, or go best by the library's choice
+TOKENS = (
+    256,
+    384,
+    512,
+    1024,
+    2048,
+    4096,
+)  # of products that are chosen; others are rare, or go best by the library's choice
 LEAST_WEIGHTS = 8 << 20  # of a matrix; smaller products gain nothing that shows
 _NEIGHBOURS = (96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)  # tokens whose algorithms are tried as well
 _ALGORITHMS = 8  # the library names, of each
@@ -129,14 +135,10 @@ class ChosenProducts:
         return found if isinstance(found, dict) else {}
 
     def _keep(self, product: str, algorithm: str) -> None:
-        """A file that is there is replaced whole."""
         if self._kept is None:
             return
         try:
-            self._kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._kept.parent, delete=False) as file:
-                json.dump({**self._read(), product: algorithm}, file)
-            os.replace(file.name, self._kept)
+            keep(self._kept, json.dumps({**self._read(), product: algorithm}).encode())
         except OSError as failure:
             _log.warning("which products are fastest is not kept: %s", failure)
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from engine.kernels.build import default_cache, prebuilt_folder
+from engine.kernels.keeping import keep
 
 SOURCE: Final = Path(__file__).with_suffix(".c")
 TYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of a scale
@@ -180,11 +181,7 @@ def _compile(units: tuple[str, ...], room: str) -> Path:
 def _keep(fresh: Path, kept: Path) -> Path:
     """Moved whole to where it is kept; where that cannot be written it serves this process alone."""
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(fresh.read_bytes())
-        os.chmod(file.name, 0o755)
-        os.replace(file.name, kept)
+        keep(kept, fresh.read_bytes(), 0o755)
     except OSError:
         return fresh
     return kept

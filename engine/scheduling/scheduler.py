@@ -372,7 +372,7 @@ class Scheduler:
         It may if afterwards each that runs could still get another page, lest it be thrown out again at once.
         """
         prefixes = self._prefixes
-        paused = [sequence for sequence in self._running if sequence.paused]
+        paused = [sequence for sequence in self._running if sequence.paused] if self._paused else []
         wanted = pages + len(self._running) - len(paused)
         if wanted > prefixes.room - prefixes.idle(found) + prefixes.reclaimable(paused, found):
             return False

@@ -26,7 +26,7 @@ from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.loading.formats import Format
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
-from engine.settings import CUDA_SEQUENCES, EngineSettings
+from engine.settings import CUDA_BATCH_TOKENS, CUDA_SEQUENCES, EngineSettings
 from engine.worker.shapes import fewer_layers, shape_weights
 from quant.checkpoint.config import ModelConfig
 
@@ -84,8 +84,9 @@ def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) 
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     copies = plain_copies(linears, sequences, _MOST_BYTES)
     draft = None if what.draft is None else _draft(*what.draft, context)
+    tokens = settings.max_batch_tokens or CUDA_BATCH_TOKENS[1]
     for plain in (copies, PlainCopies()) if copies.held else (copies,):
-        yield Parts(model, pool, sampler, sequences, context, plain=plain, draft=draft, gpu=GpuKernels(wanted))
+        yield Parts(model, pool, sampler, sequences, context, tokens, plain=plain, draft=draft, gpu=GpuKernels(wanted))
 
 
 def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:

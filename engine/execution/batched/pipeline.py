@@ -120,9 +120,11 @@ class BatchPipeline:
                 self._device.change(changes)
                 live = [own for own in self._held.values() if not own.gone]
                 self._useful = min(max(own.end for own in live), min(own.reach for own in live))
-            self._launch()
+            # A wave of newcomers goes on, most likely: steps that they could still join wait for them.
+            ahead = 1 if 4 * len(changes.entered) >= len(self._held) else AHEAD
+            self._launch(ahead)
             self._receive()
-            self._launch()
+            self._launch(ahead)
         except BaseException:
             self._abandon()
             raise
@@ -213,10 +215,10 @@ class BatchPipeline:
 
     # Steps
 
-    def _launch(self) -> None:
-        """Launches as far ahead as is wanted, allowed and of use."""
+    def _launch(self, ahead: int) -> None:
+        """Launches so far ahead, where it is allowed and of use."""
         read = self._launched - len(self._under_way)
-        wanted = min(max(read, self._joined - 1) + AHEAD, self._useful)
+        wanted = min(max(read, self._joined - 1) + ahead, self._useful)
         while self._launched < wanted:
             self._device.launch(len(self._moving))
             self._launched += 1

@@ -31,7 +31,7 @@ class CapturedPasses:
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         """`sizes`: tokens of a graph, smallest first. `chunks`: sequences of a graph, most first."""
-        self._sizes, self._chunks = sizes, chunks
+        self.sizes, self._chunks = sizes, chunks
         device = parts.model.placement.device
         self.run = ForwardPass(parts, sizes)
         pages = -(-parts.max_context // PAGE_SIZE)
@@ -41,18 +41,13 @@ class CapturedPasses:
         self.captured = True  # False: launches one by one
 
     @property
-    def most(self) -> int:
-        """Tokens of a pass."""
-        return self._sizes[-1]
-
-    @property
     def arrived(self) -> torch.Tensor:
         """What the device was sent of the last pass, as `Layout` has it."""
         return self._mail.arrived
 
     def warmup(self, recorder: Recorder, progress: Progress) -> None:
         """Compiles and captures every size."""
-        layouts = [Layout(size, chunks) for size in reversed(self._sizes) for chunks in self._chunks]
+        layouts = [Layout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
         for done, layout in enumerate(layouts):
             progress("prefill", done, len(layouts))
             # No pages are known yet, so a pass of no tokens must do: it writes none.
@@ -66,13 +61,13 @@ class CapturedPasses:
 
     def ask(self) -> None:
         """Asks for every kernel that there will be."""
-        for size in self._sizes:
+        for size in self.sizes:
             for chunks in self._chunks:
                 self._forward(Layout(size, chunks))
 
     def replay(self, one: Pass) -> None:
         """Enqueues a pass."""
-        size = next(size for size in self._sizes if one.tokens <= size)
+        size = next(size for size in self.sizes if one.tokens <= size)
         layout = Layout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
         self._mail.send(layout.words(one))
         if self.captured:

@@ -22,7 +22,7 @@ from engine.kernels.tokens import Fed
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 
-SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a graph
+SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a graph
 _FEW = 2  # first tokens that are drawn one by one: each reads the head, all together are slower for one
 
 
@@ -34,8 +34,9 @@ class GraphPrefill:
     max_tokens_per_row = 1
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
+        """`sizes`: those that no step fills are left out."""
         self._parts = parts
-        self._passes = CapturedPasses(parts, sizes, (MOST_CHUNKS, 1))
+        self._passes = CapturedPasses(parts, filled(sizes, parts.max_batch_tokens), (MOST_CHUNKS, 1))
         self._recorder = Recorder(parts.model.placement.device)
         self._fused = True
         self._one = self._first_tokens()
@@ -84,7 +85,7 @@ class GraphPrefill:
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
         vocabulary, alone = self._parts.model.config.vocab_size, self._parts.constraints.constrained
-        for one in passes(rows, self._parts.sequences, self._passes.most, vocabulary):
+        for one in passes(rows, self._parts.sequences, self._passes.sizes, vocabulary):
             self._passes.replay(one)
             ended = [chunk for chunk in one.chunks if chunk.whole and chunk.row.sample]
             alike = [chunk for chunk in ended if can_choose(chunk.sequence)]
@@ -162,6 +163,11 @@ def make(parts: Parts) -> GraphPrefill:
 def ask(parts: Parts) -> None:
     """Asks for every kernel that it will have; of shapes alone."""
     GraphPrefill(parts).ask()
+
+
+def filled(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Sizes that so many tokens fill, or the least of those that hold them."""
+    return tuple(size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < tokens)
 
 
 def _one_line(failure: BaseException) -> str:

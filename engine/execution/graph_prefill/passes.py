@@ -15,6 +15,7 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 
 MOST_CHUNKS = 32  # sequences of a pass
+_LARGE = 2048  # tokens: a pass of so many takes twice as long as one of half the size, or nearly
 TABLE = 4  # where the table of chunks begins, in words
 
 
@@ -92,22 +93,32 @@ class Layout:
         return np.concatenate((head, np.array(pages, dtype=np.int32)))
 
 
-def passes(rows: Iterable[Row], sequences: SequenceTable, most: int, vocabulary: int) -> Iterator[Pass]:
-    """All tokens of the rows, in their order, at most `most` a pass."""
-    here = Pass()
+def passes(rows: Iterable[Row], sequences: SequenceTable, sizes: Rows[int], vocabulary: int) -> Iterator[Pass]:
+    """All tokens of the rows, in their order. `sizes`: tokens of a captured pass, smallest first."""
+    rows = tuple(rows)
+    left = sum(row.count for row in rows)
+    here, room = Pass(), _room(sizes, left)
     for row in rows:
         sequence, start, end = sequences.of(row), row.start, row.start + row.count
         _check(sequence.token_ids[start:end], vocabulary)
         while start < end:
-            if here.tokens == most or len(here.chunks) == MOST_CHUNKS:
+            if here.tokens == room or len(here.chunks) == MOST_CHUNKS:
                 yield here
-                here = Pass()
-            count = min(end - start, most - here.tokens)
+                here, room = Pass(), _room(sizes, left)
+            count = min(end - start, room - here.tokens)
             here.chunks.append(Chunk(row, sequence, start, start + count, here.tokens))
             here.tokens += count
             start += count
+            left -= count
     if here.chunks:
         yield here
+
+
+def _room(sizes: Rows[int], left: int) -> int:
+    """Of the next pass, when so many tokens are left. A large one filled to three quarters takes longer than two
+    smaller ones."""
+    at = next((at for at, size in enumerate(sizes) if size >= left), len(sizes) - 1)
+    return sizes[at - 1] if at > 0 and sizes[at] >= _LARGE and 4 * left <= 3 * sizes[at] else sizes[at]
 
 
 def _check(ids: Rows[int], vocabulary: int) -> None:

@@ -175,6 +175,17 @@ def test_rows_come_and_go_in_any_order() -> None:
     hand.check()
 
 
+def test_a_wave_that_joins_finds_few_steps_in_front_of_it() -> None:
+    hand = Hand(12)
+    for rows in (4, 8, 12):
+        launched = len(hand.device.launched)
+        hand.step(hand.states[:rows])
+        assert len(hand.device.launched) - launched <= 2
+    hand.step(hand.states)
+    assert len(hand.pipeline._under_way) == AHEAD
+    hand.check()
+
+
 def test_a_failure_leaves_no_row_behind() -> None:
     hand = Hand(5)
     hand.step(hand.states)

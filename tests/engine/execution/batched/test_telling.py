@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
 
-from bench.driven import GREEDY
-from engine.api import FinishReason, GenerationRequest
+from engine.api import GREEDY, FinishReason, GenerationRequest
 from engine.execution import device_sampling as sampled
 from engine.execution.batched.executor import can_choose
 from engine.execution.batched.pipeline import BatchPipeline, Changes

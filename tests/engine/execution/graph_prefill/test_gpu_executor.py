@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.driven import GREEDY
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed
 from engine.execution.eager import Eager
 from engine.execution.forward_pass import why_not

@@ -10,6 +10,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as some
 
 from engine.errors import EngineFailed
+from engine.execution.graph_prefill.executor import SIZES as CAPTURED
+from engine.execution.graph_prefill.executor import filled
 from engine.execution.graph_prefill.passes import MOST_CHUNKS, TABLE, Layout, Pass, passes
 from engine.scheduling.plan import Row
 from engine.scheduling.sequence_state import SequenceTable
@@ -17,7 +19,8 @@ from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import request
 from tests.engine.stepped import holding, put
 
-MOST = 64
+SIZES = (16, 64)
+MOST = SIZES[-1]
 
 
 def read(one: Pass, chunks: int) -> list[tuple[int, int, int, int]]:
@@ -54,7 +57,7 @@ def test_every_token_is_fed_once_to_its_own_pages(seed: int, count: int) -> None
         rows.append(Row(key, key, start, chance.randint(1, size - start), True))
         for at in range(start, start + rows[-1].count):
             expected.append((pages[at // PAGE_SIZE], at % PAGE_SIZE, at, ids[at]))
-    made = list(passes(rows, table, MOST, 1000))
+    made = list(passes(rows, table, SIZES, 1000))
     assert [token for one in made for token in read(one, MOST_CHUNKS)] == expected
     for one in made:
         assert 0 < one.tokens <= MOST
@@ -69,4 +72,30 @@ def test_an_id_outside_the_vocabulary_is_refused() -> None:
     table = SequenceTable()
     put(table, holding(request([1, 999]), [0]))
     with pytest.raises(EngineFailed, match="vocabulary"):
-        list(passes([Row(0, 0, 0, 2, True)], table, MOST, 999))
+        list(passes([Row(0, 0, 0, 2, True)], table, SIZES, 999))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ((3072,), [2048, 1024]),
+        ((3073,), [3073]),
+        ((1100,), [1024, 76]),
+        ((600,), [600]),
+        ((4096, 1500), [4096, 1024, 476]),
+        ((128,) * 64, [4096, 4096]),
+        ((128,) * 20, [2048, 512]),
+        ((8000,), [4096, 3904]),
+    ],
+)
+def test_a_large_pass_is_filled_by_three_quarters_or_halved(prompts: tuple[int, ...], expected: list[int]) -> None:
+    table, rows = SequenceTable(), []
+    for key, size in enumerate(prompts):
+        put(table, holding(request([1] * size), range(-(-size // PAGE_SIZE)), key))
+        rows.append(Row(key, key, 0, size, True))
+    assert [one.tokens for one in passes(rows, table, CAPTURED, 1000)] == expected
+
+
+@pytest.mark.parametrize(("tokens", "largest"), [(1, 16), (512, 512), (600, 1024), (2048, 2048), (8192, 4096)])
+def test_no_pass_is_captured_that_no_step_fills(tokens: int, largest: int) -> None:
+    assert filled(CAPTURED, tokens) == CAPTURED[: CAPTURED.index(largest) + 1]

@@ -1,0 +1,92 @@
+"""How far bfloat16's rounding takes the distributions of captured batches from those of the same weights in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.execution.batched.pipeline import BatchPipeline, BatchRow
+from engine.execution.batched.steps import BatchedSteps
+from engine.worker.build import build
+from tests.engine.conftest import Drive, Request
+from tests.engine.execution.test_eager import MODELS, prompts, settings
+from tests.engine.plain_qwen3 import PlainQwen3
+from tests.engine.quantized import nothing
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 64
+TOKENS = 32
+
+
+class Watched:
+    """What rows each captured step moved, and their logits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.moved: list[tuple[BatchRow | None, ...]] = []
+        self.logits: list[torch.Tensor] = []
+        launch, steps = BatchedSteps.launch, BatchPipeline._launch
+
+        def keep(device: BatchedSteps, rows: int) -> None:
+            launch(device, rows)
+            self.logits.append(device._logits[:rows].clone())
+
+        def note(pipeline: BatchPipeline, ahead: int) -> None:
+            steps(pipeline, ahead)
+            self.moved += [pipeline._moving] * (pipeline._launched - len(self.moved))
+
+        patch.setattr(BatchedSteps, "launch", keep)
+        patch.setattr(BatchPipeline, "_launch", note)
+
+    def of(self, key: int, length: int) -> dict[int, torch.Tensor]:
+        """Logits after each token of a sequence of so many that such a step fed, by its position."""
+        found = {}
+        for number, (moved, logits) in enumerate(zip(self.moved, self.logits, strict=True), 1):
+            for index, own in enumerate(moved):
+                if own is not None and own.sequence.key == key and own.since <= number:
+                    position = own.first + number - own.since
+                    if position < min(own.last, length - 1):
+                        found[position] = logits[index]
+        return found
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler, float64 [rows] in nats."""
+    exact, other = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (exact.exp() * (exact - other)).sum(-1)
+
+
+def test_a_batch_is_as_near_float32_as_plain_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+    request_of: Request,
+    drive: Drive,
+) -> None:
+    """Sixty-four sequences draw tokens together; each distribution that they drew from, given the tokens before it, is
+    held against float32's. Operations of torch in bfloat16, which transformers would run, are the measure."""
+    watched = Watched(monkeypatch)
+    runner = build(settings("bfloat16", device="cuda", max_sequences=ROWS), nothing)
+    asked = [
+        replace(request_of(prompt, TOKENS, temperature=1.0, seed=key), request_id=str(key))
+        for key, prompt in enumerate(prompts(ROWS))
+    ]
+    answers = drive(runner, asked).answers
+    runner.close()
+    exact = PlainQwen3(MODELS / "demo", torch.float32, "cpu")
+    plain = PlainQwen3(MODELS / "demo", torch.bfloat16, "cuda")
+    ours, theirs = [], []
+    for key, (request, answer) in enumerate(zip(asked, answers, strict=True)):
+        ids = [*request.token_ids, *answer.token_ids]
+        found = watched.of(key, len(ids))
+        if found:
+            at = list(found)
+            right = exact.logits(ids)[at]
+            ours.append(divergence(right, torch.stack([found[one] for one in at]).cpu()))
+            theirs.append(divergence(right, plain.logits(ids)[at].cpu()))
+    mine, other = torch.cat(ours), torch.cat(theirs)
+    record_property("mean KL of the batch and of torch's bfloat16", (float(mine.mean()), float(other.mean())))
+    assert len(mine) > ROWS * TOKENS / 2
+    assert mine.mean() <= 1.1 * other.mean()
