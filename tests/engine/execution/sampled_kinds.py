@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.driven import GREEDY
-from engine.api import GenerationRequest, Stopping
+from engine.api import GREEDY, GenerationRequest, Stopping
 
 VOCABULARY = 5000
 CONFIG: dict[str, Any] = {

@@ -9,8 +9,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from bench.driven import GREEDY
-from engine.api import FinishReason, GenerationRequest, Stopping
+from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.pipeline import RowState, bucket
 from engine.fake.checker import PlanChecker

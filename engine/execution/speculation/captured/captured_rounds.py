@@ -1,5 +1,5 @@
-"""Rounds as captured graphs: the decode step's kernels over the newest token and a draft, the acceptance, and the next
-draft, all on the device. A `rounds.RoundDevice`.
+"""Rounds as captured graphs: the decode step's kernels over newest tokens and their drafts, the acceptance, and the
+next drafts, all on the device. A `rounds.RoundDevice`.
 
 A draft that is looked up is laid out at the end of a round, for whichever comes next. A draft model guesses at the
 beginning, as many tokens as the round verifies.
@@ -8,21 +8,21 @@ beginning, as many tokens as the round verifies.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
-from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct, told, words
-from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.execution.graph_decode.captured_steps import REACHES, RING, Steps, distinct, told, words
+from engine.execution.graph_decode.pipeline import RowState
 from engine.execution.mailbox import Mailbox
+from engine.execution.patience import Patience
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
+from engine.execution.speculation.captured.layout import Layout
 from engine.execution.speculation.captured.rounds import GROUPS, MOST_AHEAD
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
@@ -34,58 +34,10 @@ from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, f
 from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
-LAID = GROUPS[-1]  # rows that every round lays out for the next one, of whatever group that is
-RING = 64  # entries
-_NAP = 20e-6  # seconds between two looks at the ring
-_LOOKS = 64  # after so many the stream is asked
-_TIMINGS, _TOGETHER = 3, 8  # rounds timed at warm-up: so often so many
+_TIMINGS, _TOGETHER = 2, 8  # rounds timed at warm-up: so often so many
 _RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
 _TYPICAL = 256, 768  # tokens of sequences whose rounds are timed: of two reaches of attention
-_BLOCK = 64  # words; what lies behind it begins at a multiple of 256 bytes, as memory of its own would
-assert 3 * LAID + 5 + MOST_STOPS <= _BLOCK
-assert MOST_AHEAD * LAID <= RING  # half of it under way, half of a row that has left
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the host writes of a row, beside its pages and tokens."""
-
-    noise_key: torch.Tensor  # int64 [laid], all alike
-    temperature: torch.Tensor  # float32 [laid], all alike
-    newest: torch.Tensor
-    held: torch.Tensor
-    last_position: torch.Tensor
-    most_drafts: torch.Tensor
-    count: torch.Tensor
-    stops: torch.Tensor  # [1, 8]
-
-
-def state_of(block: torch.Tensor) -> State:
-    """The parts of int32 [64]; views."""
-    newest, held, last_position, most_drafts, count = (block[3 * LAID + at : 3 * LAID + at + 1] for at in range(5))
-    return State(
-        noise_key=block[: 2 * LAID].view(torch.int64),
-        temperature=block[2 * LAID : 3 * LAID].view(torch.float32),
-        newest=newest,
-        held=held,
-        last_position=last_position,
-        most_drafts=most_drafts,
-        count=count,
-        stops=block[3 * LAID + 5 :][:MOST_STOPS].view(1, MOST_STOPS),
-    )
-
-
-def laid_out(row: RowState, most_drafts: int, number: int, room: int, known: NDArray[np.int32]) -> NDArray[np.int32]:
-    """What the device is sent of a row: the parts of `State`, its pages in a room of so many words, its tokens."""
-    words = np.zeros(_BLOCK + room + len(known), dtype=np.int32)
-    words[: 2 * LAID].view(np.int64)[:] = row.noise_key
-    words[2 * LAID : 3 * LAID].view(np.float32)[:] = row.temperature
-    stand = row.position, len(row.pages) * PAGE_SIZE, row.last_position, most_drafts, number
-    stops = *row.stops, *(-1,) * (MOST_STOPS - len(row.stops))
-    words[3 * LAID :][: 5 + MOST_STOPS] = (*stand, *stops)
-    words[_BLOCK:][: len(row.pages)] = row.pages
-    words[_BLOCK + room :] = known
-    return words
+assert MOST_AHEAD * GROUPS[-1] <= RING  # half of it under way, half of a row that has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +50,7 @@ class Round:
 
 
 class CapturedRounds:
-    """Rounds of every group. Calls go to torch's current stream."""
+    """Rounds of so many sequences, of every group. Calls go to torch's current stream."""
 
     def __init__(
         self,
@@ -107,28 +59,33 @@ class CapturedRounds:
         max_context: int,
         future: Future | None = None,
         draft: DeviceDraft | None = None,
+        *,
+        sequences: int = 1,
+        groups: Sequence[int] = GROUPS,
+        beside: CapturedRounds | None = None,
     ) -> None:
+        """Of several sequences, there is one group, since their rows stand side by side as they are laid out. `beside`:
+        whose sampling state may be used in turns."""
         self._library = library
         self._weights = weights
         self._max_context = max_context
+        self._groups = groups
+        self._layout = layout = Layout(sequences, groups[-1], max_context)
         self._future = future  # what a draft for measurements knows instead of what was guessed
         self._draft = draft  # None: prompt lookup
         device = weights.table.device
         self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
-        self._pages = -(-max_context // PAGE_SIZE)
-        self._page_words = -(-self._pages // _BLOCK) * _BLOCK
-        tokens = _BLOCK + self._page_words  # where they begin
-        self._mail = Mailbox(tokens + max_context, device)
-        self._state = state_of(self._mail.arrived[:_BLOCK])
+        self._mail = Mailbox(layout.size, device)
+        self._state = layout.state(self._mail.arrived)
         self._state.newest.fill_(-1)
-        room = allocate(weights, LAID, 1, 1)
+        room = allocate(weights, layout.rows, 1, 1)
         choice = replace(room.choice, temperature=self._state.temperature, noise_key=self._state.noise_key)
-        places = RowPages(room.places.position, self._mail.arrived[_BLOCK:][: self._pages].view(1, -1))
+        places = RowPages(room.places.position, layout.pages(self._mail.arrived))
         self._room: StepBuffers = replace(room, choice=choice, places=places)
         self._verified: Verified = replace(
-            speculation.allocate(1, LAID, 1, RING, device),
-            history=self._mail.arrived[tokens:].view(1, -1),
+            speculation.allocate(sequences, layout.laid, 1, RING, device),
+            history=layout.history(self._mail.arrived),
             newest=self._state.newest,
             held=self._state.held,
             last_position=self._state.last_position,
@@ -139,17 +96,18 @@ class CapturedRounds:
         self._guessing = None if draft is None else DraftSteps(draft.weights, self._verified, choice, places.pages)
         self._ring = words(self._verified.ring)
         self._start: Launch | None = None
-        self._sampling = sampling.allocate(LAID, weights.head.rows, device)
+        self._sampling: Sampling = (
+            beside._sampling if beside else sampling.allocate(layout.rows, weights.head.rows, device)
+        )
         self._draws = False  # whether the sampling stages are needed
         self._rounds: dict[int, Round] = {}  # by group
-        self._looks = 0
-        self._idle = False  # all that was launched has ended, so its entries are there
-        self.graphs = True  # False: launches one by one
-        self.two_pass = weights.coarse is not None
+        self._patience = Patience()
+        self._graphs = True  # False: launches one by one
+        self._two_pass = weights.coarse is not None
 
-    def build(self, groups: Sequence[int] = GROUPS) -> None:
-        """Makes the rounds of these groups. Raises BuildError."""
-        for group in groups:
+    def build(self, groups: Sequence[int] | None = None) -> None:
+        """Makes the rounds of these groups, or of all. Raises BuildError."""
+        for group in groups or self._groups:
             self._rounds[group] = self._chains(group)
         self._start = self._propose().alone()
 
@@ -172,7 +130,8 @@ class CapturedRounds:
 
     def _chains(self, group: int) -> Round:
         library, gpu = self._library, self._library.gpu
-        buffers = self._room.first(group)
+        rows = self._layout.sequences * group
+        buffers = self._room.first(rows)
         accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group)
         ending = (accept,) if self._guessing else (accept, self._propose())
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
@@ -192,41 +151,44 @@ class CapturedRounds:
         return Round(
             plain=reaches(None),
             two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
-            sampled=reaches(self._sampling.first(group)),
+            sampled=reaches(self._sampling.first(rows)),
         )
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures everything, and does each thing once: first times take milliseconds."""
+        """Compiles and captures, and does each thing once: first times take milliseconds. A start does not wait for
+        rounds of several that choose by more than temperature: they are captured when they are first wanted."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
         progress("kernels", 0, 1)
         self.build()
         progress("kernels", 1, 1)
-        made = self._rounds.values()
-        wanted = [steps for each in made for steps in (*(each.two_pass or each.plain), *each.sampled)]
+        made, alone = self._rounds.values(), self._layout.sequences == 1
+        wanted = [
+            steps for each in made for steps in (*(each.two_pass or each.plain), *(each.sampled if alone else ()))
+        ]
         for done, steps in enumerate(wanted):
             progress("graphs", done, len(wanted))
             self._graph(steps).replay()
-        nobody = self._mail.arrived[:_BLOCK].cpu().numpy()
+        nobody = self._mail.arrived[: self._layout.block].cpu().numpy()
         for _ in range(2):  # both of its slots
             self._mail.send(nobody)
         for pages in ([0], [0, 0]):
-            self.add_pages(0, pages)
+            self.add_pages(0, 0, pages, cut=True)
         self._enqueue_start()
         self._sampling.rehearse()
         torch.cuda.synchronize()
         progress("graphs", len(wanted), len(wanted))
 
-    def seconds(self, group: int) -> float:
-        """What a round of this group costs sequences of some lengths on average, where one token is right; in a row.
-        Overwrites the first page."""
-        return sum(self._seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
+    def seconds(self, group: int, drafts: int) -> float:
+        """What a round of this group costs sequences of some lengths on average, where drafts are so long and one token
+        is right; in a row. Overwrites the first page."""
+        return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
-    def _seconds(self, group: int, at: int) -> float:
+    def _seconds(self, group: int, drafts: int, at: int) -> float:
         event: type[torch.cuda.Event] = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
         found = []
         for _ in range(_TIMINGS):
-            longest = self._pretend(at)
+            longest = self._pretend(at, drafts)
             begin.record()
             for _ in range(_TOGETHER):
                 self.launch(group, longest)
@@ -236,16 +198,16 @@ class CapturedRounds:
         self._state.newest.fill_(-1)
         return min(found)
 
-    def _pretend(self, at: int) -> int:
-        """Places a sequence of nobody's; how many tokens it may come to hold."""
+    def _pretend(self, at: int, most_drafts: int) -> int:
+        """Places sequences of nobody's; how many tokens each may come to hold."""
         state = self._state
         self._mail.arrived.zero_()
         state.stops.fill_(-1)
-        for part, value in ((state.newest, at), (state.held, self._max_context), (state.most_drafts, LAID - 1)):
+        for part, value in ((state.newest, at), (state.held, self._max_context), (state.most_drafts, most_drafts)):
             part.fill_(value)
         state.last_position.fill_(self._max_context)
         self._enqueue_start()
-        return min(at + (_TOGETHER + 1) * LAID, self._max_context)
+        return min(at + (_TOGETHER + 1) * self._layout.laid, self._max_context)
 
     def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
         found = steps.graphs.get(1)
@@ -258,61 +220,65 @@ class CapturedRounds:
             raise EngineFailed("no round was built")
         self._launcher.enqueue([self._start])
 
-    def write(self, row: RowState, most_drafts: int, number: int) -> None:
-        """This row and no other."""
-        known = np.array([*row.sequence.token_ids, *row.unreported], dtype=np.int32)
+    def write(self, rows: Sequence[RowState], most_drafts: Sequence[int], number: int) -> None:
+        """These rows and no others."""
+        known = [np.array(row.sequence.token_ids, dtype=np.int32) for row in rows]
         vocabulary = self._weights.table.shape[0]
-        if not 0 <= row.token < vocabulary or known.max() >= vocabulary or known.min() < 0:
+        if any(ids.max() >= vocabulary or ids.min() < 0 for ids in known):
             # The lookup itself would take the whole process down.
             raise EngineFailed("a token id lies outside the vocabulary")
         if number == 0:
             torch.cuda.synchronize()
             self._verified.ring.zero_()
         if self._draft is not None:
-            self._draft.compute(row.sequence, row.position - 1)
-        self._mail.send(laid_out(row, most_drafts, number, self._page_words, known))
-        self._draws = sampled.needed(row.sequence, len(row.unreported))
-        for at in range(LAID if self._draws else 0):
-            sampled.place(self._sampling, at, row.sequence, row.unreported)
+            for row in rows:
+                self._draft.compute(row.sequence, row.position - 1)
+        self._mail.send(self._layout.of(rows, most_drafts, number, known), self._layout.others(known))
+        self._draws = any(sampled.needed(row.sequence) for row in rows)
+        if self._draws:
+            for at in range(len(rows) * self._layout.laid):
+                sampled.place(self._sampling, at, rows[at // self._layout.laid].sequence)
         self._enqueue_start()
 
-    def add_pages(self, first: int, pages: Sequence[int]) -> None:
-        """Pages [first, …) of the row. Its draft is made again: the one laid out was cut where pages ended."""
-        self._send_pages(first, pages)
-        self._state.held.fill_((first + len(pages)) * PAGE_SIZE)
-        self._enqueue_start()
+    def add_pages(self, index: int, first: int, pages: Sequence[int], *, cut: bool) -> None:
+        """Pages [first, …) of a row. Where its draft may have been `cut`, all are made again."""
+        self._send_pages(self._room.places.pages[index], first, pages)
+        self._state.held[index].fill_((first + len(pages)) * PAGE_SIZE)
+        if cut:
+            self._enqueue_start()
 
-    def _send_pages(self, first: int, pages: Sequence[int]) -> None:
-        table = self._room.places.pages[0]
+    @staticmethod
+    def _send_pages(table: torch.Tensor, first: int, pages: Sequence[int]) -> None:
         if len(pages) == 1:
             table[first].fill_(pages[0])
         else:
             table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
     def launch(self, group: int, longest: int) -> None:
-        """A round of so many rows."""
-        self._idle = False
+        """A round of so many rows a sequence."""
+        self._patience.launched()
         made = self._rounds[group]
-        plain = made.two_pass if self.two_pass and made.two_pass else made.plain
+        plain = made.two_pass if self._two_pass and made.two_pass else made.plain
         steps = next(steps for steps in (made.sampled if self._draws else plain) if steps.longest >= longest)
-        if self.graphs:
+        if self._graphs:
             self._graph(steps).replay()
         else:
             self._launcher.enqueue(steps.chain)
 
-    def poll(self, number: int) -> int | None:
+    def poll(self, index: int, number: int) -> int | None:
         """proposed << 28 | flags << 24 | token of the entry, None where it has not come."""
-        return told(self._ring, 0, number)
+        return told(self._ring, index, number)
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""
-        if self._idle:
-            raise EngineFailed("the device ended its rounds without a token")
-        self._looks += 1
-        if self._looks % _LOOKS:
-            time.sleep(_NAP)
+        self._patience.wait()
+
+    def switch(self, name: str, enabled: bool) -> None:
+        """`graphs` or `two_pass_head`."""
+        if name == "graphs":
+            self._graphs = enabled
         else:
-            self._idle = torch.cuda.current_stream().query()  # raises what went wrong on the device
+            self._two_pass = enabled
 
     def close(self) -> None:
         """Gives the graphs back."""

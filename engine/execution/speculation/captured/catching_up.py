@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.api import SamplingParams, Stopping
+from engine.api import GREEDY, Stopping
 from engine.execution.capture import Recorder
 from engine.execution.graph_prefill.captured_passes import CapturedPasses
 from engine.execution.graph_prefill.passes import Chunk, Pass, passes
@@ -20,16 +20,6 @@ from engine.settings import PAGE_SIZE
 
 SIZES = (32, 128, 512)  # tokens of a graph
 _TIMINGS = 3  # of which the shortest counts
-_GREEDY = SamplingParams(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
 
 
 @dataclass(slots=True)
@@ -64,7 +54,7 @@ class CatchingUp:
 
     def _timed(self, count: int) -> float:
         """Of a pass of so many tokens of nobody."""
-        nobody = begin(Admitted(0, 0, (0,) * count, count, _GREEDY, Stopping(max_tokens=1)))
+        nobody = begin(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
         nobody.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
         row = Row(0, 0, 0, count, False)
         began = time.perf_counter()
@@ -75,7 +65,7 @@ class CatchingUp:
     def seconds(self, sequence: SequenceState) -> float:
         """What `compute` of the whole sequence takes."""
         missing = len(sequence.token_ids) - self._of(sequence).tokens
-        whole, rest = divmod(max(missing, 0), self._passes.most)
+        whole, rest = divmod(max(missing, 0), SIZES[-1])
         last = next(self._seconds[size] for size in SIZES if rest <= size) if rest else 0.0
         return whole * self._seconds[SIZES[-1]] + last
 
@@ -87,7 +77,7 @@ class CatchingUp:
             return
         row = Row(sequence.key, sequence.slot, seen.tokens, until - seen.tokens, False)
         del self._seen[sequence.slot]
-        for one in passes((row,), self._parts.sequences, self._passes.most, self._parts.model.config.vocab_size):
+        for one in passes((row,), self._parts.sequences, SIZES, self._parts.model.config.vocab_size):
             self._passes.replay(one)
         seen.tokens = until
         self._seen[sequence.slot] = seen

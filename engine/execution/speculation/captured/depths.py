@@ -10,13 +10,18 @@ from engine.execution.graph_decode.pipeline import can_sample
 from engine.execution.speculation.captured.rounds import RoundTold
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
-from engine.execution.speculation.draft_model import DraftModel
-from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
 from engine.scheduling.sequence_state import SequenceState
 
 _SOON = 64  # tokens within which a draft model's catching up must be won back, the first time
 _TRYING = 0.03  # of the time in plain steps that catching up may cost, after that
+
+
+def fits_rounds(sequence: SequenceState) -> bool:
+    """Whether rounds choose its tokens: not where tokens are counted, since each row of a round would need the counts
+    of those before it."""
+    row = device_sampling.sampled_row(sequence)
+    return can_sample(sequence) and not (row is not None and row.marked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +37,19 @@ class PaidDepths:
     a round or two further on."""
 
     def __init__(
-        self, costs: Costs, draft: DraftModel | None = None, behind: Callable[[SequenceState], float] | None = None
+        self, costs: Costs, proposer: Proposer, behind: Callable[[SequenceState], float] | None = None
     ) -> None:
-        """`costs` of a round, its draft included. `draft`: None is prompt lookup; `behind`: seconds that a draft model
-        needs to catch up with a sequence."""
+        """`costs` of a round, its draft included. `behind`: seconds that a draft model needs to catch up with a
+        sequence."""
         self._costs = costs
         self._control = Control(costs)
         self._behind = behind
-        self._proposer: Proposer = draft or PromptLookup()
+        self._proposer = proposer
         self._left: dict[int, Left] = {}  # by slot
 
     def most(self, sequence: SequenceState) -> int:
-        """Nothing where tokens are counted: each row of a round would need the counts of those before it."""
-        row = device_sampling.sampled_row(sequence)
-        if not can_sample(sequence) or (row is not None and row.marked):
+        """See `single.Depths`."""
+        if not fits_rounds(sequence):
             return 0
         return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
 

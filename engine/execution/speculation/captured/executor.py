@@ -1,10 +1,12 @@
-"""The executor of captured rounds: one sequence that decodes alone on a GPU, with drafts that never leave it. A draft
-model guesses where there is one, else prompt lookup."""
+"""The executor of captured rounds on a GPU, with drafts that never leave it: of one sequence that decodes alone, for
+which a draft model guesses where there is one, else prompt lookup; and by prompt lookup of two to four together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -14,18 +16,23 @@ from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_decode import weights
 from engine.execution.speculation.captured.captured_rounds import CapturedRounds
 from engine.execution.speculation.captured.catching_up import CatchingUp
+from engine.execution.speculation.captured.claiming import RoundRows, Way
 from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
 from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, ahead_of
-from engine.execution.speculation.captured.single import PATIENCE, SingleRow, group_of
+from engine.execution.speculation.captured.single import PATIENCE, Alone, group_of
+from engine.execution.speculation.captured.together import Together
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
+from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import Proposer
 from engine.execution.step_state import DecodeWeights, Parts, Unfit
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 
 NO_DRAFT = "draft-model names none"
+SEVERAL: Final = {2: 4, 4: 2}  # sequences: rows of each. Products keep a row's sums up to eight rows
 why_not = graph_decode.why_not
 
 
@@ -33,7 +40,9 @@ def ask(parts: Parts) -> None:
     """Asks for every kernel that it will have; of shapes alone."""
     read, _ = weights.shared(parts)
     behind = _catching_up(parts)
-    CapturedRounds(parts.kernels, read, parts.max_context, draft=_draft(parts, behind)).build()
+    alone = CapturedRounds(parts.kernels, read, parts.max_context, draft=_draft(parts, behind))
+    for device in (alone, *(one for _, one in _several(parts, alone))):
+        device.build()
     if behind is not None:
         behind.ask()
 
@@ -65,8 +74,23 @@ def _draft(parts: Parts, behind: CatchingUp | None) -> DeviceDraft | None:
     return DeviceDraft(read, behind.compute)
 
 
+def _several(parts: Parts, alone: CapturedRounds) -> Iterator[tuple[int, CapturedRounds]]:
+    """By the most sequences of each. A draft model guesses for one only."""
+    if why_no_draft(parts) is None:
+        return
+    read, _ = weights.shared(parts)
+    for sequences, group in SEVERAL.items():
+        if parts.max_sequences > sequences // 2:
+            yield (
+                sequences,
+                CapturedRounds(
+                    parts.kernels, read, parts.max_context, sequences=sequences, groups=(group,), beside=alone
+                ),
+            )
+
+
 class CapturedSpeculation:
-    """Decodes the only row of a step that decodes, where drafts pay."""
+    """Decodes all rows that decode, where drafts pay."""
 
     def __init__(self, parts: Parts, known: Costs | None = None) -> None:
         """`known` instead of what would be measured."""
@@ -76,15 +100,18 @@ class CapturedSpeculation:
                 read, self._why_one_pass = weights.shared(parts)
                 self._behind = _catching_up(parts)
                 draft = _draft(parts, self._behind)
-                self._device = CapturedRounds(parts.kernels, read, parts.max_context, draft=draft)
-                self._device.build(GROUPS[:1])
+                alone = CapturedRounds(parts.kernels, read, parts.max_context, draft=draft)
+                alone.build(GROUPS[:1])
+                self._devices = {1: alone, **dict(_several(parts, alone))}  # by the most sequences of each
             except (BuildError, torch.OutOfMemoryError) as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
         self._guesser = None if draft is None else parts.draft
         self._recorder = Recorder(parts.model.placement.device)
         self._sequences = parts.sequences
-        self._pipeline = RoundPipeline(self._device, parts.sequences, parts.max_context)
-        self._single: SingleRow | None = None  # until costs are known
+        self.pipelines = {  # by the most sequences of each
+            most: RoundPipeline(device, parts.sequences, parts.max_context) for most, device in self._devices.items()
+        }
+        self._rows: RoundRows | None = None  # until costs are known
         self._switches = {"speculation": True, "fused_kernels": True}
 
     def warmup(self, progress: Progress) -> None:
@@ -92,40 +119,61 @@ class CapturedSpeculation:
         with torch.inference_mode():
             if self._behind is not None:
                 self._behind.warmup(self._recorder, progress)
-            self._device.warmup(progress)
-            measured = {group: self._device.seconds(group) for group in GROUPS}
-        # A round of one row more than a group has costs what the next group does.
-        self.costs = self.costs or Costs({1 + depth: measured[group_of(depth)] for depth in range(GROUPS[-1])})
-        self._pipeline.ahead = ahead_of(measured[1])
-        depths = PaidDepths(self.costs, self._guesser, None if self._behind is None else self._behind.seconds)
+            for device in self._devices.values():
+                device.warmup(progress)
+            alone = self._measured()
+            several = {
+                most: device.seconds(SEVERAL[most], SEVERAL[most] - 1)
+                for most, device in self._devices.items()
+                if most > 1
+            }
+        known, self.costs = self.costs, self.costs or Costs(alone)
+        lookup = PromptLookup()
+        proposer: Proposer = lookup if self._guesser is None else self._guesser
+        depths = PaidDepths(self.costs, proposer, None if self._behind is None else self._behind.seconds)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
-        patience = PATIENCE if self._guesser is None else 0
-        self._single = SingleRow(self._pipeline, self._sequences, depths, patience)
+        ways = {1: Way(self.pipelines[1], Alone(depths, PATIENCE if self._guesser is None else 0))}
+        for most, seconds in several.items():
+            paid = seconds if known is None else known.seconds(GROUPS[-1])
+            # A plain step of a few costs no less than a round of as many rows of one, which reads fewer pages.
+            ways[most] = Way(self.pipelines[most], Together(SEVERAL[most], paid, self.costs.seconds, lookup))
+        for most, seconds in {1: alone[1], **several}.items():
+            self.pipelines[most].ahead = ahead_of(seconds)
+        self._rows = RoundRows(ways, self._sequences)
         self._apply()
+
+    def _measured(self) -> dict[int, float]:
+        """Seconds of a round by its rows, newest token and draft. Those of a group cost the same, but for a draft
+        model's steps."""
+        device = self._devices[1]
+        if self._guesser is not None:
+            return {1 + depth: device.seconds(group_of(depth), depth) for depth in range(GROUPS[-1])}
+        groups = {group: device.seconds(group, group - 1) for group in GROUPS}
+        return {1 + depth: groups[group_of(depth)] for depth in range(GROUPS[-1])}
 
     @property
     def lookahead_tokens(self) -> int:
         """All that is under way may be right, and all that a step reads before it launches more."""
-        return self._pipeline.ahead.lookahead
+        return max(one.ahead.lookahead for one in self.pipelines.values())
 
     @property
     def max_tokens_per_row(self) -> int:
         """All that was under way."""
-        return self._pipeline.ahead.tokens
+        return max(one.ahead.tokens for one in self.pipelines.values())
 
     @property
     def read(self) -> Mapping[int, int]:
-        """Rounds that were read, by rows."""
-        return dict(self._pipeline.read)
+        """Rounds that were read, by rows of a sequence."""
+        return sum((pipeline.read for pipeline in self.pipelines.values()), Counter[int]())
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """The one row of one token, where a draft is expected to pay."""
-        return () if self._single is None else self._single.claims(rows)
+        """Rows of one token, all of them or none, where drafts are expected to pay."""
+        return () if self._rows is None else self._rows.claims(rows)
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One id or several."""
-        assert self._single is not None
-        return self._single.run(rows)
+        assert self._rows is not None
+        return self._rows.run(rows)
 
     @property
     def switches(self) -> Mapping[str, str | None]:
@@ -134,20 +182,20 @@ class CapturedSpeculation:
 
     def switch(self, name: str, enabled: bool) -> None:
         """As `graph_decode`; `speculation`: off, it claims nothing but what is under way."""
-        if name == "graphs":
-            self._device.graphs = enabled
-        elif name == "two_pass_head":
-            self._device.two_pass = enabled
+        if name in ("graphs", "two_pass_head"):
+            for device in self._devices.values():
+                device.switch(name, enabled)
         elif name in self._switches:
             self._switches[name] = enabled
             self._apply()
 
     def _apply(self) -> None:
-        if self._single is not None:
-            self._single.enabled = all(self._switches.values())
+        if self._rows is not None:
+            self._rows.enabled = all(self._switches.values())
 
     def close(self) -> None:
         """Gives the graphs back."""
-        self._device.close()
+        for device in self._devices.values():
+            device.close()
         if self._behind is not None:
             self._behind.close()

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.driven import GREEDY
-from engine.api import SamplingParams, Stopping
+from engine.api import GREEDY, SamplingParams, Stopping
 from engine.execution.speculation.verify import accept
 from engine.sampling.sampler import Sampler
 from engine.scheduling.sequence_state import SequenceState

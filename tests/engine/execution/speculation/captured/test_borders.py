@@ -1,4 +1,4 @@
-"""Who may end an accepted run that was launched ahead, and where: on the make-believe device of `test_rounds`."""
+"""Who may end an accepted run that was launched ahead, and where: on the make-believe device of `slow_rounds`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from engine.api import FinishReason
 from tests.engine.execution.slow_device import answer, request
-from tests.engine.execution.speculation.captured.test_rounds import MOST_CONTEXT, RoundsLife
+from tests.engine.execution.speculation.captured.slow_rounds import MOST_CONTEXT, RoundsLife
 
 PROMPT = [5, 6, 7]
 TEXT = answer(request(PROMPT, max_tokens=140), MOST_CONTEXT, -1)[0]
@@ -84,13 +84,13 @@ def test_switched_fifty_times(neighbours: bool) -> None:
     """While texts follow one another; with neighbours that come now and then, and end the rounds for a while."""
     life = life_of()
     for turn in range(50):
-        life.single.enabled = turn % 2 == 1
+        life.rounds.enabled = turn % 2 == 1
         if not life.scheduler.live:
             life.take(request([5, len(life.asked)], max_tokens=140))
         if neighbours and turn % 9 == 3:
             life.take(request([6, len(life.asked)], max_tokens=12))
         life.step()
-    life.single.enabled = True
+    life.rounds.enabled = True
     to_the_end(life)
     life.check()
     assert life.device.written > 5

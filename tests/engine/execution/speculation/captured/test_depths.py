@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bench.driven import GREEDY
-from engine.api import Stopping
+from engine.api import GREEDY, Stopping
 from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.rounds import RoundTold
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
+from engine.execution.speculation.lookup import PromptLookup
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin
 
@@ -42,17 +42,17 @@ def sequence(ids: Ids[int] = (1, 2, 3, 4, 1, 2, 3), **changes: Any) -> SequenceS
 )
 def test_who_may_have_how_long_a_draft(changes: dict[str, Any], most: int) -> None:
     state = sequence(**changes)
-    depths = PaidDepths(H100)
+    depths = PaidDepths(H100, PromptLookup())
     assert depths.most(state) == most
     assert 0 <= depths.depth(state) <= most
 
 
 def test_nothing_to_look_up_is_no_draft() -> None:
-    assert PaidDepths(H100).depth(sequence(range(10))) == 0
+    assert PaidDepths(H100, PromptLookup()).depth(sequence(range(10))) == 0
 
 
 def test_right_drafts_grow_and_wrong_ones_end() -> None:
-    depths, state = PaidDepths(H100), sequence()
+    depths, state = PaidDepths(H100, PromptLookup()), sequence()
     for _ in range(20):
         depths.told(state, RoundTold(8, 7, 7))
     assert depths.depth(state) == 7
@@ -62,7 +62,7 @@ def test_right_drafts_grow_and_wrong_ones_end() -> None:
 
 
 def test_dear_rounds_are_not_worth_a_draft() -> None:
-    assert PaidDepths(Costs({1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0})).depth(sequence()) == 0
+    assert PaidDepths(Costs({1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}), PromptLookup()).depth(sequence()) == 0
 
 
 class Eager(DraftModel):
@@ -87,7 +87,7 @@ def test_a_draft_model_begins_where_it_is_soon_won_back() -> None:
     assert not behind(50_000.0).worth(state, 3)
     short = begin(Admitted(0, 0, (1, 2), 2, GREEDY, Stopping(max_tokens=4)))
     assert not behind(5_000.0).worth(short, 3)
-    assert PaidDepths(H100).worth(short, 3), "a lookup costs nothing"
+    assert PaidDepths(H100, PromptLookup()).worth(short, 3), "a lookup costs nothing"
 
 
 def test_who_comes_and_goes_spends_little_of_the_time_on_it() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from bench.driven import GREEDY
-from engine.api import GenerationRequest, Stopping
+from engine.api import GREEDY, GenerationRequest, Stopping
 from engine.execution import trials
 from engine.execution.registry import CAPTURED, EXECUTORS, ExecutorEntry
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation.captured import executor as captured
 from engine.execution.speculation.costs import Costs
+from engine.execution.step_state import Parts
 from engine.kv.page_pool import PagePool
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
@@ -38,21 +38,27 @@ class Guessed:
 
 
 def start(folder: Path, draft: Path | None, **changes: Any) -> ModelRunner:
+    runner, _ = started(folder, draft, **changes)
+    return runner
+
+
+def started(folder: Path, draft: Path | None, **changes: Any) -> tuple[ModelRunner, captured.CapturedSpeculation]:
+    """A runner, and its executor of rounds."""
     asked: dict[str, Any] = {"max_sequences": 2, "max_context": 1000, **changes}
     if draft is not None:
         asked["draft_model"] = str(draft)
-    forced = ExecutorEntry(
-        CAPTURED,
-        "graph",
-        captured.why_not,
-        lambda parts: captured.CapturedSpeculation(parts, FREE),
-        trials.KERNELS,
-        optional=True,
-    )
+    made: list[captured.CapturedSpeculation] = []
+
+    def make(parts: Parts) -> captured.CapturedSpeculation:
+        made.append(captured.CapturedSpeculation(parts, FREE))
+        return made[0]
+
+    forced = ExecutorEntry(CAPTURED, "graph", captured.why_not, make, trials.KERNELS, optional=True)
     others = tuple(one for one in EXECUTORS if one.name in ("graph_decode", "graph_prefill", "eager"))
-    return make_runner(
+    runner = make_runner(
         settings_of(folder, decoder="graph", **asked), prepared_on_gpu(folder, **asked), nobody, (forced, *others)
     )
+    return runner, made[0]
 
 
 @pytest.fixture(scope="module", params=["lookup", "the target itself", "another model"])
@@ -77,21 +83,21 @@ class Told:
         self.proposed = self.accepted = 0
 
 
-def answers(runner: ModelRunner, asked: list[GenerationRequest], flips: int = 0) -> list[Told]:
+def answers(runner: ModelRunner, asked: list[GenerationRequest], flips: int = 0, *, at_once: int = 2) -> list[Told]:
     """`flips`: after so many steps speculation is switched, again and again."""
     info = runner.info
     limits = Limits(
-        max_sequences=2,
+        max_sequences=at_once,
         max_batch_tokens=512,
         max_context=info.max_context,
         lookahead_tokens=info.lookahead_tokens,
         max_tokens_per_row=info.max_tokens_per_row,
     )
-    limits = replace(limits, max_tokens_per_row=info.max_tokens_per_row)
     scheduler, told, steps = Scheduler(limits, PagePool(info.total_pages)), [Told() for _ in asked], 0
     waiting = list(enumerate(asked))
     while waiting or scheduler.live:
-        if waiting and steps >= 5 * waiting[0][0]:  # a prompt by itself, so that its keys are the same to the bit
+        # A prompt by itself, so that its keys are the same to the bit.
+        if waiting and (steps >= 5 * waiting[0][0] or not scheduler.live):
             key, request = waiting.pop(0)
             scheduler.admit(Sequence(request, list(request.token_ids), key=key))
         plan = scheduler.plan(0.0)

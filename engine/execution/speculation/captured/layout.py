@@ -1,0 +1,116 @@
+"""How what the host writes of the rows of rounds lies in the device's memory: one block of all that is short, pages,
+tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.settings import PAGE_SIZE
+
+_EVEN = 64  # words; what begins at a multiple of 256 bytes lies as memory of its own would
+
+
+def _even(words: int) -> int:
+    return -(-words // _EVEN) * _EVEN
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the host writes of sequences, beside their pages and tokens."""
+
+    noise_key: torch.Tensor  # int64 [rows], all of a sequence alike
+    temperature: torch.Tensor  # float32 [rows], all of a sequence alike
+    newest: torch.Tensor  # int32 [sequences], and those after it
+    held: torch.Tensor
+    last_position: torch.Tensor
+    most_drafts: torch.Tensor
+    count: torch.Tensor
+    stops: torch.Tensor  # [sequences, 8]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Of so many sequences, each with rows for its newest token and the longest draft."""
+
+    sequences: int
+    laid: int  # rows that are laid out for each, of whatever group the next round is
+    most_tokens: int  # of a sequence
+
+    @property
+    def rows(self) -> int:
+        """Of all sequences."""
+        return self.sequences * self.laid
+
+    @property
+    def block(self) -> int:
+        """Words of the block, behind which pages lie."""
+        return _even(3 * self.rows + (5 + MOST_STOPS) * self.sequences)
+
+    @property
+    def most_pages(self) -> int:
+        """Of a sequence, in words of their own: each has a line of the table."""
+        return _even(-(-self.most_tokens // PAGE_SIZE))
+
+    @property
+    def tokens(self) -> int:
+        """Where they begin."""
+        return self.block + self.sequences * self.most_pages
+
+    @property
+    def size(self) -> int:
+        """Words in all."""
+        return self.tokens + self.sequences * self.most_tokens
+
+    def state(self, words: torch.Tensor) -> State:
+        """The parts of int32 [size]; views."""
+        rows, each = self.rows, self.sequences
+        newest, held, last_position, most_drafts, count = (words[3 * rows + at * each :][:each] for at in range(5))
+        return State(
+            noise_key=words[: 2 * rows].view(torch.int64),
+            temperature=words[2 * rows : 3 * rows].view(torch.float32),
+            newest=newest,
+            held=held,
+            last_position=last_position,
+            most_drafts=most_drafts,
+            count=count,
+            stops=words[3 * rows + 5 * each :][: each * MOST_STOPS].view(each, MOST_STOPS),
+        )
+
+    def pages(self, words: torch.Tensor) -> torch.Tensor:
+        """The table [sequences, most_pages]; a view."""
+        return words[self.block : self.tokens].view(self.sequences, -1)
+
+    def history(self, words: torch.Tensor) -> torch.Tensor:
+        """Token ids [sequences, most_tokens]; a view."""
+        return words[self.tokens : self.size].view(self.sequences, -1)
+
+    def of(
+        self, rows: Rows[RowState], most_drafts: Rows[int], number: int, known: Rows[NDArray[np.int32]]
+    ) -> NDArray[np.int32]:
+        """What the device is sent of these rows, whose tokens are `known`; those of the first at its end, and of the
+        others not: each has a place of its own for them."""
+        words = np.zeros(self.tokens + len(known[0]), dtype=np.int32)
+        keys, temperatures = words[: 2 * self.rows].view(np.int64), words[2 * self.rows :][: self.rows].view(np.float32)
+        stands = words[3 * self.rows :][: 5 * self.sequences].reshape(5, self.sequences)
+        stands[0] = -1
+        stops = words[3 * self.rows + 5 * self.sequences :][: self.sequences * MOST_STOPS].reshape(-1, MOST_STOPS)
+        stops[:] = -1
+        pages = words[self.block : self.tokens].reshape(self.sequences, -1)
+        for at, (row, most) in enumerate(zip(rows, most_drafts, strict=True)):
+            mine = slice(at * self.laid, (at + 1) * self.laid)
+            keys[mine], temperatures[mine] = row.noise_key, row.temperature
+            stands[:, at] = row.position, len(row.pages) * PAGE_SIZE, row.last_position, most, number
+            stops[at, : len(row.stops)] = row.stops
+            pages[at, : len(row.pages)] = row.pages
+        words[self.tokens :] = known[0]
+        return words
+
+    def others(self, known: Rows[NDArray[np.int32]]) -> list[tuple[int, NDArray[np.int32]]]:
+        """Where the tokens of rows but the first go, and they."""
+        return [(self.tokens + at * self.most_tokens, ids) for at, ids in enumerate(known)][1:]

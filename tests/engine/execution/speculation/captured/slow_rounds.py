@@ -1,0 +1,256 @@
+"""A slow make-believe device of rounds that proposes by itself, and sequences that live on it, beside the plain steps
+that rows come from and go back to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+from engine.execution.graph_decode.alternating import AlternatingPipelines
+from engine.execution.graph_decode.pipeline import AHEAD as STEPS_AHEAD
+from engine.execution.graph_decode.pipeline import DecodePipeline, RowState, can_sample
+from engine.execution.speculation.captured.claiming import RoundRows, Way
+from engine.execution.speculation.captured.rounds import (
+    GROUPS,
+    MORE,
+    MOST_AHEAD,
+    PARKED,
+    RoundPipeline,
+    RoundTold,
+    ahead_of,
+)
+from engine.execution.speculation.captured.single import PATIENCE, Alone
+from engine.kernels.reference import verified
+from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.scheduler import Limits
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.settings import PAGE_SIZE
+from tests.engine.execution.slow_device import Life, SlowDevice, SlowMemory, SlowRunner, after
+
+LAID, RING = GROUPS[-1], 64
+MOST_CONTEXT = 150
+
+
+@dataclass
+class DeviceSequence:
+    """A sequence in the device's own memory."""
+
+    newest: int = -1
+    held: int = 0
+    last: int = 0
+    most_drafts: int = 0
+    stops: tuple[int, ...] = ()
+    count: int = 0
+    history: list[int] = field(default_factory=list)
+    pages: dict[int, int] = field(default_factory=dict)
+    laid: list[int] = field(default_factory=list)  # the newest token and its draft
+
+
+class SlowRounds(SlowMemory):
+    """A `RoundDevice` that does what it was told when it feels like it. Its drafts are right as often as `chance`."""
+
+    def __init__(self, seed: int, beside: SlowMemory, sick: int, chance: float, sequences: int = 1) -> None:
+        super().__init__(seed, len(beside.slots), sick, beside)
+        self.own = [DeviceSequence() for _ in range(sequences)]
+        self.laid, self.chance, self.silence = LAID // sequences, chance, 0.1
+        self.ring: dict[tuple[int, int], tuple[int, int]] = {}
+        self.written = self.launched = self.parked = self.cut = 0
+
+    def write(self, rows: Rows[RowState], most_drafts: Rows[int], number: int) -> None:
+        self.written += 1
+        fresh = [DeviceSequence(count=number) for _ in self.own]
+        for at, (row, most) in enumerate(zip(rows, most_drafts, strict=True)):
+            ids = [*row.sequence.token_ids]
+            assert (row.position, row.token) == (len(ids) - 1, ids[-1])
+            pages = dict(enumerate(row.pages))
+            held = PAGE_SIZE * len(pages)
+            fresh[at] = DeviceSequence(row.position, held, row.last_position, most, row.stops, number, ids, pages)
+        if number == 0:
+            self.flush()
+            self.ring.clear()
+
+        def write() -> None:
+            self.own = fresh
+            self.lay()
+
+        self.queue.append(write)
+
+    def add_pages(self, index: int, first: int, pages: list[int], *, cut: bool) -> None:
+        added = dict(enumerate(pages, first))
+
+        def add() -> None:
+            own = self.own[index]
+            whole = min(own.held, own.last) == own.last or own.newest + own.most_drafts < own.held
+            assert cut or own.newest < 0 or whole, "a draft that pages had cut stays short"
+            own.pages.update(added)
+            own.held = PAGE_SIZE * len(own.pages)
+            if cut:
+                self.cut += 1
+                self.lay()
+
+        self.queue.append(add)
+
+    def launch(self, group: int, longest: int) -> None:
+        assert len(self.own) == 1 or group == self.laid, "rows stand as they are laid out"
+        self.launched += 1
+        self.queue.append(lambda: self.round(group, longest))
+
+    def poll(self, index: int, number: int) -> int | None:
+        self.work()
+        found, entry = self.ring.get((index, (number - 1) % RING), (0, 0))
+        return entry if found == number else None
+
+    def lay(self) -> None:
+        for own in self.own:
+            own.laid = self.draft(own) if own.newest >= 0 else []
+
+    def draft(self, own: DeviceSequence) -> list[int]:
+        rows = max(min(own.held, own.last) - own.newest, 0)
+        known = [*own.history]
+        if self.random.random() < self.silence:  # nothing comes to mind
+            rows = min(rows, 1)
+        for _ in range(self.laid - 1):
+            right = self.random.random() < self.chance
+            known.append(after(known) if right else self.random.randrange(5000))
+        return known[own.newest : own.newest + min(rows, 1 + own.most_drafts)]
+
+    def slot(self, own: DeviceSequence, at: int) -> tuple[list[int], int]:
+        return self.slots[own.pages[at // PAGE_SIZE]], at % PAGE_SIZE
+
+    def read(self, own: DeviceSequence, tokens: int) -> list[int]:
+        return [page[at] for page, at in (self.slot(own, place) for place in range(tokens))]
+
+    def round(self, group: int, longest: int) -> None:
+        for index, own in enumerate(self.own):
+            if own.newest >= 0:
+                self.verify(index, own, group, longest)
+        self.lay()
+
+    def verify(self, index: int, own: DeviceSequence, group: int, longest: int) -> None:
+        fed = own.laid[:group]
+        if not fed:
+            self.parked += 1
+            return self.tell(index, PARKED << 24)
+        assert own.newest + len(fed) <= longest, "a row outgrew its launch"
+        for at, token in enumerate(fed, own.newest):
+            page, place = self.slot(own, at)
+            page[place] = token
+        chosen: list[int | None] = [after(self.read(own, own.newest + at + 1)) for at in range(len(fed))]
+        chosen = [None if token is not None and token % 100 == self.sick else token for token in chosen]
+        told = verified(fed, chosen, own.newest, own.last, own.stops)
+        for at, (token, flags) in enumerate(told):
+            closing = at + 1 == len(told)
+            proposed, seen = (len(fed) - 1, flags) if closing else (0, MORE)
+            self.tell(index, proposed << 28 | seen << 24 | (token or 0))
+            own.history += [] if token is None else [token]
+        own.newest = -1 if told[-1][1] else own.newest + len(told)
+        return None
+
+    def tell(self, index: int, entry: int) -> None:
+        own = self.own[index]
+        own.count += 1
+        self.ring[index, (own.count - 1) % RING] = own.count, entry
+
+
+class Whims:
+    """Depths that change at any time."""
+
+    def __init__(self, seed: int, depths: Rows[int]) -> None:
+        self.random, self.depths = random.Random(seed), depths
+        self.told_of: list[RoundTold] = []
+
+    def most(self, sequence: SequenceState) -> int:
+        return 0 if sequence.stopping.min_tokens > sequence.output_length else LAID - 1
+
+    def depth(self, sequence: SequenceState) -> int:
+        return self.random.choice(self.depths)
+
+    def told(self, sequence: SequenceState, one: RoundTold) -> None:
+        self.told_of.append(one)
+
+    def worth(self, sequence: SequenceState, depth: int) -> bool:
+        return True
+
+    def left(self, sequence: SequenceState) -> None:
+        """It comes back when it likes."""
+
+
+class WhimsTogether:
+    """A chooser for several sequences that changes its mind at any time."""
+
+    def __init__(self, seed: int, group: int) -> None:
+        self.random, self.size = random.Random(seed), group
+        self.told_of: list[tuple[int, RoundTold]] = []
+        self.stays = 0.9
+
+    def group(self, sequences: Rows[SequenceState], *, continues: bool) -> int:
+        if any(one.stopping.min_tokens > one.output_length for one in sequences):
+            return 0
+        return self.size if self.random.random() < (self.stays if continues else 0.7) else 0
+
+    def most(self, sequence: SequenceState) -> int:
+        """One of three rides without a draft."""
+        return (self.size - 1) * (sequence.key % 3 != 2)
+
+    def told(self, sequence: SequenceState, one: RoundTold) -> None:
+        self.told_of.append((sequence.key, one))
+
+
+class Steps:
+    """The plain way."""
+
+    def __init__(self, device: SlowDevice, sequences: SequenceTable) -> None:
+        self.sequences = sequences
+        self.alternating = AlternatingPipelines([DecodePipeline(device, sequences, MOST_CONTEXT)], sequences)
+
+    def claims(self, rows: Rows[Row]) -> Rows[Row]:
+        of = self.sequences.of
+        mine = tuple(row for row in rows if row.count == 1 and row.sample and can_sample(of(row)))
+        return self.alternating.claims(mine)
+
+    def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        return self.alternating.step(rows)
+
+
+class RoundsLife(Life):
+    """Sequences that are fed in rounds while one decodes alone, and where there are rounds for several, together."""
+
+    def __init__(
+        self,
+        seed: int,
+        pages: int,
+        lookahead: int,
+        sick: int,
+        chance: float,
+        depths: Rows[int],
+        most: int = 3,
+        *,
+        shared: bool = False,
+        together: Rows[int] = (),
+        sequences: int | None = None,
+    ) -> None:
+        """`together`: the most sequences that rounds for several take. `sequences`: at once, not one or `most`."""
+        steps, table = SlowDevice(seed, pages, sick), SequenceTable()
+        self.device = SlowRounds(seed, steps, sick, chance)
+        self.whims = Whims(seed, depths)
+        limits = Limits(
+            max_sequences=sequences or random.Random(seed).choice((1, most)),
+            max_batch_tokens=random.Random(seed).choice((5, 64)),
+            max_context=min(MOST_CONTEXT, pages * PAGE_SIZE),
+            lookahead_tokens=lookahead,
+            max_tokens_per_row=max(MOST_AHEAD // 2 * LAID, 2 * STEPS_AHEAD),
+        )
+        self.pipeline = RoundPipeline(self.device, table, limits.max_context)
+        self.pipeline.ahead = ahead_of(random.Random(seed).choice((1e-6, 1e-4, 1.0)))
+        alone = Alone(self.whims, random.Random(seed).choice((0, PATIENCE)))
+        self.devices = {most: SlowRounds(seed, steps, sick, chance, most) for most in together}
+        self.choosers = {most: WhimsTogether(seed, LAID // most) for most in together}
+        ways = {1: Way(self.pipeline, alone)}
+        for most in together:
+            pipeline = RoundPipeline(self.devices[most], table, limits.max_context)
+            pipeline.ahead = self.pipeline.ahead
+            ways[most] = Way(pipeline, self.choosers[most])
+        self.rounds = RoundRows(ways, table)
+        runner = SlowRunner(steps, [self.rounds, Steps(steps, table)], table)
+        super().__init__(seed, runner, limits, shared=shared)

@@ -1,0 +1,108 @@
+"""Several sequences in one captured round on a GPU: each has the ids of no speculation, whoever stands beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.execution.runner import ModelRunner
+from engine.execution.speculation.captured.executor import SEVERAL, CapturedSpeculation
+from engine.execution.speculation.captured.together import Together
+from tests.engine.execution.graph_decode.test_gpu_executor import save, texts
+from tests.engine.execution.speculation.captured.test_gpu_executor import AWQ, SAMPLINGS, answers, request, started
+
+pytestmark = pytest.mark.gpu
+
+SIZES = 5, 40, 130, 16
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A runner whose rows go on together whenever they may."""
+
+    runner: ModelRunner
+    executor: CapturedSpeculation
+
+    def read(self) -> int:
+        """Rounds of several sequences."""
+        return sum(self.executor.pipelines[most].read.total() for most in SEVERAL)
+
+
+@pytest.fixture(scope="module")
+def eager_to() -> Iterator[None]:
+    """Rounds pay always."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Together, "_pays", lambda *_: True)
+        yield
+
+
+def begun(folder: Path, **changes: Any) -> Rounds:
+    runner, executor = started(folder, None, max_sequences=4, **changes)
+    return Rounds(runner, executor)
+
+
+@pytest.fixture(scope="module")
+def rounds(eager_to: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rounds]:
+    made = begun(save(Path(tmp_path_factory.mktemp("model")) / "qwen3", "qwen3"))
+    yield made
+    made.runner.close()
+
+
+def compare(rounds: Rounds, count: int, **sampling: Any) -> int:
+    """The ids of so many that end apart, with and without; rounds that they were in."""
+    asked = [request(3 * text, 120 + 40 * at, **sampling) for at, text in enumerate(texts(SIZES[:count]))]
+    runner, before = rounds.runner, rounds.read()
+    runner.set_optimization("speculation", False)
+    plain = answers(runner, asked, at_once=4)
+    assert all(told.proposed == 0 for told in plain)
+    for flips in (0, 3):
+        runner.set_optimization("speculation", True)
+        found = answers(runner, asked, flips, at_once=4)
+        for one, other in zip(found, plain, strict=True):
+            assert one.ids == other.ids
+            assert one.accepted <= one.proposed
+    runner.set_optimization("speculation", True)
+    return rounds.read() - before
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_ids_are_those_of_no_speculation(rounds: Rounds, sampling: dict[str, Any], count: int) -> None:
+    read = compare(rounds, count, **sampling)
+    assert (read == 0) == ("repetition_penalty" in sampling)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_ids_are_those_of_no_speculation_in_other_formats(eager_to: None, form: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "qwen3")
+    changes: dict[str, Any] = {"quantization": "int8"}
+    if form == "int4":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
+        changes = {"load_format": "dummy"}
+    rounds = begun(folder, **changes)
+    for count in (2, 4):
+        for sampling in SAMPLINGS[:2]:
+            assert compare(rounds, count, **sampling) > 0
+    rounds.runner.close()
+
+
+def test_stops_and_riders(rounds: Rounds) -> None:
+    """One stops in an accepted run, one asks for no drafts, one for one token each; a fifth takes the place of the
+    first to end."""
+    asked = [request(3 * text, 200) for text in texts((*SIZES, 9))]
+    asked[1], asked[2] = replace(asked[1], draft_limit=0), replace(asked[2], draft_limit=1)
+    rounds.runner.set_optimization("speculation", False)
+    plain = answers(rounds.runner, asked, at_once=4)
+    stop = plain[0].ids[60]
+    asked[0] = replace(asked[0], stopping=replace(asked[0].stopping, stop_token_ids=(stop,)))
+    rounds.runner.set_optimization("speculation", True)
+    found = answers(rounds.runner, asked, at_once=4)
+    assert found[0].ids == plain[0].ids[: plain[0].ids.index(stop) + 1]
+    assert [told.ids for told in found[1:]] == [told.ids for told in plain[1:]]
+    assert found[1].proposed == 0
