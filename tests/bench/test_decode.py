@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from bench import decode, own_server, served
-from bench.driven import GREEDY
 from bench.pace import Answer, figures, first_tokens, quantile
-from engine.api import SamplingParams
+from engine.api import GREEDY, SamplingParams
 from service.core.text import Tokenizer
 from service.pb.whippet.v1 import generation_pb2 as pb
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.driven import GREEDY
-from engine.api import Constraint, GenerationRequest, Objection, Stopping, TokenLogprob
+from engine.api import GREEDY, Constraint, GenerationRequest, Objection, Stopping, TokenLogprob
 from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose, leaders

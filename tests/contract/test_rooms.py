@@ -121,7 +121,7 @@ def test_a_new_room_is_closed_both_ways(graph: grimp.ImportGraph, table: Table, 
     assert len(found) == 1, found
     assert found[0].startswith(f"{room} is a room without a line")
     assert f"add `{room}: …`" in found[0], "it says what to do"
-    inside = {"engine": "engine.worker", "service": "service.main", "cache": "cache.open"}[root]
+    inside = {"engine": "engine.worker", "service": "service.serving", "cache": "cache.open"}[root]
     graph.add_import(importer=module, imported=f"{root}.api" if root != "service" else "service.version")
     graph.add_import(importer=inside, imported=module)
     assert len(violations(graph, table)) == 3

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from bench.driven import GREEDY
-from engine.api import GenerationRequest, Stopping, TokenLogprob
+from engine.api import GREEDY, GenerationRequest, Stopping, TokenLogprob
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import Runner
 from engine.scheduling.scheduler import Limits, Scheduler

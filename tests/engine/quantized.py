@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.driven import GREEDY
-from engine.api import GenerationRequest, Stopping
+from engine.api import GREEDY, GenerationRequest, Stopping
 from engine.execution.eager import Eager
 from engine.model.weights import Layer
 from engine.scheduling.sequence import Sequence

@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.driven import GREEDY
-from engine.api import SamplingParams, Stopping
+from engine.api import GREEDY, SamplingParams, Stopping
 from engine.sampling.noise import gumbel, seed_key, signed
 from engine.sampling.sampler import NARROW, Sampler
 from engine.scheduling.sequence_state import SequenceState
