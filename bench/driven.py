@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
 from engine.execution.runner import ModelRunner
-from engine.fake import plain_request
 from engine.kv.page_pool import PagePool
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 
 CHUNK = 512  # prompt tokens a step
-GREEDY = plain_request(()).sampling
 
 
 def planner(runner: ModelRunner, pool: PagePool, budget: int = CHUNK) -> Scheduler:

@@ -10,6 +10,7 @@ first request to the last token, prompts' time included.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import random
 import sys
@@ -22,10 +23,10 @@ from typing import Any, get_args
 import torch
 
 from bench.about import device, revision
-from bench.driven import GREEDY, asked, planner
+from bench.driven import asked, planner
 from bench.pace import quantile
 from bench.workloads import Work, append, workload
-from engine.api import SamplingParams
+from engine.api import GREEDY, SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import StepPlan
@@ -190,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     began = time.monotonic()
     runner = build(settings, lambda stage, done, total: None)
+    gc.collect()
+    gc.freeze()  # as an engine process does
     print(f"{Path(given.model).name}: {runner.info.decoder}, started in {time.monotonic() - began:.1f} s", flush=True)
     records = []
     for wanted, sampling in itertools.product(given.workloads, given.samplings):

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from bench.about import device, revision
-from bench.driven import CHUNK, GREEDY, asked, planner
-from engine.api import SamplingParams
+from bench.driven import CHUNK, asked, planner
+from engine.api import GREEDY, SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.ipc.events import Event
 from engine.kv.page_pool import PagePool

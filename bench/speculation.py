@@ -4,7 +4,7 @@
 
 Three parts. `texts`: sets of prompts of real text (`bench.texts`), one stream, drafts as long as the engine finds that
 they pay. `depths`: drafts of k tokens always, beside what acceptance and the cost table foretell. `streams`: several
-that copy at once, and one that does beside seven that ask for no drafts. Greedy. On one thread of a CPU the clock is
+at once, and one that copies beside seven that ask for no drafts. Greedy. On one thread of a CPU the clock is
 that thread's own, which others on the machine do not disturb. Answers are compared, id for id.
 """
 
@@ -256,11 +256,13 @@ def of_texts(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Itera
 
 
 def of_streams(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Two and four that copy; then one beside seven that ask for no drafts."""
-    copying = texts.prompts("edit", tokenizer, 4)
-    for count in (2, 4):
-        case = [Wanted(one, given.tokens) for one in copying[:count]]
-        yield record(arm, beside(arm, [case], given.seconds), "edit", count)
+    """Two and four that copy, that write code and that chat; then one beside seven that ask for no drafts."""
+    for name in ("edit", "code", "chat"):
+        prompts = texts.prompts(name, tokenizer, 4)
+        for count in (2, 4):
+            case = [Wanted(prompts[at % len(prompts)], given.tokens) for at in range(count)]
+            yield record(arm, beside(arm, [case], given.seconds), name, count)
+    copying = texts.prompts("edit", tokenizer, 1)
     others = texts.prompts("code", tokenizer, OTHERS)
     case = [Wanted(copying[0], 2 * given.tokens), *(Wanted(one, given.tokens, 0) for one in others)]
     found = beside(arm, [case], given.seconds)
@@ -330,9 +332,12 @@ def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Toke
     for k in range(1, 1 + MOST_DRAFTED):
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
         needed = sum(seconds(count, drafted) for one in found.on for count, drafted in one.steps)
-        if on_gpu:
+        if on_gpu:  # plain steps are another executor's, and the host's part before a round is in no table
             needed += found.turns * sum(beginning(arm, one, k) - costs.seconds(1 + k) for one in prompts)
-        foretold = sum(one.seconds for one in found.off) / needed  # the same tokens in each
+            plain = sum(one.seconds for one in found.off)
+        else:  # by the table, since the machine may be slower now than when the table was made
+            plain = sum(seconds(count, drafted) for one in found.off for count, drafted in one.steps)
+        foretold = plain / needed  # the same tokens in each
         yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}
 
 

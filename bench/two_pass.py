@@ -56,6 +56,7 @@ TOP = (
 )
 ANEW = 256  # steps
 TOGETHER = 32  # steps of a graph
+ROWS_THAT = ("plain", "top")  # greedy and at temperatures, or draw within a top_k
 SMALL = Heads(8, 2, 128, True)
 MODELS = {
     "random, 151,936 words": Spec(1, 1024, 2048, SMALL, 151936),
@@ -225,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--demo", help="a folder of a trained model")
     parser.add_argument("--steps", type=int, default=1_000_000, help="of single rows, of each model; 0: timing alone")
-    parser.add_argument("--rows", choices=("all", "top"), default="all", help="that decode")
+    parser.add_argument("--rows", nargs="+", choices=ROWS_THAT, default=ROWS_THAT, help="that decode")
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
     parser.add_argument("--no-timing", action="store_true", help="steps alone")
     parser.add_argument("--revision", help="the commit, where git is not")
     given = parser.parse_args(argv)
@@ -241,8 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(*found.values(), flush=True)
         record["decode"] = {}
         for name, make in models(given.demo).items() if given.steps else ():
+            if not name.startswith(tuple(given.only)):
+                continue
             weights = with_copy(make())
-            for top in (True,) if given.rows == "top" else (False, True):
+            for top in (rows == "top" for rows in given.rows):
                 found = Decode(library, launcher, weights, top=top).run(given.steps, generator)
                 record["decode"][name + ", within a top_k" * top] = found
                 print(name + ", within a top_k" * top, found, flush=True)

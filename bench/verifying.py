@@ -24,14 +24,13 @@ from typing import Any
 import torch
 
 from bench.about import device, revision
-from bench.driven import GREEDY
 from bench.kernels import FORMATS, SPECS, Spec, random_weights, timers
 from bench.two_pass import with_copy
-from engine.api import Stopping
+from engine.api import GREEDY, Stopping
 from engine.execution.graph_decode.pipeline import RowState
 from engine.execution.speculation.captured.captured_rounds import CapturedRounds
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
-from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline
+from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, RoundTold
 from engine.kernels import two_pass
 from engine.kernels.attention import Heads
 from engine.kernels.build import KernelLibrary, WantedKernels, open_library
@@ -101,7 +100,7 @@ def round_costs(device: CapturedRounds, text: Text, group: int) -> list[float]:
         _, state = text.begin()
         state.token_ids += text.plain[:done]
         for _ in range(2):
-            device.write(row_state(state), GROUPS[-1] - 1, 0)
+            device.write([row_state(state)], [GROUPS[-1] - 1], 0)
             device.launch(group, text.most)
             begin, end = timers()
             begin.record()
@@ -134,16 +133,18 @@ def run(device: CapturedRounds, text: Text, group: int) -> Run:
     """The whole text, rounds launched ahead, the host reading along."""
     table, state = text.begin()
     pipeline = RoundPipeline(device, table, text.most)
+    told: list[RoundTold] = []
     torch.cuda.synchronize()
     began = time.perf_counter()
     while len(state.token_ids) < len(text.prompt) + TOKENS:
         row = Row(0, 0, len(state.token_ids) - 1, 1, True)
-        state.token_ids += pipeline.step(row, group).token_ids
+        brought = pipeline.step((row,), group, (GROUPS[-1] - 1,))[0]
+        state.token_ids += brought.token_ids
+        told += brought.rounds
     seconds = time.perf_counter() - began
     torch.cuda.synchronize()
     made = state.token_ids[len(text.prompt) :]
     same = next((at for at, (a, b) in enumerate(zip(made, text.plain, strict=True)) if a != b), TOKENS)
-    told = pipeline.take_told()
     return Run(seconds, len(told), sum(one.proposed for one in told), sum(one.accepted for one in told), same)
 
 

@@ -3,9 +3,10 @@
     python -m scripts.sanitize                       # memcheck and racecheck of every file, four at a time
     python -m scripts.sanitize --tools memcheck --files tests/engine/kernels/test_gpu_step.py --cases 100
 
-Under the tool a test takes 10 to 50 times as long, so of each test function a few cases run, spread evenly. Each file
-is a process of its own under a limit of time, past which it begins no test. memcheck looks at memory of every kind,
-racecheck at shared memory alone: it knows nothing of flags in global memory by which blocks wait for each other.
+Under the tool a test takes 10 to 50 times as long, so of each test function a few cases run, spread evenly over the
+small ones, and the kernels are compiled before, by the same tests without the tool. Each file is a process of its own
+under a limit of time, past which it begins no test. memcheck looks at memory of every kind, racecheck at shared memory
+alone: it knows nothing of flags in global memory by which blocks wait for each other.
 
 As a pytest plugin, which it is in those processes, it leaves out all cases but those few.
 """
@@ -29,6 +30,19 @@ from typing import Any
 
 FILES = "tests/engine/kernels/test_gpu_*.py"
 TOOLS = ("memcheck", "racecheck")
+# Which tests of a file are small enough, as pytest's -k has it; of files that are not here, all.
+SMALL = {
+    "test_gpu_attention": "(short and None) or (merges_agree and 130) or (shared_memory and 2303 and None)",
+    "test_gpu_batch_attention": "(borders and None) or padding or columns_lie",
+    "test_gpu_gemm": "264-256 or rows_of_eight_bits",
+    "test_gpu_prefill": "(test_gate and -6]) or (embedded and 64) or (heads and 32-) or 2-0-16-None",
+    "test_gpu_sampling": "(filters and 40-) or empty_rows or left_to_the_head",
+    "test_gpu_speculation": "acceptance or (rows_alone and 256)",
+    "test_gpu_step": "(float64 and 1-) or stops_limits",
+    "test_gpu_two_pass": "77-64",
+    "test_gpu_two_pass_top": "77-64",
+}
+KERNELS = "WHIPPET_TEST_KERNELS"  # environment variable: a folder that tests keep compiled kernels in
 _CASES, _UNTIL = "WHIPPET_SANITIZED_CASES", "WHIPPET_SANITIZED_UNTIL"
 _PASSED = re.compile(r"^(\S+::.+?) PASSED", re.MULTILINE)
 _FAILED = re.compile(r"^(\S+::.+?) (?:FAILED|ERROR)", re.MULTILINE)
@@ -91,10 +105,18 @@ def sanitize(tool: str, file: Path, given: argparse.Namespace) -> Outcome:
     command += ["--kernel-name-exclude=regex=^_Z"]
     # What libraries ask of the driver and are refused is their own affair.
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "pytest", "-v", "-p", "scripts.sanitize", "-p", "no:cacheprovider", "--tb=short"]
-    command += ["-o", "addopts=", "-o", "timeout=0", "-m", "gpu", str(file)]
-    command += ["-k", given.only] if given.only else []
+    run(command, file, log, given)
+    return outcome(log.read_text(errors="replace"), told.read_text(errors="replace") if told.exists() else "")
+
+
+def run(tool: Sequence[str], file: Path, log: Path, given: argparse.Namespace) -> None:
+    """The tests of a file that were asked for, under the command of a tool, or without one."""
+    command = [*tool, sys.executable, "-m", "pytest", "-v", "-p", "scripts.sanitize", "-p", "no:cacheprovider"]
+    command += ["--tb=short", "-o", "addopts=", "-o", "timeout=0", "-m", "gpu", str(file)]
+    only = SMALL.get(file.stem, "") if given.only is None else given.only
+    command += ["-k", only] if only else []
     environment = {**os.environ, _CASES: str(given.cases), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment[KERNELS] = str(given.logs.resolve() / "kernels")
     environment[_UNTIL] = repr(time.monotonic() + given.seconds)
     with (
         log.open("w") as stream,
@@ -107,7 +129,6 @@ def sanitize(tool: str, file: Path, given: argparse.Namespace) -> Outcome:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return outcome(log.read_text(errors="replace"), told.read_text(errors="replace") if told.exists() else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--files", nargs="+", type=Path, default=sorted(Path().glob(FILES)))
-    parser.add_argument("--only", help="tests, as pytest's -k has it")
+    parser.add_argument("--only", help="tests, as pytest's -k has it; by default small ones")
     parser.add_argument("--cases", type=int, default=4, help="of each test function")
     parser.add_argument("--seconds", type=float, default=600, help="of a file under a tool, until the last test begins")
     parser.add_argument("--grace", type=float, default=120, help="seconds for that test and the tool's summary")
@@ -135,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return found.clean
 
     with ThreadPoolExecutor(given.at_once) as pool:
+        list(pool.map(lambda file: run((), file, given.logs / f"plain-{file.stem}.tests.txt", given), given.files))
         for ended in pool.map(one, [(tool, file) for tool in given.tools for file in given.files]):
             clean = clean and ended
     return 0 if clean else 1
