@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from bench.floods import Rogue
 from bench.grpc_frames import PING, FrameClient, frame
 from service.pb.whippet.v1 import admin_pb2, model_pb2
+from service.transport import ports
 from service.transport.ports import SIDE_BOUNDS, PortBounds, open_port
 from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template
@@ -119,8 +120,13 @@ class Pinged(Rogue):
                 end = end[-16:]
 
 
-async def test_no_more_than_4096_calls_wait_to_be_looked_at() -> None:
-    """What is beyond them gRPC drops by itself, while the event loop is held up."""
+async def test_no_more_than_4096_calls_wait_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond them gRPC drops by itself, while the event loop is held up. Here nobody waits too long, however
+    slowly they come."""
+    options = [
+        (name, 600 if name == "grpc.server_max_unrequested_time_in_server" else value) for name, value in ports._OPTIONS
+    ]
+    monkeypatch.setattr(ports, "_OPTIONS", options)
     held_up, sent = threading.Event(), threading.Event()
     seen = Counter[bytes]()
 
@@ -149,15 +155,16 @@ async def test_no_more_than_4096_calls_wait_to_be_looked_at() -> None:
             assert all(rogue.answered.wait(60) for rogue in rogues)
             sent.set()
             assert first.result() == b"first"
+            while method.future(b"last", timeout=60).code() is not grpc.StatusCode.OK:
+                pass  # there is no room for it yet. Once it is answered, all that waited before it have been seen
             for rogue in rogues:
                 rogue.finish()
-            assert method(b"last", timeout=60) == b"last"
 
     try:
         await asyncio.to_thread(call)
     finally:
         await port.server.stop(None)
-    assert 0 < seen[b"many"] <= 4096, "of 6,000"
+    assert 4000 < seen[b"many"] < 4200, "of 6,000: those that waited, and some that the loop had been given already"
 
 
 async def test_a_client_at_the_limit_of_its_connection_is_refused_nothing(serve: Serve) -> None:
