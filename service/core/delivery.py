@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from engine.api import TokenLogprob
 from service.core.parsing.answer import CallDelta
@@ -36,8 +38,9 @@ def company(streams: int, most: float, stormed: bool) -> float:
     return min(most, min(_LONGEST, _A_STREAM * streams) * (_STORMED if stormed else 1))
 
 
-class AnswerMessage(NamedTuple):
-    """One message of an answer. Ids are there if they or their log-probabilities are to be sent."""
+class AnswerMessage(msgspec.Struct):
+    """One message of an answer. Ids are there if they or their log-probabilities are to be sent. A struct, since it is
+    made in a quarter of a named tuple's time."""
 
     text: str
     token_ids: Sequence[int]
@@ -46,9 +49,8 @@ class AnswerMessage(NamedTuple):
     ending: Ending | None  # in the last one
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
-    prompt_ids: Sequence[
-        int
-    ] = ()  # the next ones of the prompt, from the second on, if their log-probabilities are sent
+    # The next ones of the prompt, from the second on, if their log-probabilities are sent.
+    prompt_ids: Sequence[int] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()  # one for each
     number: int = 0  # of several answers, which
 

@@ -4,6 +4,7 @@ and streamed answers differ in their sink alone.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -47,9 +48,6 @@ class Generator:
     def semantic(self) -> bool:
         """Whether there is a semantic cache."""
         return self._sources.semantic
-
-    # What is between a caller's task and the wait for a token is gone through for each message: where a function has
-    # nothing to do after it, it gives what it would await.
 
     def answer(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
         """The whole answer in one message. Raises what `status` knows."""
@@ -99,8 +97,10 @@ class Generator:
         marks: Mapping[int, str] = {} if parser is None else self._model.marks(request)
         async with self._sources.open(found, origin, sink.batch, sink.limit, call.charge) as source:
             call.attach(source)
+            reading = _Reading(found, source, sink, record, self._clock, marks).run(call.prompt)
             try:
-                await _Reading(found, source, sink, record, self._clock, marks).run(call.prompt)
+                # A task of its own: what it waits for resumes it directly, not through a dozen callers twice a message.
+                await (asyncio.create_task(reading) if record.streamed else reading)
             finally:
                 sink.close()
                 _note(record, found, source)

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 
+from msgspec import structs
+
 from engine.api import GenerationRequest
 from service.core.admission import Abortable
 from service.core.delivery import AnswerMessage, Outlet
@@ -54,7 +56,7 @@ class MergedOutlet:
     async def send(self, message: AnswerMessage) -> None:
         async with self._turn:
             prompt, self._prompt = self._prompt, None
-            await self._outlet.send(message._replace(prompt=prompt))
+            await self._outlet.send(structs.replace(message, prompt=prompt))
 
 
 class _Numbered:
@@ -68,7 +70,7 @@ class _Numbered:
         await self._merged.begin(prompt)
 
     async def send(self, message: AnswerMessage) -> None:
-        await self._merged.send(message._replace(number=self._number))
+        await self._merged.send(structs.replace(message, number=self._number))
 
 
 class RepeatedOutlet:
@@ -135,4 +137,4 @@ def _copied(message: AnswerMessage, number: int) -> AnswerMessage:
     ending = message.ending
     if ending is not None:
         ending = replace(ending, prompt_tokens=0, cached_tokens=0, draft_proposed=0, draft_accepted=0)
-    return message._replace(number=number, prompt=None, ending=ending, prompt_ids=(), prompt_logprobs=())
+    return structs.replace(message, number=number, prompt=None, ending=ending, prompt_ids=(), prompt_logprobs=())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import accumulate
 
+from msgspec import structs
+
 from cache.api import AnswerPart
 from service.core.delivery import AnswerMessage, Outlet
 from service.core.parsing.answer import AnswerParser
@@ -30,7 +32,7 @@ class ParsedOutlet:
         prompt = message.prompt or self._prompt
         if text or reasoning or calls or message.token_ids or message.prompt_ids or message.ending is not None:
             self._prompt = None
-            parsed = message._replace(text=text, reasoning=reasoning, calls=calls, prompt=prompt)
+            parsed = structs.replace(message, text=text, reasoning=reasoning, calls=calls, prompt=prompt)
             await self._outlet.send(parsed)
         else:
             self._prompt = prompt

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import gc
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 from unittest.mock import AsyncMock
 
@@ -268,6 +269,29 @@ async def test_cancellation_in_a_late_write_leaves_no_task_behind() -> None:
         await run
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_caller_who_leaves_as_the_engine_fails_leaves_nothing_to_log() -> None:
+    """asyncio says, with its message, what failed and was awaited by nobody."""
+    loop, said, engine = asyncio.get_running_loop(), list[object](), ScriptedEngine([])
+    loop.set_exception_handler(lambda _, told: said.append(told))
+
+    async def failing() -> AsyncIterator[TokenEvents]:
+        yield TokenEvents((65,))
+        loop.call_soon(lambda: run.cancel())  # before the call hears of the failure
+        raise EngineFailed("x")
+
+    engine.stream._events = failing()
+    admission = Admission(LimitOptions(), lambda: 8)
+    request = pb.GenerateStreamRequest(text="x")
+    run = asyncio.create_task(stream(generator_of(engine, admission), request, Recorder(), StallWatch(30)))
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not said
+    assert engine.stream.cancelled
+    assert admission.live == 0
 
 
 @pytest.mark.parametrize("stops", [[], ["never"]])
