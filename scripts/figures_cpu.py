@@ -36,13 +36,15 @@ def front_cpu(results: Results) -> str:
 
 
 def two_fronts_cpu(results: Results) -> str:
-    """The front beside two former ones: their time a message by its own, and its own."""
-    newest, earlier, other = (run["figures"] for run in results["two-fronts-cpu"])
+    """The front beside former ones, newest first: their time a message by its own, and the newest one's own."""
+    runs = results["two-fronts-cpu"]
     rows = []
-    for name, row in newest.items():
-        ratios = [f"{one[name]['message']:.2f} ± {one[name]['message_error']:.2f}" for one in (newest, earlier, other)]
+    for name, row in runs[0]["figures"].items():
+        found = [run["figures"][name] for run in runs]
+        ratios = [f"{one['message']:.2f} ± {one['message_error']:.2f}" for one in found]
         rows.append([name, *ratios, whole(row["front_us_per_message"])])
-    return table(["", "dda69b5, 7ee2a38", "dda69b5, 436269c", "0ce1fb0, 436269c", "µs a message"], rows)
+    heads = [f"{run['before']}, {run['git']}" for run in runs]
+    return table(["", *heads, f"µs a message, {runs[0]['git']}"], rows)
 
 
 def quantized_cpu(results: Results) -> str:
