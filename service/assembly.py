@@ -29,6 +29,7 @@ from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability.instruments import Instruments
 from service.observability.metrics import Metrics
+from service.observability.record import Observers
 from service.observability.scrape import MetricsPort
 from service.protocols.open_inference.services import OpenInference
 from service.protocols.seam import Services, UseCases, WireProtocol
@@ -122,17 +123,7 @@ def build(
     wide = PortBounds(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
     )
-    contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
-
-    def port(setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
-        """With health and reflection beside the services."""
-        names = [name for one in services for name in one.names]
-        handlers = [handler for one in services for handler in one.handlers]
-        handlers.append(health.handlers(inbox, observers))
-        handlers += reflection.handlers([*names, HEALTH], contract, inbox, observers)
-        handlers.append(Strangers(observers))
-        return open_port(setting, address, handlers, identity.credentials() if services else None, bounds)
-
+    ports = _Ports(health, observers, identity)
     return Parts(
         identity=identity,
         reloader=reloader,
@@ -142,15 +133,34 @@ def build(
         caches=cases.caches,
         health=health,
         watch=watch,
-        data=port("listen", settings.listen, data, prompts, wide),
-        admin=port("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
-        probes=port("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
+        data=ports.open("listen", settings.listen, data, prompts, wide),
+        admin=ports.open("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
+        probes=ports.open("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
         instruments=instruments,
         metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
         if settings.metrics_listen
         else None,
         traces=traces,
     )
+
+
+class _Ports:
+    """Opens ports that have health and reflection beside their services."""
+
+    def __init__(self, health: Health, observers: Observers, identity: Identity) -> None:
+        self._health = health
+        self._observers = observers
+        self._identity = identity
+        self._contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
+
+    def open(self, setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
+        """As open_port. One without services is for probes, and speaks no TLS."""
+        names = [name for one in services for name in one.names]
+        handlers = [handler for one in services for handler in one.handlers]
+        handlers.append(self._health.handlers(inbox, self._observers))
+        handlers += reflection.handlers([*names, HEALTH], self._contract, inbox, self._observers)
+        handlers.append(Strangers(self._observers))
+        return open_port(setting, address, handlers, self._identity.credentials() if services else None, bounds)
 
 
 def _use_cases(

@@ -19,7 +19,7 @@ from cache.api import (
     Turn,
     Verdict,
 )
-from engine.api import GenerationRequest, SamplingParams, Stopping
+from engine.api import GREEDY, GenerationRequest, Stopping
 from service.core.answers.lookup import AnswerSources, Plan
 from service.core.request import Access, CacheUse, ChatMessage, ChatPrompt, Origin
 
@@ -99,21 +99,11 @@ async def test_the_semantic_cache_is_told_which_token_asks() -> None:
         "_switches": SimpleNamespace(on=lambda name: True),
     }
     vars(sources).update(parts)
-    sampling = SamplingParams(
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=None,
-    )
     stops = SimpleNamespace(min_tokens=0, strings=(), token_ids=(), include=False)
     prompt = ChatPrompt((ChatMessage("user", "How do I sell a used car?"),))
     request: Any = SimpleNamespace(
         prompt=prompt,
-        sampling=sampling,
+        sampling=GREEDY,
         seeded=False,
         stops=stops,
         output=SimpleNamespace(logprobs=None, prompt_logprobs=None, skip_special=True),
@@ -123,7 +113,7 @@ async def test_the_semantic_cache_is_told_which_token_asks() -> None:
         answers=1,
     )
     asked = GenerationRequest(
-        request_id="r", token_ids=(1,), sampling=sampling, stopping=Stopping(max_tokens=9), arrived_at=0.0
+        request_id="r", token_ids=(1,), sampling=GREEDY, stopping=Stopping(max_tokens=9), arrived_at=0.0
     )
     await sources.look(request, lambda root, bypass: asked, Origin("acme", 0.0, None, "token 7"))
     assert (caches.turn.question.tenant, caches.turn.caller) == ("acme", "token 7")
