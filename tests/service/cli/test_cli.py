@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ from service.config.settings import Settings
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
 DRAFT = ROOT / "models" / "demo-draft"
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """`serve` hears signals in its own way from its first line on: tests that come later in this process must not."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def whippet(*arguments: str) -> subprocess.CompletedProcess[str]:
