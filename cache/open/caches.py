@@ -37,7 +37,8 @@ from cache.seal.envelope import Envelope
 from cache.seal.keyring import open_keyring
 from cache.seal.partition import PREFIXES, Epochs, Partitions
 from cache.semantic.embedder import open_embedder
-from cache.semantic.export import ExportFailed, exported
+from cache.semantic.export import ExportFailed
+from cache.semantic.exporter import Exporter
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 from cache.store.redis_link import Link
@@ -206,14 +207,18 @@ class Caches:
     async def _load(self) -> None:
         model = self._settings.semantic.model
         worker = ThreadPoolExecutor(1, "embedder")  # of its own: it may be minutes until it is exported
+        exporter = Exporter()
         try:
-            embedder = await asyncio.get_running_loop().run_in_executor(worker, lambda: open_embedder(exported(model)))
+            embedder = await asyncio.get_running_loop().run_in_executor(
+                worker, lambda: open_embedder(exporter.exported(model))
+            )
         except (ExportFailed, ImportError, OSError, ValueError) as error:
             log.error("cache: no semantic cache: %s", error)
             self._failed = f"its embedder cannot be loaded ({type(error).__name__}); the log says why"
             self._context.counter.count("semantic_unavailable", type(error).__name__)
             return
         finally:
+            exporter.stop()
             worker.shutdown(wait=False)
         self._semantic = SimilarCache(self._context, embedder, self._settings.semantic)
 

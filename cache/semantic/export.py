@@ -1,8 +1,9 @@
 """Makes the embedder once and keeps it: sentence-transformers → eight bits, for onnxruntime and, where the machine has
 a C compiler and a processor for it, for the encoder in C. Each is compared with the original.
 
-`python -m cache.semantic.export [FOLDER] [--into FOLDER]`. Torch runs in a process of its own (`source`); a server that
-finds the result in the cache folder, or made ahead, needs neither onnx nor torch nor a compiler.
+`python -m cache.semantic.export [FOLDER] [--into FOLDER]`: that is what a server runs (`exporter`). Torch runs in one
+more process (`source`); who finds the result in the cache folder, or made ahead, needs neither onnx nor torch nor a
+compiler.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from cache.semantic.apart import command, environment
 from cache.semantic.embedder import (
     MANIFEST,
     MODEL,
@@ -46,6 +49,8 @@ VERSION = 2  # of what this file does: a change makes new folders
 LEAST_MEAN = 0.985  # cosine to sentence-transformers' own vectors
 LEAST = 0.965
 PATIENCE = 300.0  # seconds for loading sentence-transformers
+SAYS = "whippet: "  # before the line that says why it failed
+_NICENESS = 10
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json")
 
 
@@ -79,7 +84,7 @@ def missing(source: Path | None = None) -> tuple[str, ...]:
 
 def _made(source: Path | None) -> bool:
     try:
-        return _found(_name(source_digest(source or default_source()))) is not None
+        return found(source or default_source()) is not None
     except (ExportFailed, OSError):
         return False
 
@@ -120,15 +125,19 @@ def source_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def found(source: Path) -> Path | None:
+    """The folder of the exported model, if there is one. Raises ExportFailed."""
+    return _found(_name(source_digest(source)))
+
+
 def exported(source: Path | None = None) -> Path:
     """The folder of the exported model. Exports it first if need be, which blocks for many seconds.
 
     Raises ExportFailed.
     """
     folder = source or default_source()
-    digest = source_digest(folder)
-    if (found := _found(_name(digest))) is not None:
-        return found
+    if (made := found(folder)) is not None:
+        return made
     if (ahead := prebuilt_folder()) is not None:
         log.warning("cache: the embedder is exported here: this one is not in %s", ahead)
     return make_embedder(folder, cache_folder())
@@ -157,14 +166,17 @@ def _export(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:
     raw, made = work / "raw", work / "made"
     raw.mkdir()
     made.mkdir()
-    # -P: what lies in the working directory is not imported, whatever its name.
-    command = [sys.executable, "-P", "-m", "cache.semantic.source", str(folder), str(raw)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"HF_HOME": str(work), "TMPDIR": str(work)}  # the only folder that is sure to be writable
-    root = Path(__file__).parents[2]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    writable = {"HF_HOME": str(work), "TMPDIR": str(work)}  # the only folder that is sure to be
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            command("cache.semantic.source", str(folder), str(raw)),
+            env={**environment(), **offline, **writable},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise ExportFailed(f"sentence-transformers took more than {PATIENCE:.0f} s") from None
     if done.returncode != 0:
@@ -258,12 +270,15 @@ def main() -> int:
     parser.add_argument("model", nargs="?", type=Path, help="its folder; unset: the installed one")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="for any processor, to be found by prebuilt-dir")
     flags = parser.parse_args()
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(message)s")  # onnxruntime says much
+    logging.getLogger("cache").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no folder is left half made
+    os.nice(_NICENESS)  # those who stream go first
     try:
         model = flags.model or default_source()
         folder = exported(model) if flags.into is None else make_embedder(model, flags.into, anywhere=True)
-    except ExportFailed as failure:
-        sys.stderr.write(f"whippet: {failure}\n")
+    except (ExportFailed, ImportError, OSError, ValueError) as failure:
+        sys.stderr.write(f"{SAYS}{failure}\n")
         return 1
     sys.stdout.write(f"{folder}\n{(folder / MANIFEST).read_text()}\n")
     return 0

@@ -130,7 +130,7 @@ async def listed(settings: Settings, tools: Tools) -> list[int]:
 async def embedder(settings: Settings, tools: Tools) -> list[Path | None]:
     """The folders that an embedder is made of."""
     caches = opened(settings.cache)
-    with patch("cache.open.caches.exported", side_effect=ValueError) as exported:
+    with patch("cache.open.caches.Exporter.exported", side_effect=ValueError) as exported:
         caches.load_semantic()
         await caches.loaded()
     await caches.aclose()

@@ -1,0 +1,19 @@
+"""Modules of ours in Python processes of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """What lies in the working directory is not imported, whatever its name; nobody is warned of what libraries will
+    change."""
+    return [sys.executable, "-P", "-W", "ignore", "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """With a PYTHONPATH that finds the packages of this process."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
