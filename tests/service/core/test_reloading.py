@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,7 +115,7 @@ async def test_switches_log_level_and_caches_follow_the_file(followed: Followed)
 
 async def test_the_semantic_cache_is_turned_on_and_off(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.core.answers.caches.missing_for_semantic", lambda model: ())
-    monkeypatch.setattr("cache.open.caches.exported", lambda model: (_ for _ in ()).throw(OSError("no room")))
+    monkeypatch.setattr("cache.open.caches.Exporter.exported", Mock(side_effect=OSError("no room")))
     assert followed.caches.unused() == {"semantic_cache": "cache.semantic.mode is off"}
     followed.write("", START.replace("'off'", "shadow"))
     await followed.until(lambda: followed.caches.semantic_mode is Mode.SHADOW)
