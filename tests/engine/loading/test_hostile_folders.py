@@ -197,7 +197,8 @@ def test_a_hostile_folder_ends_the_server_with_one_line_at_once(tmp_path: Path) 
     held = load_file(folder / WEIGHTS)
     held["model.norm.weight"][0] = math.nan
     save_file(held, folder / WEIGHTS)
-    asked = ("--model", str(folder), *("--listen", "127.0.0.1:0"), *("--metrics-listen", ""), *("--device", "cpu"))
+    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen")]
+    asked = ("--model", str(folder), *ports, *("--metrics-listen", ""), *("--device", "cpu"))
     command = [sys.executable, "-m", "service.cli", "serve", *asked, "--cache.semantic.mode", "off"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=demo.parents[1])
     assert done.returncode == 3
