@@ -108,12 +108,6 @@ def prebuilt_folder() -> Path | None:
     return Path(named) / "embedders" if named else None
 
 
-def _found(name: str) -> Path | None:
-    """What was exported before, ahead or here."""
-    folders = filter(None, (prebuilt_folder(), cache_folder()))
-    return next((folder / name for folder in folders if (folder / name / MANIFEST).is_file()), None)
-
-
 def source_digest(folder: Path) -> str:
     """Of the files that decide a model's vectors. Raises ExportFailed."""
     digest = hashlib.sha256(b"whippet embedder %d" % VERSION + SOURCE.read_bytes())
@@ -126,8 +120,10 @@ def source_digest(folder: Path) -> str:
 
 
 def found(source: Path) -> Path | None:
-    """The folder of the exported model, if there is one. Raises ExportFailed."""
-    return _found(_name(source_digest(source)))
+    """The folder of the exported model, made ahead or here, if there is one. Raises ExportFailed."""
+    name = _name(source_digest(source))
+    folders = filter(None, (prebuilt_folder(), cache_folder()))
+    return next((folder / name for folder in folders if (folder / name / MANIFEST).is_file()), None)
 
 
 def exported(source: Path | None = None) -> Path:

@@ -20,7 +20,8 @@ from cache.semantic.export import PATIENCE, SAYS, ExportFailed, default_source, 
 
 log = logging.getLogger(__name__)
 
-_LOOK = 1.0  # seconds between two looks at whether it is to end; one that was asked to has as long to clean up
+_LOOK = 0.5  # seconds between two looks at whether it is late
+_GRACE = 5.0  # seconds in which one that is told to end may clean up
 
 
 class Exporter:
@@ -30,6 +31,7 @@ class Exporter:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
+        self._late = float("inf")  # when it is ended without asking
 
     def exported(self, source: Path | None = None) -> Path:
         """The folder of the exported model. Raises ExportFailed, also where it was stopped."""
@@ -45,7 +47,7 @@ class Exporter:
     def stop(self) -> None:
         """What is not made yet will not be, and nothing of it is left behind."""
         with self._lock:
-            self._stopped = True
+            self._stopped, self._late = True, time.monotonic() + _GRACE
             if self._process is not None and self._process.poll() is None:
                 _signal(self._process, signal.SIGTERM)
 
@@ -53,6 +55,7 @@ class Exporter:
         with self._lock:
             if self._stopped:
                 raise ExportFailed("it was stopped")
+            self._late = time.monotonic() + 2 * PATIENCE
             process = self._process = subprocess.Popen(
                 command("cache.semantic.export", str(folder)),
                 env=environment(),
@@ -74,12 +77,11 @@ class Exporter:
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
         """All that it says, once it has ended."""
-        end = time.monotonic() + 2 * PATIENCE
         while True:
             try:
                 return process.communicate(timeout=_LOOK)[1]
             except subprocess.TimeoutExpired:
-                if self._stopped or time.monotonic() > end:
+                if time.monotonic() > self._late:
                     _signal(process, signal.SIGKILL)
 
 

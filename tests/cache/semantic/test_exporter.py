@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,32 @@ def test_it_can_be_stopped_and_leaves_nothing_behind(kept: Path) -> None:
     assert list(kept.iterdir()) == []
     with pytest.raises(ExportFailed, match="stopped"):
         exporter.exported()
+
+
+_SLOW = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def clean(*_):
+    time.sleep(1.2)  # longer than two looks
+    (folder / ".export-1").unlink()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, clean)
+folder.mkdir(parents=True)
+(folder / ".export-1").touch()
+time.sleep(60)
+"""
+
+
+def test_one_that_is_stopped_has_time_to_clean_up(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache.semantic.exporter.command", lambda *_: [sys.executable, "-c", _SLOW, str(kept)])
+    exporter = Exporter()
+    with ThreadPoolExecutor(1) as pool:
+        export = pool.submit(exporter.exported)
+        wait_for_one(kept)
+        exporter.stop()
+        with pytest.raises(ExportFailed, match="ended with 1"):
+            export.result(PATIENCE)
+    assert list(kept.iterdir()) == []
 
 
 def test_why_it_failed_is_told(kept: Path) -> None:
