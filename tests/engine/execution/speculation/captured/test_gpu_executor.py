@@ -157,15 +157,20 @@ def test_the_ids_are_those_of_no_speculation(guessed: Guessed, sampling: dict[st
         assert proposed > 0
 
 
+def quantized(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
+    """A model, and the settings with which its weights are in that form."""
+    save(folder, "qwen3")
+    if form == "int8":
+        return folder, {"quantization": "int8"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
+    return folder, {"load_format": "dummy"}
+
+
 @pytest.mark.parametrize("by", ["lookup", "the target itself"])
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_the_ids_are_those_of_no_speculation_in_other_formats(form: str, by: str, tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "qwen3")
-    changes: dict[str, Any] = {"quantization": "int8"}
-    if form == "int4":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
-        changes = {"load_format": "dummy"}
+    folder, changes = quantized(tmp_path / "model", form)
     runner = start(folder, None if by == "lookup" else folder, **changes)
     proposed = 0
     for sampling in SAMPLINGS[:3]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,13 @@ from engine.execution.runner import ModelRunner
 from engine.execution.speculation.captured.executor import SEVERAL, CapturedSpeculation
 from engine.execution.speculation.captured.together import Together
 from tests.engine.execution.graph_decode.test_gpu_executor import save, texts
-from tests.engine.execution.speculation.captured.test_gpu_executor import AWQ, SAMPLINGS, answers, request, started
+from tests.engine.execution.speculation.captured.test_gpu_executor import (
+    SAMPLINGS,
+    answers,
+    quantized,
+    request,
+    started,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -79,12 +84,7 @@ def test_the_ids_are_those_of_no_speculation(rounds: Rounds, sampling: dict[str,
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_the_ids_are_those_of_no_speculation_in_other_formats(eager_to: None, form: str, tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "qwen3")
-    changes: dict[str, Any] = {"quantization": "int8"}
-    if form == "int4":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
-        changes = {"load_format": "dummy"}
+    folder, changes = quantized(tmp_path / "model", form)
     rounds = begun(folder, **changes)
     for count in (2, 4):
         for sampling in SAMPLINGS[:2]:
