@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import time
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -191,6 +192,18 @@ def test_what_is_no_parent_is_ignored(all_traced: tuple[Server, Collector], wron
     assert call.trace_id.hex() != TRACE
 
 
+def wait_for_metric(server: Server, line: str) -> None:
+    """What was sent is counted once the collector's answer has come back."""
+    end = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as page:
+            found = page.read().decode()
+        if line in found:
+            return
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+
+
 def test_callers_decide_for_theirs(serve: Serve) -> None:
     with traced(serve, "--traces.sample=0") as (server, collector):
         for _ in range(20):
@@ -198,8 +211,7 @@ def test_callers_decide_for_theirs(serve: Serve) -> None:
         server.models.ListModels(model_pb2.ListModelsRequest(), metadata=SAMPLED, timeout=60)
         (call,) = collector.calls(1)
         assert call.parent_span_id.hex() == PARENT
-        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as page:
-            assert 'whippet_traces_total{outcome="exported"} 1.0' in page.read().decode()
+        wait_for_metric(server, 'whippet_traces_total{outcome="exported"} 1.0')
         server.admin.GetLoad(admin_pb2.GetLoadRequest(), metadata=NOT_SAMPLED, timeout=60)
         assert server.stop() == 0  # which sends what is left
         assert len(collector.calls(1)) == 1
