@@ -31,7 +31,7 @@ from bench.pace import Answer, figures, first_tokens
 from engine.api import SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
-from engine.settings import PAGE_SIZE, DecoderChoice, Device, Dtype, EngineSettings, LoadFormat, Quantization
+from engine.settings import PAGE_SIZE, DecoderChoice, Device, Dtype, EngineSettings, KvDtype, LoadFormat, Quantization
 from engine.worker.build import make_runner, prepare
 
 BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.07}  # TB/s, one kernel over 880 MB
@@ -127,6 +127,7 @@ def engine_settings(given: argparse.Namespace) -> EngineSettings:
         max_sequences=given.max_sequences,
         max_context=given.longest,
         kv_bytes=given.kv_bytes,
+        kv_dtype=given.kv_dtype,
         threads=given.threads,
     )
 
@@ -167,6 +168,7 @@ def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary
     flags = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in ("device", "dtype", "decoder")]
     flags += [f"--load-format={given.load_format}", f"--quantization={given.quantization}"]
     flags += [f"--scheduler.max-context={given.longest}", f"--scheduler.max-sequences={given.max_sequences}"]
+    flags += [f"--kv-dtype={given.kv_dtype}"]
     flags += [] if given.kv_bytes is None else [f"--scheduler.kv-bytes={given.kv_bytes}"]
     flags += [] if given.threads is None else [f"--scheduler.threads={given.threads}"]
     with tempfile.TemporaryDirectory() as scratch:
@@ -203,6 +205,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grpc", action="store_true", help="measure a server's stream as well")
     parser.add_argument("--max-sequences", type=int, default=1)
     parser.add_argument("--kv-bytes", type=int, help="of the page pool; by default what the sequences need")
+    parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default="auto")
     parser.add_argument("--threads", type=int, help="on a CPU")
     for name, plain in (("temperature", 0.0), ("top-p", 1.0), ("min-p", 0.0), ("repetition-penalty", 1.0)):
         parser.add_argument(f"--{name}", type=float, default=plain)

@@ -30,7 +30,7 @@ from engine.api import GREEDY, SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.scheduling.plan import StepPlan
-from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, LoadFormat
+from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, KvDtype, LoadFormat
 from engine.worker.build import build
 
 _PROFILED = 40  # steps
@@ -156,6 +156,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch-tokens", type=int, help="prompt tokens a step; unset: as a server chooses")
     parser.add_argument("--max-context", type=int, default=2176, help="tokens")
     parser.add_argument("--kv-bytes", type=int)
+    parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default="auto")
     parser.add_argument("--threads", type=int, help="on a CPU")
     parser.add_argument("--append", type=Path, help="a JSON list that gets a record a workload")
     parser.add_argument(
@@ -187,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_batch_tokens=given.max_batch_tokens,
         max_context=-(-given.max_context // PAGE_SIZE) * PAGE_SIZE,
         kv_bytes=given.kv_bytes,
+        kv_dtype=given.kv_dtype,
         threads=given.threads,
     )
     began = time.monotonic()
@@ -199,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         work, name = workload(wanted, given.prompt, given.tokens), wanted
         if sampling != "greedy":
             name += f"-{sampling}"
+        if given.kv_dtype != "auto":
+            name += f"-{given.kv_dtype}"
         rounds = [run(runner, work, runner.info.max_batch_tokens, SAMPLINGS[sampling]) for _ in range(given.rounds)]
         best = max(rounds, key=lambda one: one.output_tokens_per_second)
         records.append(record(given, name, best))

@@ -197,7 +197,8 @@ class ModelInfo:
 
     architecture: str
     weight_format: str
-    dtype: str
+    dtype: str  # of arithmetic
+    kv_dtype: str  # of keys and values in their pages
     device: str
     decoder: str
     objections: tuple[Objection, ...]

@@ -24,6 +24,7 @@ LoadFormat = Literal["auto", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Quantization = Literal["auto", "int8"]
+KvDtype = Literal["auto", "fp8"]
 
 
 def setting(default: object, help: str = "", **bounds: object) -> Any:
@@ -64,6 +65,9 @@ class ModelOptions:
     load_format: LoadFormat = setting("auto", "`dummy` makes random weights from config.json alone")
     quantization: Quantization = setting(
         "auto", "`int8` quantizes plain weights while loading; auto: as the folder has them"
+    )
+    kv_dtype: KvDtype = setting(
+        "auto", "of keys and values in their pages: `fp8` takes half the memory, for a little accuracy; auto: dtype's"
     )
     seed: int = setting(0, "of dummy weights", ge=0)
     draft_model: str | None = setting(

@@ -75,6 +75,7 @@ class FakeRunner:
             architecture="fake",
             weight_format="none",
             dtype="none",
+            kv_dtype="none",
             device="none",
             decoder="fake",
             objections=(),

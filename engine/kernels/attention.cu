@@ -12,7 +12,7 @@
 
 struct Shared : Beside<OP_GROUP - 1> {
     u16 query[kHeads][kQueryStride];
-    u16 key[OP_HEAD_DIM], value[OP_HEAD_DIM];
+    Stored key[OP_HEAD_DIM], value[OP_HEAD_DIM];
     float out[OP_WARPS][kHeads][OP_HEAD_DIM];
     float top[OP_WARPS + 1][kHeads], sum[OP_WARPS][kHeads];  // the last `top`: the new token's score
     int last;
@@ -21,7 +21,7 @@ struct Shared : Beside<OP_GROUP - 1> {
 
 extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     attention(const float* qkv, const float* query_gain, const float* key_gain, const float* angles,
-              const int* position, const int* page_table, int table_stride, u16* key_pool, u16* value_pool,
+              const int* position, const int* page_table, int table_stride, Stored* key_pool, Stored* value_pool,
               u64* split_out, u64* split_sums, int* arrivals, u32* launches, u16* out, float scale, float eps, int window,
               int trigger) {
     extern __shared__ __align__(128) u8 places[];
@@ -50,19 +50,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     const int end = page0 + (pages < (split + 1) * per_split ? pages : (split + 1) * per_split);
     const int* table = page_table + (long long)(m / OP_GROUP) * table_stride;
 
-    Quad k[kSpans][2];
+    Eight k[kSpans][2];
     VTile v[kBlocks];
     auto load_keys = [&](int page) {
-        const u16* p = key_pool + ((u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage + token_at(g)) * OP_HEAD_DIM + 8 * t;
+        const Stored* p =
+            key_pool + ((u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage + token_at(g)) * OP_HEAD_DIM + 8 * t;
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
-            k[j][0] = load_shared_state(static_cast<const void*>(p + 32 * j));
-            k[j][1] = load_shared_state(static_cast<const void*>(p + kLower * OP_HEAD_DIM + 32 * j));
+            load_words(k[j][0].w, static_cast<const void*>(p + 32 * j));
+            load_words(k[j][1].w, static_cast<const void*>(p + kLower * OP_HEAD_DIM + 32 * j));
         }
     };
     auto load_values = [&](int page) {
-        const u16* p =
-            value_pool + (u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM + g * (kBlock / 8);
+        const Stored* p =
+            value_pool + (u64(load_shared_state(table + page)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM + g * kDims;
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) load_v(v[b], p + b * kBlock, t);
     };
@@ -84,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
     if (const int later = page + lane * OP_WARPS;
         OP_SLOTS == 0 && lane > 0 && lane <= OP_PAGES_AHEAD && later < end) {
         const u64 at = (u64(load_shared_state(table + later)) * OP_KV_HEADS + kv) * kPage * OP_HEAD_DIM;
-        prefetch_run(key_pool + at, kPage * OP_HEAD_DIM * 2);
-        prefetch_run(value_pool + at, kPage * OP_HEAD_DIM * 2);
+        prefetch_run(key_pool + at, kPage * OP_HEAD_DIM * kKvBytes);
+        prefetch_run(value_pool + at, kPage * OP_HEAD_DIM * kKvBytes);
     }
     const int own_page = newest ? load_shared_state(table + pos / kPage) : 0;
     Float2 turn[kRotated];
@@ -112,11 +113,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
             if constexpr (OP_QK_NORM) x.norm(gain, eps);
             x.rotate(turn);
         }
-        x.store(is_query ? sh.query[task] : is_key ? sh.key : sh.value, lane);
+        x.put(is_query, sh.query[task], is_key ? sh.key : sh.value, lane);
         if (!is_query && sub == 0) {
-            u16* pool = is_key ? key_pool : value_pool;
-            x.store(pool + ((u64(own_page) * OP_KV_HEADS + kv) * kPage + pos % kPage) * OP_HEAD_DIM,
-                    lane);
+            Stored* pool = is_key ? key_pool : value_pool;
+            x.keep(pool + ((u64(own_page) * OP_KV_HEADS + kv) * kPage + pos % kPage) * OP_HEAD_DIM, lane);
         }
     }
     if (end * kPage > cached)
@@ -131,8 +131,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
             const Quad q = read_query(&sh.query[g < kHeads ? g : 0][32 * j + 8 * t]);
-            const u32 a0[4] = {k[j][0].r[0], k[j][1].r[0], k[j][0].r[1], k[j][1].r[1]};
-            const u32 a1[4] = {k[j][0].r[2], k[j][1].r[2], k[j][0].r[3], k[j][1].r[3]};
+            const Quad above = widen(k[j][0]), below = widen(k[j][1]);
+            const u32 a0[4] = {above.r[0], below.r[0], above.r[1], below.r[1]};
+            const u32 a1[4] = {above.r[2], below.r[2], above.r[3], below.r[3]};
             mma(s, a0, q.r[0], q.r[1]);
             mma(s1, a1, q.r[2], q.r[3]);
         }
@@ -156,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
 #pragma unroll
                     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-                        for (int p = 0; p < kPairs; ++p) v[b].w[i][p] = 0u;
+                        for (int p = 0; p < kWords; ++p) v[b].w[i][p] = 0u;
         }
         part.add(s, v);
         if constexpr (OP_SLOTS > 0) {
@@ -177,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-                for (int p = 0; p < kPairs; ++p)
-                    *reinterpret_cast<Float2*>(&sh.out[warp][h][b * kBlock + g * (kBlock / 8) + 2 * p]) =
+                for (int p = 0; p < kDims / 2; ++p)
+                    *reinterpret_cast<Float2*>(&sh.out[warp][h][b * kBlock + g * kDims + 2 * p]) =
                         Float2{part.out[b][p][c], part.out[b][p][c + 2]};
         }
     }
@@ -186,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         float s = minus_infinity();
         if (newest) {
             float dot = 0.f;
-            for (int d = lane; d < OP_HEAD_DIM; d += 32) dot += bf16_to_float(sh.query[h][d]) * bf16_to_float(sh.key[d]);
+            for (int d = lane; d < OP_HEAD_DIM; d += 32) dot += bf16_to_float(sh.query[h][d]) * stored_to_float(sh.key[d]);
             s = warp_sum(dot) * scale;
         }
         if (lane == 0) sh.top[OP_WARPS][h] = s;
@@ -203,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
 #pragma unroll
         for (int w = 0; w < OP_WARPS; ++w) own.best = fmaxf(own.best, sh.top[w][h]);
         own.sum = merge_weight(sh.top[OP_WARPS][h], own.best);
-        own.x = newest ? own.sum * bf16_to_float(sh.value[d]) : 0.f;
-        own.y = newest ? own.sum * bf16_to_float(sh.value[d + 1]) : 0.f;
+        own.x = newest ? own.sum * stored_to_float(sh.value[d]) : 0.f;
+        own.y = newest ? own.sum * stored_to_float(sh.value[d + 1]) : 0.f;
 #pragma unroll
         for (int w = 0; w < OP_WARPS; ++w) {
             const float f = merge_weight(sh.top[w][h], own.best);

@@ -1,7 +1,7 @@
 // What `attention.cu` is made of: its layout, and the three things a block holds of a head: a vector of the new token, a
 // warp's part of the sums over the context, a block's part of them.
 #pragma once
-#include "common.cuh"
+#include "stored.cuh"
 
 constexpr int kPage = 16;
 constexpr int kShared = OP_Q_HEADS / OP_KV_HEADS;            // query heads on a key-value head
@@ -12,13 +12,14 @@ constexpr int kQueryStride = OP_HEAD_DIM + 32;            // bf16 values: eight 
 constexpr int kSpans = OP_HEAD_DIM / 32;
 constexpr int kBlock = OP_HEAD_DIM % 64 == 0 ? 64 : 32;   // dimensions a V load of a warp spans
 constexpr int kBlocks = OP_HEAD_DIM / kBlock;
-constexpr int kPairs = kBlock / 16;                    // words of two dimensions a lane has of a token and block
+constexpr int kDims = kBlock / 8;                      // of which a lane has so many of a token
+constexpr int kWords = kDims * kKvBytes / 4;           // in words
 constexpr int kRows = (OP_Q_HEADS + 2 * OP_KV_HEADS) * OP_HEAD_DIM;
 constexpr int kRotated = ceil_div(kHalf, 32);
 static_assert(OP_HEAD_DIM % 32 == 0 && kHeads <= 8 && OP_Q_HEADS % OP_KV_HEADS == 0, "head layout");
 
 struct VTile {
-    u32 w[4][kPairs];  // the tokens of tensor-core rows 2t, 2t+1, 2t+8, 2t+9
+    u32 w[4][kWords];  // the tokens of tensor-core rows 2t, 2t+1, 2t+8, 2t+9
 };
 
 // Which token of a page a row of the tensor-core product holds. Any order serves; this one lets the lanes that read shared
@@ -34,23 +35,14 @@ __device__ __forceinline__ int token_at(int row) {
 __device__ __forceinline__ int tile_token(int t, int i) { return token_at(2 * t + (i & 1) + 4 * (i & 2)); }  // of a VTile
 
 // `p`: the page's first token.
-__device__ __forceinline__ void load_v(VTile& v, const u16* p, int t) {
+__device__ __forceinline__ void load_v(VTile& v, const Stored* p, int t) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u16* at = p + tile_token(t, i) * OP_HEAD_DIM;
-        if constexpr (kPairs == 4) {
-            const Quad q = load_shared_state(static_cast<const void*>(at));
-#pragma unroll
-            for (int c = 0; c < 4; ++c) v.w[i][c] = q.r[c];
-        } else {
-            asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.w[i][0]), "=r"(v.w[i][1]) : "l"(at) : "memory");
-        }
-    }
+    for (int i = 0; i < 4; ++i) load_words(v.w[i], static_cast<const void*>(p + tile_token(t, i) * OP_HEAD_DIM));
 }
 
 // The places of one warp in shared memory, a page's keys and then its values each, filled by the copy engine in turn.
 struct PageRing {
-    static constexpr int kRunBytes = kPage / kPageRuns * OP_HEAD_DIM * 2;
+    static constexpr int kRunBytes = kPage / kPageRuns * OP_HEAD_DIM * kKvBytes;
     static constexpr int kBytes = kPageRuns * (kRunBytes + kRunPad);  // of keys, and of values
     static constexpr int kRuns = 2 * kPageRuns;                       // of a page
     static constexpr int kSlots = OP_SLOTS > 0 ? OP_SLOTS : 1;
@@ -68,31 +60,27 @@ struct PageRing {
         __syncwarp();
     }
     // Run `run` of a page, by a lane each.
-    __device__ __forceinline__ void copy(int to, const u16* keys, const u16* values, int run) {
+    __device__ __forceinline__ void copy(int to, const Stored* keys, const Stored* values, int run) {
         if (run == 0) expect_bytes(full[to], kRuns * kRunBytes);
         const int part = run % kPageRuns;
-        const u16* from = (run < kPageRuns ? keys : values) + part * (kRunBytes / 2);
+        const Stored* from = (run < kPageRuns ? keys : values) + part * (kRunBytes / kKvBytes);
         copy_run(full[to], here + to * 2 * kBytes + run * (kRunBytes + kRunPad), from, kRunBytes);
     }
     // Bytes from a place's beginning to a token's keys.
     __device__ static __forceinline__ int token_bytes(int token) {
-        return token * OP_HEAD_DIM * 2 + token / (kPage / kPageRuns) * kRunPad;
+        return token * OP_HEAD_DIM * kKvBytes + token / (kPage / kPageRuns) * kRunPad;
     }
-    __device__ __forceinline__ Quad quad(int at) const {
-        Quad q;
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(q.r[0]), "=r"(q.r[1]), "=r"(q.r[2]), "=r"(q.r[3])
-                     : "r"(shared_address(here) + slot * 2 * kBytes + at)
-                     : "memory");
-        return q;
+    template <int WORDS>
+    __device__ __forceinline__ void read(u32 (&w)[WORDS], int at) const {
+        load_words(w, shared_address(here) + slot * 2 * kBytes + at);
     }
     // Of the page that is next, once it has come.
-    __device__ __forceinline__ void keys(Quad (&k)[kSpans][2], int g, int t) {
+    __device__ __forceinline__ void keys(Eight (&k)[kSpans][2], int g, int t) {
         wait_barrier(full[slot], parity);
 #pragma unroll
         for (int j = 0; j < kSpans; ++j)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) k[j][i] = quad(token_bytes(token_at(g + 8 * i)) + (8 * t + 32 * j) * 2);
+            for (int i = 0; i < 2; ++i) read(k[j][i].w, token_bytes(token_at(g + 8 * i)) + (8 * t + 32 * j) * kKvBytes);
     }
     // Returns what depends on all of them.
     __device__ __forceinline__ u32 values(VTile (&v)[kBlocks], int g, int t) const {
@@ -101,17 +89,7 @@ struct PageRing {
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int at = kBytes + token_bytes(tile_token(t, i)) + (g * (kBlock / 8) + b * kBlock) * 2;
-                if constexpr (kPairs == 4) {
-                    const Quad q = quad(at);
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) v[b].w[i][c] = q.r[c];
-                } else {
-                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
-                                 : "=r"(v[b].w[i][0]), "=r"(v[b].w[i][1])
-                                 : "r"(shared_address(here) + slot * 2 * kBytes + at)
-                                 : "memory");
-                }
+                read(v[b].w[i], kBytes + token_bytes(tile_token(t, i)) + (g * kDims + b * kBlock) * kKvBytes);
                 all ^= v[b].w[i][0];
             }
         return all;
@@ -180,12 +158,30 @@ struct HeadVector {
             if (d < kHalf) p[d] = to_bf16(low[i]), p[kHalf + d] = to_bf16(high[i]);
         }
     }
+    // As it lies in a page.
+    __device__ __forceinline__ void keep(Stored* p, int lane) const {
+#pragma unroll
+        for (int i = 0; i < kRotated; ++i) {
+            const int d = lane + 32 * i;
+            if (d < kHalf) p[d] = to_stored(low[i]), p[kHalf + d] = to_stored(high[i]);
+        }
+    }
+    // To `query` as bf16, or to `kept` as it lies in a page.
+    template <class T>
+    __device__ __forceinline__ void put(bool is_query, u16* query, T* kept, int lane) const {
+        if constexpr (sizeof(T) == sizeof(u16))
+            store(is_query ? query : kept, lane);
+        else if (is_query)
+            store(query, lane);
+        else
+            keep(kept, lane);
+    }
 };
 
 // What a warp holds of softmax(scores)·V: columns 2t and 2t + 1 of the heads.
 struct Partial {
     float top[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f};  // sum: of this lane's tokens
-    float out[kBlocks][kPairs][4] = {};                      // dims (2p, 2p + 1) × heads (2t, 2t + 1): c = 2·dim + head
+    float out[kBlocks][kDims / 2][4] = {};                   // dims (2p, 2p + 1) × heads (2t, 2t + 1): c = 2·dim + head
 
     // scores: tokens g and g + 8, log2 units, masked ones at minus infinity
     __device__ __forceinline__ void add(float (&s)[4], const VTile (&v)[kBlocks]) {
@@ -203,17 +199,16 @@ struct Partial {
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-                for (int p = 0; p < kPairs; ++p) out[b][p][c] *= keep, out[b][p][c + 2] *= keep;
+                for (int p = 0; p < kDims / 2; ++p) out[b][p][c] *= keep, out[b][p][c + 2] *= keep;
         }
         const u32 p0 = transpose8x8(pack_bf16(s[0], s[1])), p1 = transpose8x8(pack_bf16(s[2], s[3]));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-            for (int p = 0; p < kPairs; ++p) {
-                const u32 a[4] = {__byte_perm(v[b].w[0][p], v[b].w[1][p], 0x5410u),
-                                  __byte_perm(v[b].w[0][p], v[b].w[1][p], 0x7632u),
-                                  __byte_perm(v[b].w[2][p], v[b].w[3][p], 0x5410u),
-                                  __byte_perm(v[b].w[2][p], v[b].w[3][p], 0x7632u)};
+            for (int p = 0; p < kDims / 2; ++p) {
+                const u32(&w)[4][kWords] = v[b].w;
+                const u32 a[4] = {beside(w[0], w[1], 2 * p), beside(w[0], w[1], 2 * p + 1), beside(w[2], w[3], 2 * p),
+                                  beside(w[2], w[3], 2 * p + 1)};
                 mma(out[b][p], a, p0, p1);
             }
     }

@@ -77,7 +77,7 @@ class RowPages:
 class LayerAttention:
     """One layer's part: its pool and its norms."""
 
-    keys: torch.Tensor  # bfloat16 [pages, kv_heads, 16, dim]
+    keys: torch.Tensor  # bfloat16 [pages, kv_heads, 16, dim], or the bytes of float8_e4m3fn
     values: torch.Tensor
     query_gain: torch.Tensor | None  # float32 [dim]
     key_gain: torch.Tensor | None
@@ -148,7 +148,8 @@ class AttentionOp:
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
         """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; the new key and value go to their page."""
         heads, batch = self.heads, qkv.shape[0]
-        defines = attention_defines(heads) | {"OP_GROUP": self.group}
+        bytes_each = layer.keys.element_size()
+        defines = attention_defines(heads) | {"OP_GROUP": self.group, "OP_KV_BYTES": bytes_each}
         values = {
             "qkv": qkv,
             "query_gain": layer.query_gain,
@@ -177,7 +178,7 @@ class AttentionOp:
         # Places in shared memory leave room for one block on a multiprocessor: else registers hold the pages.
         many = self.longest is None or self.longest > MANY_TOKENS
         defines["OP_SLOTS"] = self.slots if self.bulk and many and defines["OP_POLL"] and resident == 1 else 0
-        place = PAGE * heads.dim * 2 + PAGE_PADDING
+        place = PAGE * heads.dim * bytes_each + PAGE_PADDING
         shared = defines["OP_SLOTS"] * defines["OP_WARPS"] * 2 * place
         kernel = self.library.kernel("attention", "attention", defines, shared)
         return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32, shared), {**values, **CHAIN})

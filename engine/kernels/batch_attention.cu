@@ -10,12 +10,14 @@
 // within 128, so that both are read 16 bytes a lane without conflicts.
 #include "copies.cuh"
 #include "order.cuh"
+#include "stored.cuh"
 
 constexpr int kPage = 16, kDim = OP_HEAD_DIM, kShared = OP_Q_HEADS / OP_KV_HEADS;
 constexpr int kSubgroups = ceil_div(kShared, 8), kHeads = ceil_div(kShared, kSubgroups);  // query heads of an item
 constexpr int kItems = OP_KV_HEADS * kSubgroups;                                        // of a row
-constexpr int kSpans = kDim / 32, kBlocks = kDim / 64, kSegments = kDim / 8;
-constexpr int kHalf = kPage * kDim * 2, kStage = 2 * kHalf;  // bytes of a page's keys; of a stage
+constexpr int kSpans = kDim / 32, kBlocks = kDim / 64;
+constexpr int kSegments = kDim * kKvBytes / 16;  // of 16 bytes, of a token
+constexpr int kHalf = kPage * kDim * kKvBytes, kStage = 2 * kHalf;  // bytes of a page's keys; of a stage
 constexpr int kWidth = OP_Q_HEADS * kDim;
 constexpr int kPlanThreads = 1024;
 static_assert(kDim % 64 == 0 && OP_Q_HEADS % OP_KV_HEADS == 0, "head layout");
@@ -90,11 +92,18 @@ __device__ __forceinline__ float exp2_of(float v) {
     return f;
 }
 
-// Where a segment of a token's row stands in a stage. A K read has in a phase the rows 2i and 2i + 1 with four segments
-// each, a V read the rows 0, 2, 4, 6 or 1, 3, 5, 7 with two.
+// Where a segment of a token's row stands in a stage. Of bf16, a K read has in a phase the rows 2i and 2i + 1 with four
+// segments each, a V read the rows 0, 2, 4, 6 or 1, 3, 5, 7 with two; of e4m3, with two each, K the rows 4i to 4i + 3.
 __device__ __forceinline__ int spot(int token, int segment) {
-    const int moved = (token & 6) ^ ((token & 1) << 2);
-    return token * kDim * 2 + ((segment ^ moved) << 4);
+    constexpr int within = kSegments % 8 == 0 ? 6 : 2;
+    const int moved = kKvBytes == 2 ? (token & 6) ^ ((token & 1) << 2)
+                                    : (((token & 2) | ((token ^ (token >> 2)) & 1)) << 1) & within;
+    return token * kDim * kKvBytes + ((segment ^ moved) << 4);
+}
+// Eight values of a token out of a stage, from value 8n on.
+__device__ __forceinline__ Eight load_eight(const u8* stage, int token, int n) {
+    const int at = kKvBytes == 2 ? spot(token, n) : spot(token, n / 2) + n % 2 * 8;
+    return *reinterpret_cast<const Eight*>(stage + at);
 }
 
 // Where a row's results go.
@@ -166,7 +175,7 @@ struct Partial {
         float s[4] = {}, more[4] = {};
 #pragma unroll
         for (int j = 0; j < kSpans; ++j) {
-            const Quad a = load_quad(stage + spot(g, 4 * j + t)), b = load_quad(stage + spot(g + 8, 4 * j + t));
+            const Quad a = widen(load_eight(stage, g, 4 * j + t)), b = widen(load_eight(stage, g + 8, 4 * j + t));
             const u32 low[4] = {a.r[0], b.r[0], a.r[1], b.r[1]}, high[4] = {a.r[2], b.r[2], a.r[3], b.r[3]};
             mma(s, low, q[j].r[0], q[j].r[1]);
             mma(more, high, q[j].r[2], q[j].r[3]);
@@ -195,18 +204,18 @@ struct Partial {
         const u8* values = stage + kHalf;
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-            Quad v[4];  // tokens 2t, 2t + 1, 2t + 8, 2t + 9
+            Eight v[4];  // tokens 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = load_quad(values + spot(2 * t + i % 2 + i / 2 * 8, 8 * b + g));
+            for (int i = 0; i < 4; ++i) v[i] = load_eight(values, 2 * t + i % 2 + i / 2 * 8, 8 * b + g);
             if (to < kPage) {  // what lies past the context may be anything, even NaN
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (2 * t + i % 2 + i / 2 * 8 >= to) v[i] = Quad{};
+                    if (2 * t + i % 2 + i / 2 * 8 >= to) v[i] = Eight{};
             }
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
-                const u32 a[4] = {__byte_perm(v[0].r[p], v[1].r[p], 0x5410u), __byte_perm(v[0].r[p], v[1].r[p], 0x7632u),
-                                  __byte_perm(v[2].r[p], v[3].r[p], 0x5410u), __byte_perm(v[2].r[p], v[3].r[p], 0x7632u)};
+                const u32 a[4] = {beside(v[0].w, v[1].w, 2 * p), beside(v[0].w, v[1].w, 2 * p + 1),
+                                  beside(v[2].w, v[3].w, 2 * p), beside(v[2].w, v[3].w, 2 * p + 1)};
                 mma(out[b][p], a, p0, p1);
             }
         }

@@ -68,18 +68,17 @@ def why_not(heads: Heads) -> str | None:
 
 
 def grid(heads: Heads, gpu: GpuShape) -> Grid:
-    """As many warps as shared memory has rings for."""
-    warps = min(_WARPS, gpu.shared // (_STAGES * stage_bytes(heads)))
+    """As many warps as shared memory has rings for, of keys and values in bfloat16."""
+    ring = _STAGES * stage_bytes(heads, torch.bfloat16.itemsize)
+    warps = min(_WARPS, gpu.shared // ring)
     if warps < 1:
-        raise ValueError(
-            f"a ring takes {_STAGES * stage_bytes(heads)} bytes of shared memory, a block has {gpu.shared}"
-        )
+        raise ValueError(f"a ring takes {ring} bytes of shared memory, a block has {gpu.shared}")
     return Grid(gpu.multiprocessors, warps)
 
 
-def stage_bytes(heads: Heads) -> int:
-    """Of a page's keys and values of one head."""
-    return 2 * PAGE * heads.dim * 2
+def stage_bytes(heads: Heads, each: int) -> int:
+    """Of a page's keys and values of one head, which have so many bytes."""
+    return 2 * PAGE * heads.dim * each
 
 
 def subgroups(heads: Heads) -> int:
@@ -128,7 +127,7 @@ class BatchAttention:
             "entries": self.workspace.entries,
             "runs": self.workspace.runs,
         }
-        return prepare(self._kernel("plan", Format.BF16), Shape((1, 1, 1), MOST_ROWS), values)
+        return prepare(self._kernel("plan"), Shape((1, 1, 1), MOST_ROWS), values)
 
     def attend(
         self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format = Format.BF16
@@ -154,14 +153,13 @@ class BatchAttention:
             "scale": self.heads.dim**-0.5 * LOG2_E,
             "window": self.window or 0,
         }
-        shape = Shape((self.grid.blocks, 1, 1), self.grid.warps * 32, self._shared)
-        return prepare(self._kernel("attend", order), shape, {**values, **CHAIN})
+        each = layer.keys.element_size()
+        shared = self.grid.warps * self.grid.stages * stage_bytes(self.heads, each)
+        shape = Shape((self.grid.blocks, 1, 1), self.grid.warps * 32, shared)
+        return prepare(self._kernel("attend", order, each, shared), shape, {**values, **CHAIN})
 
-    @property
-    def _shared(self) -> int:
-        return self.grid.warps * self.grid.stages * stage_bytes(self.heads)
-
-    def _kernel(self, entry: str, order: Format) -> Kernel:
+    def _kernel(self, entry: str, order: Format = Format.BF16, each: int = 2, shared: int = 0) -> Kernel:
+        """`each`: bytes of a key's or value's numbers; `shared`: of dynamic shared memory."""
         defines = {
             "OP_Q_HEADS": self.heads.queries,
             "OP_KV_HEADS": self.heads.keys,
@@ -170,5 +168,6 @@ class BatchAttention:
             "OP_STAGES": self.grid.stages,
             "OP_LEAST": self.grid.least,
             "OP_ORDER": int(order),
+            "OP_KV_BYTES": each,
         }
-        return self.library.kernel("batch_attention", entry, defines, self._shared if entry == "attend" else 0)
+        return self.library.kernel("batch_attention", entry, defines, shared)

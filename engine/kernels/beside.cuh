@@ -6,8 +6,8 @@
 
 template <int MOST>  // rows of the sequence before the last one
 struct Beside {
-    alignas(16) u16 keys[MOST][OP_HEAD_DIM];
-    alignas(16) u16 values[MOST][OP_HEAD_DIM];
+    alignas(16) Stored keys[MOST][OP_HEAD_DIM];
+    alignas(16) Stored values[MOST][OP_HEAD_DIM];
 
     // Of the `count` rows before this one, which stand at [first, first + count). `rows`: the first one's queries, keys and
     // values. By all warps, the last one first: it has the fewest queries.
@@ -28,18 +28,18 @@ struct Beside {
                 load_turn(turn, angles, first + i, lane);
                 x.rotate(turn);
             }
-            x.store(is_key ? keys[i] : values[i], lane);
+            x.keep(is_key ? keys[i] : values[i], lane);
         }
     }
     __device__ __forceinline__ bool holds(int at, int first, int pos) const { return at >= first && at < pos; }
-    __device__ __forceinline__ void replace_keys(Quad (&k)[kSpans][2], int page, int first, int pos, int g, int t) const {
+    __device__ __forceinline__ void replace_keys(Eight (&k)[kSpans][2], int page, int first, int pos, int g, int t) const {
         if (page * kPage + kPage <= first) return;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (const int at = page * kPage + token_at(g + 8 * i); holds(at, first, pos))
 #pragma unroll
                 for (int j = 0; j < kSpans; ++j)
-                    k[j][i] = *reinterpret_cast<const Quad*>(&keys[at - first][32 * j + 8 * t]);
+                    k[j][i] = *reinterpret_cast<const Eight*>(&keys[at - first][32 * j + 8 * t]);
     }
     __device__ __forceinline__ void replace_values(VTile (&v)[kBlocks], int page, int first, int pos, int g, int t) const {
         if (page * kPage + kPage <= first) return;
@@ -49,15 +49,15 @@ struct Beside {
 #pragma unroll
                 for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-                    for (int p = 0; p < kPairs; ++p)
+                    for (int p = 0; p < kWords; ++p)
                         v[b].w[i][p] = *reinterpret_cast<const u32*>(
-                            &values[at - first][b * kBlock + g * (kBlock / 8) + 2 * p]);
+                            &values[at - first][b * kBlock + g * kDims + 4 / kKvBytes * p]);
     }
 };
 
 template <>
 struct Beside<0> {  // every row is a sequence of its own
     __device__ __forceinline__ void make(const float*, int, int, int, const float*, const float*, float, int, int) {}
-    __device__ __forceinline__ void replace_keys(Quad (&)[kSpans][2], int, int, int, int, int) const {}
+    __device__ __forceinline__ void replace_keys(Eight (&)[kSpans][2], int, int, int, int, int) const {}
     __device__ __forceinline__ void replace_values(VTile (&)[kBlocks], int, int, int, int, int) const {}
 };

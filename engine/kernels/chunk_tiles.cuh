@@ -5,6 +5,7 @@
 #pragma once
 #include "copies.cuh"
 #include "order.cuh"
+#include "stored.cuh"
 
 constexpr int kPage = 16, kDim = OP_HEAD_DIM, kWidth = OP_Q_HEADS * kDim;
 constexpr int kMostSplits = 16, kLeastKeys = 512;  // parts of a context; keys of one

@@ -151,6 +151,7 @@ def row_heads(
         "OP_QK_NORM": int(layout.norm),
         "OP_SLICES": int(product.split),
         "OP_TOGETHER": together,
+        "OP_KV_BYTES": layer.keys.element_size(),
     }
     return prepare(library.kernel("prefill_heads", "row_heads", defines), shape, {**values, **CHAIN})
 
@@ -263,7 +264,7 @@ def attend_chunks(
     else:
         keys = 16 if layout.dim > 128 else 64
         shared, threads = (_QUERIES + 4 * keys) * (layout.dim + 8) * 2, 128
-    defines = head_defines(layout) | {"OP_ORDER": int(order)}
+    defines = head_defines(layout) | {"OP_ORDER": int(order), "OP_KV_BYTES": layer.keys.element_size()}
     name = "prefill_attention_wide" if grid.wide else "prefill_attention"
     kernel = library.kernel(name, "prefill_attention", defines, shared)
     shape = Shape(grid.blocks, threads, shared)

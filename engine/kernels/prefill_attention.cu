@@ -13,7 +13,7 @@ constexpr int kTile = kKeys * kRow;
 static_assert(kDim % 16 == 0 && kDim <= 256, "head");
 
 struct Pool {
-    const u16 *keys, *values;
+    const Stored *keys, *values;
     const int* pages;
     int kv, known;  // positions written
 
@@ -23,8 +23,16 @@ struct Pool {
             const bool there = at < known;  // what lies past it may be anything, even NaN
             const u64 page = there ? u64(pages[at / kPage]) : 0;
             const u64 from = ((page * OP_KV_HEADS + kv) * kPage + at % kPage) * kDim + s * 8;
-            copy_async(to + k * kRow + s * 8, keys + from, there);
-            copy_async(to + kTile + k * kRow + s * 8, values + from, there);
+            if constexpr (kKvBytes == 2) {
+                copy_async(to + k * kRow + s * 8, keys + from, there);
+                copy_async(to + kTile + k * kRow + s * 8, values + from, there);
+            } else {
+                Eight key = {}, value = {};
+                if (there) load_words(key.w, static_cast<const void*>(keys + from));
+                if (there) load_words(value.w, static_cast<const void*>(values + from));
+                *reinterpret_cast<Quad*>(to + k * kRow + s * 8) = widen(key);
+                *reinterpret_cast<Quad*>(to + kTile + k * kRow + s * 8) = widen(value);
+            }
         }
     }
 };
@@ -47,7 +55,7 @@ __device__ __forceinline__ void add_values(Rows& rows, const float (&s)[kKeys / 
 
 // Grid: heads, tiles of tokens, parts of a context.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    prefill_attention(const u16* queries, const u16* key_pool, const u16* value_pool, const Quad* where, int chunks,
+    prefill_attention(const u16* queries, const Stored* key_pool, const Stored* value_pool, const Quad* where, int chunks,
                       const int* page_table, int table_stride, float* split_out, Float2* split_sums, int* arrivals,
                       u16* out, int tokens, float scale, int window, int most_splits, int most_blocks, int trigger) {
     extern __shared__ __align__(128) u16 shared[];

@@ -35,21 +35,41 @@ struct Barriers {
 
 // What the copying threads do.
 struct Pool {
-    const u8* of[2];  // keys, values
+    const Stored* of[2];  // keys, values
     const int* pages;
     int kv, known;  // positions written
 
-    // One tile of keys or of values; `id`: a lane's page of the tile.
-    __device__ __forceinline__ void copy(int what, u8* to, int tile, int id) const {
+    // One tile of keys or of values, of which `full` is told; `id`: a lane's page of the tile.
+    __device__ __forceinline__ void copy(int what, u8* to, int tile, int id, u64& full) const {
         const int i = threadIdx.x % 128, segment = i % kSegments, row0 = i / kSegments;
         u8* target = to + segment / 8 * kPanel;
-#pragma unroll
-        for (int n = 0; n < kKeys / kAtOnce; ++n) {
-            const int row = n * kAtOnce + row0;
-            const bool there = tile * kKeys + row < known;  // what lies past it may be anything, even NaN
+        auto place = [&](int row) { return target + row * 128 + ((segment ^ row) & 7) * 16; };
+        auto there = [&](int row) { return tile * kKeys + row < known; };  // what lies past it may be anything, even NaN
+        auto source = [&](int n) {
             const u64 page = u64(__shfl_sync(0xFFFFFFFFu, id, n * kAtOnce / kPage));
-            const u64 from = ((page * OP_KV_HEADS + kv) * kPage + row % kPage) * (kDim * 2) + segment * 16;
-            copy_async(target + row * 128 + ((segment ^ row) & 7) * 16, of[what] + from, there);
+            return of[what] + ((page * OP_KV_HEADS + kv) * kPage + (n * kAtOnce + row0) % kPage) * kDim + segment * 8;
+        };
+        if constexpr (kKvBytes == 2) {
+#pragma unroll
+            for (int n = 0; n < kKeys / kAtOnce; ++n)
+                copy_async(place(n * kAtOnce + row0), source(n), there(n * kAtOnce + row0));
+            arrive_when_copied(full);
+        } else {
+            constexpr int kTogether = 8;  // reads under way of a thread
+#pragma unroll
+            for (int n = 0; n < kKeys / kAtOnce; n += kTogether) {
+                Eight v[kTogether];
+#pragma unroll
+                for (int j = 0; j < kTogether; ++j) {
+                    const Stored* from = source(n + j);
+                    v[j] = Eight{};
+                    if (there((n + j) * kAtOnce + row0)) load_words(v[j].w, static_cast<const void*>(from));
+                }
+#pragma unroll
+                for (int j = 0; j < kTogether; ++j)
+                    *reinterpret_cast<Quad*>(place((n + j) * kAtOnce + row0)) = widen(v[j]);
+            }
+            arrive(full);
         }
     }
 
@@ -68,8 +88,7 @@ struct Pool {
             for (int what = 0; what < 2; ++what) {
                 const int round = copied / 2 / kStages, stage = copied / 2 % kStages;
                 wait_barrier(barriers.empty[what][stage], (round & 1) ^ 1);
-                copy(what, ring + (what * kStages + stage) * kTile, tile, id);
-                arrive_when_copied(barriers.full[what][stage]);
+                copy(what, ring + (what * kStages + stage) * kTile, tile, id, barriers.full[what][stage]);
                 ++copied;
             }
             id = next;
@@ -162,7 +181,7 @@ __device__ __forceinline__ void put_together(const Quad* where, int chunks, cons
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
-    prefill_attention(const u16* queries, const u8* key_pool, const u8* value_pool, const Quad* where, int chunks,
+    prefill_attention(const u16* queries, const Stored* key_pool, const Stored* value_pool, const Quad* where, int chunks,
                       const int* page_table, int table_stride, float* split_out, Float2* split_sums, int* arrivals,
                       u16* out, int tokens, float scale, int window, int most_splits, int most_blocks, int trigger) {
     extern __shared__ __align__(1024) u8 ring[];

@@ -1,6 +1,7 @@
 // Queries, keys and values of tokens that each say where they stand and whose pages they have: heads normed (where the
 // model does) and rotated; keys and values go to their pages. A warp has OP_TOGETHER heads.
 #include "parts.cuh"
+#include "stored.cuh"
 
 constexpr int kThreads = 256, kPage = 16;
 constexpr int kHeads = OP_Q_HEADS + 2 * OP_KV_HEADS, kHalf = OP_HEAD_DIM / 2;
@@ -53,13 +54,23 @@ struct Head {
                 *reinterpret_cast<u32*>(to + kHalf + d) = pack_bf16(high[i].x, high[i].y);
             }
     }
+
+    // As it lies in a page.
+    __device__ __forceinline__ void keep(Stored* to, int lane) const {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            if (const int d = 2 * (lane + 32 * i); d < kHalf) {
+                store_two(to + d, low[i].x, low[i].y);
+                store_two(to + kHalf + d, high[i].x, high[i].y);
+            }
+    }
 };
 
 // positions[m] below 0: no token. Its pages are row rows[m] of the page table, row m where `rows` is null.
 extern "C" __global__ void __launch_bounds__(kThreads)
     row_heads(const u8* product, const float* bias, int slices, const float* query_gain, const float* key_gain,
               const float* angles, const int* positions, const int* rows, const int* page_table, int table_stride,
-              u16* queries, u16* key_pool, u16* value_pool, int tokens, float eps, int trigger) {
+              u16* queries, Stored* key_pool, Stored* value_pool, int tokens, float eps, int trigger) {
     if (trigger == 0) let_next_start();
     wait_for_previous();
     if (trigger == 1) let_next_start();
@@ -80,7 +91,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (head >= kHeads) return;
         const bool is_query = head < OP_Q_HEADS, is_value = head >= OP_Q_HEADS + OP_KV_HEADS;
         if (!is_value) held[i].norm_and_rotate(is_query ? query_gain : key_gain, cos, eps, lane);
-        u16* pool = (is_value ? value_pool : key_pool) + ((page * OP_KV_HEADS + kv) * kPage + position % kPage) * OP_HEAD_DIM;
-        held[i].store(is_query ? queries + (u64(m) * OP_Q_HEADS + head) * OP_HEAD_DIM : pool, lane);
+        const u64 place = ((page * OP_KV_HEADS + kv) * kPage + position % kPage) * OP_HEAD_DIM;
+        if (is_query)
+            held[i].store(queries + (u64(m) * OP_Q_HEADS + head) * OP_HEAD_DIM, lane);
+        else
+            held[i].keep((is_value ? value_pool : key_pool) + place, lane);
     }
 }

@@ -2,6 +2,9 @@
 
 Logically [layers, 2, pages, kv_heads, 16, head_dim]. On a CPU heads lie outside pages, so that a run of neighbouring
 pages is one matrix a head, read in place; on a GPU pages lie outside heads, as kernels and page transfers want them.
+
+As fp8 they are e4m3 without a scale: rounded to nearest, and to ±448 beyond. torch is told of bytes, since few of its
+operations know that type.
 """
 
 from __future__ import annotations
@@ -11,7 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from engine.linear import Placement
-from engine.settings import PAGE_SIZE
+from engine.settings import PAGE_SIZE, KvDtype
+
+_E4M3, _MOST = torch.float8_e4m3fn, 448.0
+
+
+def stored_as(choice: KvDtype, computed: torch.dtype) -> torch.dtype:
+    """What keys and values lie as, where arithmetic is in `computed`."""
+    return _E4M3 if choice == "fp8" else computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +40,22 @@ class KvShape:
 class KvCache:
     """Where keys and values lie. Who owns which page is the scheduler's business."""
 
-    def __init__(self, shape: KvShape, pages: int, placement: Placement, heads_outside: bool) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        pages: int,
+        placement: Placement,
+        heads_outside: bool,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        """`placement`: of arithmetic, and of what lies here unless `stored` says otherwise."""
         self.shape = shape
         self.pages = pages
         self.heads_outside = heads_outside
+        self.stored = stored or placement.dtype
+        self._computed = placement.dtype
+        self._narrow = self.stored == _E4M3
+        placement = Placement(torch.uint8 if self._narrow else self.stored, placement.device)
         heads, dim = shape.kv_heads, shape.head_dim
         if heads_outside:
             # Read only where written, hence not cleared.
@@ -53,11 +75,13 @@ class KvCache:
         self._values = tuple(layer[1:] for layer in flat.unbind(0))
 
     def layer(self, index: int) -> torch.Tensor:
-        """[2, pages, kv_heads, 16, head_dim]: keys, then values."""
+        """[2, pages, kv_heads, 16, head_dim]: keys, then values, as they lie."""
         return self._paged[index]
 
     def write(self, index: int, slots: torch.Tensor, fresh: torch.Tensor) -> None:
         """Puts fresh [tokens, 2 · kv_heads, head_dim] at slots [tokens]; slot = page · 16 + offset."""
+        if self._narrow:
+            fresh = fresh.clamp(-_MOST, _MOST).to(_E4M3).view(torch.uint8)
         if self.heads_outside:
             self._flat[index].index_copy_(1, slots, fresh.transpose(0, 1))
             return
@@ -65,8 +89,10 @@ class KvCache:
         self._by_token[index].index_put_((slots // PAGE_SIZE, slots % PAGE_SIZE), values)
 
     def run(self, index: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots: views, with heads outside alone."""
-        return self._keys[index].narrow(2, first, count), self._values[index].narrow(2, first, count)
+        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots, with heads outside alone: views, where
+        they lie as arithmetic wants them."""
+        keys, values = self._keys[index].narrow(2, first, count), self._values[index].narrow(2, first, count)
+        return self._read(keys), self._read(values)
 
     def gather(self, index: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, kv_heads, pages · 16, head_dim] of any pages: copies."""
@@ -75,11 +101,14 @@ class KvCache:
             found = self._storage[index].index_select(2, pages)
         else:
             found = self._storage[index].index_select(1, pages).transpose(1, 2)
-        keys, values = found.flatten(2, 3).unsqueeze(1).unbind(0)
+        keys, values = self._read(found).flatten(2, 3).unsqueeze(1).unbind(0)
         return keys, values
 
+    def _read(self, held: torch.Tensor) -> torch.Tensor:
+        return held.view(_E4M3).to(self._computed) if self._narrow else held
+
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """Copies of these pages: [pages, layers, 2, kv_heads, 16, head_dim]."""
+        """Copies of these pages: [pages, layers, 2, kv_heads, 16, head_dim], as they lie."""
         if self.heads_outside:
             return self._storage.index_select(3, pages).permute(3, 0, 1, 2, 4, 5)
         return self._storage.index_select(2, pages).permute(2, 0, 1, 3, 4, 5)
@@ -93,7 +122,7 @@ class KvCache:
 
     @property
     def placement(self) -> Placement:
-        """Where and in what it lies."""
+        """Where it lies, and in what torch is told."""
         return Placement(self._storage.dtype, self._storage.device)
 
     @property

@@ -23,7 +23,7 @@ class PoolPages:
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            dtype=str(placement.dtype).removeprefix("torch."),
+            dtype=str(pool.stored).removeprefix("torch."),
             item_bytes=placement.dtype.itemsize,
             page_size=PAGE_SIZE,
             variant=f"page layer kind head token, of {placement.device.type}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import Unsupported
-from engine.kv.kv_cache import KvShape
+from engine.kv.kv_cache import KvShape, stored_as
 from engine.linear import Placement
 from engine.settings import PAGE_SIZE, EngineSettings
 
@@ -38,7 +38,7 @@ def make_room(
     if wanted is not None and wanted > model_context:
         raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")
     context = wanted or model_context
-    page_bytes = shape.page_bytes(placement.dtype) + beside
+    page_bytes = shape.page_bytes(stored_as(settings.kv_dtype, placement.dtype)) + beside
     budget = settings.kv_bytes if settings.kv_bytes is not None else _share(free_bytes, placement)
     enough = sequences * -(-context // PAGE_SIZE)
     pages = min(budget // page_bytes, enough)

@@ -18,7 +18,7 @@ from engine.execution.step_state import GpuKernels, Parts
 from engine.fake import plain_request
 from engine.kernels.build import BuildError, default_cache, open_library
 from engine.kernels.context import keep_little
-from engine.kv.kv_cache import KvCache, KvShape
+from engine.kv.kv_cache import KvCache, KvShape, stored_as
 from engine.kv.sizing import Room, make_room
 from engine.linear import DenseLinear, Placement
 from engine.linear.chosen import ChosenProducts
@@ -183,7 +183,8 @@ def _assemble(
     if settings.max_sequences is None and device.type == "cuda":
         sequences = with_pages(sequences, room.pages)
     model = Transformer(config, weights, rope_table(config.rope, room.max_context, device), placement)
-    pool = KvCache(shape, room.pages, placement.activations, heads_outside=device.type == "cpu")
+    stored = stored_as(settings.kv_dtype, placement.activations.dtype)
+    pool = KvCache(shape, room.pages, placement.activations, device.type == "cpu", stored)
     sampler = Sampler(config.vocab_size, sequences, device, constraints)
     draft = None if drafting is None else drafting.make(room, sequences, constraints)
     context = room.max_context
@@ -233,6 +234,7 @@ def make_runner(
         architecture=config.architecture,
         weight_format=prepared.weight_format,
         dtype=str(placement.dtype).removeprefix("torch."),
+        kv_dtype=str(parts.pool.stored).removeprefix("torch."),
         device=_device_name(placement.device),
         decoder=choice.decoder,
         objections=choice.objections,

@@ -22,7 +22,7 @@ from engine.execution.graph_decode import weights
 from engine.execution.registry import CAPTURED, EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
 from engine.execution.speculation.captured.executor import NO_DRAFT
 from engine.execution.step_state import Parts
-from engine.kv.kv_cache import KvCache, KvShape
+from engine.kv.kv_cache import KvCache, KvShape, stored_as
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.loading.formats import Format, read_folder
@@ -30,7 +30,7 @@ from engine.loading.load import check, weights_digest
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
-from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, Quantization
+from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
 from engine.worker import hardware
 from engine.worker.draft import read_draft
 from engine.worker.shapes import shape_weights
@@ -103,6 +103,7 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
     parser.add_argument("--device", default="auto", choices=get_args(Device))
     parser.add_argument("--dtype", default="auto", choices=get_args(Dtype))
     parser.add_argument("--quantization", default="auto", choices=get_args(Quantization))
+    parser.add_argument("--kv-dtype", default="auto", choices=get_args(KvDtype))
     parser.add_argument("--decoder", default="auto", choices=get_args(DecoderChoice))
     parser.add_argument("--draft-model", default="")
     parser.add_argument("--digest", action="store_true")
@@ -126,7 +127,7 @@ def examine(settings: EngineSettings, digest: bool = False) -> Report:
         dtype = hardware.pick_dtype(settings.dtype, stated, device, hardware.cpu_features(), form.in_memory is not None)
         report.dtypes = _dtypes(device, dtype, settings)
         report.formats = _formats(None if config is None else form)
-        parts = None if config is None else _parts(config, form, Placement(dtype, device))
+        parts = None if config is None else _parts(config, form, Placement(dtype, device), settings.kv_dtype)
         draft = None if config is None else _draft(settings, config, device)
         report.decoders = _decoders(settings, parts, device)
         if parts is not None:
@@ -241,13 +242,14 @@ def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> 
     return [Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifier, no_draft)]
 
 
-def _parts(config: ModelConfig, form: Format, placement: Placement) -> Parts:
+def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtype = "auto") -> Parts:
     """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
     model = Transformer(
         config, shape_weights(config, form, placement.dtype), rope_table(config.rope, 1, placement.device), placement
     )
     shape = KvShape(config.layers, config.kv_heads, config.head_dim)
-    pool = KvCache(shape, 1, placement.activations, heads_outside=placement.device.type == "cpu")
+    stored = stored_as(kept, placement.activations.dtype)
+    pool = KvCache(shape, 1, placement.activations, placement.device.type == "cpu", stored)
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 

@@ -19,7 +19,7 @@ from engine.execution.step_state import GpuKernels, Parts, Unfit
 from engine.kernels.attention import MIN_PAGES, PAGE, SPLITS
 from engine.kernels.build import BuildError, Source, WantedKernels
 from engine.kernels.gpu import GpuShape
-from engine.kv.kv_cache import KvCache, KvShape
+from engine.kv.kv_cache import KvCache, KvShape, stored_as
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.plain_copies import PlainCopies, plain_copies
@@ -79,7 +79,11 @@ def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) 
     context = _context(settings, what, sequences, full.nbytes)
     rope = torch.empty(context, 2, config.head_dim, device="meta")
     model = Transformer(config, weights, rope, nowhere)
-    pool = KvCache(KvShape(config.layers, config.kv_heads, config.head_dim), 1, nowhere, heads_outside=False)
+    shape, stored = (
+        KvShape(config.layers, config.kv_heads, config.head_dim),
+        stored_as(settings.kv_dtype, nowhere.dtype),
+    )
+    pool = KvCache(shape, 1, nowhere, heads_outside=False, stored=stored)
     sampler = Sampler(config.vocab_size, 1, torch.device("cpu"))
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     copies = plain_copies(linears, sequences, _MOST_BYTES)

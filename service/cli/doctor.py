@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from engine.errors import InvalidModel
-from engine.settings import Device, Dtype, ModelOptions, Quantization
+from engine.settings import Device, Dtype, KvDtype, ModelOptions, Quantization
 from quant.checkpoint.named import misnamed
 from service.cli import machine as machines
 from service.cli.channel import USAGE, complain
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default=model.device, choices=get_args(Device), help=_AS_SERVE)
     parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype), help=_AS_SERVE)
     parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization), help=_AS_SERVE)
+    parser.add_argument("--kv-dtype", default=model.kv_dtype, choices=get_args(KvDtype), help=_AS_SERVE)
     parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
     parser.add_argument("--draft-model", metavar="FOLDER", help="say whether it can guess for that of --model")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
@@ -114,7 +115,7 @@ def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
     """The report of `engine.worker.doctor`; `problems` alone where it gives none."""
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
-    arguments += ["--quantization", flags.quantization]
+    arguments += ["--quantization", flags.quantization, "--kv-dtype", flags.kv_dtype]
     if flags.digest:
         arguments.append("--digest")
     if flags.model is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -27,13 +27,14 @@ from engine.scheduling.plan import Row, RowResult, Runner
 from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState
-from engine.settings import EngineSettings
+from engine.settings import EngineSettings, KvDtype
 from engine.worker.build import Prepared, make_runner, prepare
 from tests.engine.execution.constrained.counting import allowed, counting
 from tests.engine.judged import judge
 
 EAGER = EXECUTORS[-1]
-GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # in logits, which reach 8: what rounding may change
+# In logits, which reach 8: what rounding may change. Of fp8, that some keys and values round the other way.
+GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float8_e4m3fn: 0.6}
 FREE = Costs({1: 1.0, 512: 1.0})  # a wider step costs nothing, so that whatever is guessed is verified
 KINDS = (
     GREEDY,
@@ -80,6 +81,13 @@ class Trial:
     reason: str | None
     made: list[Counted] = field(default_factory=list)
 
+    @property
+    def gap(self) -> float:
+        """Of logits that count as equal."""
+        parts = self.prepared.parts
+        exact = self.settings.device == "cpu"  # whoever computes it, a key is the same there
+        return GAPS[parts.model.placement.dtype if exact else parts.pool.stored]
+
     def asked(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
         """As the entry does them: every other one with a constraint, where that is what it is for."""
         if self.entry.name != "constrained":
@@ -100,15 +108,20 @@ class Trial:
 
 
 TRIALS = [
-    pytest.param((entry, device), marks=[pytest.mark.gpu] if device == "cuda" else [], id=f"{entry.name}-{device}")
+    pytest.param(
+        (entry, device, kept),
+        marks=[pytest.mark.gpu] if device == "cuda" else [],
+        id=f"{entry.name}-{device}" + "-fp8" * (kept == "fp8"),
+    )
     for device in ("cpu", "cuda")
     for entry in EXECUTORS
+    for kept in get_args(KvDtype)
 ]
 
 
 @pytest.fixture(scope="module", params=TRIALS)
 def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    entry, device = request.param
+    entry, device, kept = request.param
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(dict(entry.trial)))
     settings = EngineSettings(
@@ -118,6 +131,7 @@ def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         dtype=entry.trial["dtype"],  # type: ignore[arg-type]
         max_sequences=16,
         kv_bytes=16 << 20,
+        kv_dtype=kept,
     )
     prepared = prepare(settings, progress, counting(320))
     return Trial(entry, settings, prepared, entry.why_not(prepared.parts))
@@ -202,8 +216,7 @@ def test_each_executor_agrees_with_eager(trial: Trial) -> None:
     if trial.reason is not None:
         assert len(trial.reason.splitlines()) == 1
         pytest.skip(trial.reason)
-    parts = trial.prepared.parts
-    gap = GAPS[parts.model.placement.dtype]
+    parts, gap = trial.prepared.parts, trial.gap
     truth = make_runner(trial.settings, trial.prepared, progress, (EAGER,))
     asked, long = trial.asked(requests(16)), trial.asked(alone())
     expected = {request: generate(truth, [request], 128, 512)[request.request_id].ids for request in (*asked, *long)}
@@ -237,8 +250,7 @@ def test_each_executor_agrees_with_eager(trial: Trial) -> None:
 def test_log_probabilities_are_eagers(trial: Trial) -> None:
     if trial.reason is not None:
         pytest.skip(trial.reason)
-    parts, runner = trial.prepared.parts, trial.runner()
-    gap = GAPS[parts.model.placement.dtype]
+    parts, runner, gap = trial.prepared.parts, trial.runner(), trial.gap
     asked = trial.asked(requests(logprobs=3, tokens=24))
     found = generate(runner, asked, 128, 64)
     for request in asked:

@@ -21,6 +21,7 @@ INFO = ModelInfo(
     architecture="x",
     weight_format="x",
     dtype="x",
+    kv_dtype="x",
     device="x",
     decoder="x",
     objections=(),

@@ -162,7 +162,7 @@ class AnswerCaches:
 
     def _opened(self, info: ModelInfo) -> tuple[ModelInfo, ModelIdentity, Caches]:
         identity = ModelIdentity(
-            weights=f"{info.weights_digest} {info.architecture} {info.weight_format} {info.dtype}",
+            weights=f"{info.weights_digest} {info.architecture} {info.weight_format} {info.dtype} {info.kv_dtype}",
             tokenizer=self._tokenizer,
         )
         if self._open is not None:

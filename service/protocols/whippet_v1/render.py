@@ -141,6 +141,7 @@ def model(described: ModelDescription) -> model_pb2.Model:
         architecture=info.architecture,
         weight_format=info.weight_format,
         dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
         device=info.device,
         decoder=info.decoder,
         objections=[model_pb2.DecoderObjection(decoder=o.decoder, reason=o.reason) for o in info.objections],

@@ -75,7 +75,7 @@ def test_shared_memory_holds_the_rings() -> None:
             heads = Heads(8, 2, dim, False)
             shape = ops.grid(heads, GpuShape(84, shared))
             assert 1 <= shape.warps <= 8
-            assert shape.warps * shape.stages * ops.stage_bytes(heads) <= shared
+            assert shape.warps * shape.stages * ops.stage_bytes(heads, 2) <= shared
 
 
 def test_layouts_that_are_not_served_are_named() -> None:

@@ -17,7 +17,7 @@ import torch
 from engine.execution.speculation.captured.draft_steps import DraftSteps
 from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampling, speculation
 from engine.kernels import rows as row_states
-from engine.kernels.attention import Embedding, Heads, LayerAttention, RowPages
+from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import compile_with_nvrtc, source_text
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Launch
@@ -30,6 +30,7 @@ from engine.kernels.weights import Format, Matrix, to_matrix
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]
+KEPT = [torch.bfloat16, torch.uint8]  # keys and values, the second as fp8
 LARGEST_BLOCK, FIXED = 227 << 10, 44 << 10  # bytes of shared memory; what a kernel declares itself, at most
 Compiler = Callable[[str, str, Mapping[str, int], str], bytes]
 
@@ -136,6 +137,25 @@ def test_a_verifying_step_compiles(
             assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("longest", [100, 8192])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_attention_over_fp8_compiles(recorder: Any, compiler: Compiler, arch: str, longest: int, group: int) -> None:
+    for heads in (Heads(16, 8, 128, True), Heads(14, 2, 64, False), Heads(24, 2, 96, False), Heads(8, 1, 256, False)):
+        pool, nothing = torch.zeros(2, 4, heads.keys, 16, heads.dim, dtype=torch.uint8), torch.zeros(1)
+        gain = nothing if heads.norm else None
+        places = RowPages(torch.zeros(group, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32))
+        held = scratch(heads, group, torch.device("cpu"))
+        bulk = arch == "sm_90a"
+        op = AttentionOp(recorder, heads, places, Embedding(nothing, 1e-6), held, 132, longest, bulk, group=group)
+        op.prepare(LayerAttention(pool[0], pool[1], gain, gain), torch.zeros(group, heads.rows), torch.zeros(group, 1))
+    if group == 1:
+        assert any(defines["OP_SLOTS"] for _, _, defines, _ in recorder.asked) == (bulk and longest == 8192)
+    for name, entry, defines, _ in recorder.asked:
+        assert defines["OP_KV_BYTES"] == 1
+        assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_draft_models_steps_compile(
     recorder: Any, model: Callable[[str], StepWeights], compiler: Compiler, arch: str
@@ -160,15 +180,16 @@ def test_a_draft_models_steps_compile(
             assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "sm_100"])
-def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str) -> None:
+def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str, kept: torch.dtype) -> None:
     device = torch.device("cpu")
     rows = batch_attention.BatchRows(torch.zeros(64, dtype=torch.int32), torch.zeros(64, 8, dtype=torch.int32))
     for heads in (Heads(16, 8, 128, True), Heads(20, 2, 64, False)):
         shape = batch_attention.grid(heads, GpuShape(132, 227 << 10 if arch == "sm_90a" else 99 << 10))
         held = batch_attention.workspace(heads, 64, shape, device)
         attention = batch_attention.BatchAttention(recorder, heads, rows, shape, held)
-        pool = torch.zeros(2, 1, 1, 16, 64)
+        pool = torch.zeros(2, 1, 1, 16, 64, dtype=kept)
         attention.plan(), attention.attend(LayerAttention(pool[0], pool[1], None, None), pool, pool)
     for name, entry, defines, _ in recorder.asked:
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch)
@@ -196,10 +217,12 @@ def test_the_head_in_two_passes_compiles(
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 
 
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str) -> None:
+def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str, kept: torch.dtype) -> None:
     states = row_states.allocate(16, 9, torch.device("cpu"))
-    layout, queries, pool = Heads(4, 2, 64, True), torch.zeros(16, 4, 64), torch.zeros(2, 4, 2, 16, 64)
+    layout, queries = Heads(4, 2, 64, True), torch.zeros(16, 4, 64)
+    pool = torch.zeros(2, 4, 2, 16, 64, dtype=kept)
     own = LayerAttention(pool[0], pool[1], torch.ones(64), torch.ones(64))
     places = prefill.TokenPlaces(states.position, states.pages)
     product = prefill.Parts(torch.zeros(16, layout.rows, dtype=torch.bfloat16))
@@ -223,11 +246,13 @@ def test_sampling_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch:
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 
 
-def chunk_stages(library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, gpu: GpuShape) -> list[Launch]:
+def chunk_stages(
+    library: Any, weight: Int8Rows | Int4Groups, tokens: int, slices: int, gpu: GpuShape, kept: torch.dtype
+) -> list[Launch]:
     """Every kernel that a prompt takes, once."""
     layout = Heads(4, 2, 64, True)
     chunk = prefill.Chunk(torch.zeros(2), torch.zeros(tokens))
-    gain, pool = torch.ones(256), torch.zeros(2, 4, 2, 16, 64)
+    gain, pool = torch.ones(256), torch.zeros(2, 4, 2, 16, 64, dtype=kept)
     matrix = to_matrix(weight)
     how = replace(gemm.divide(matrix, tokens, gpu), slices=slices)
     order = gemm.order(matrix, how)
@@ -250,6 +275,7 @@ def chunk_stages(library: Any, weight: Int8Rows | Int4Groups, tokens: int, slice
     ]
 
 
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("tokens", "slices", "group"), [(16, 2, 128), (32, 1, 64), (64, 2, 32), (128, 1, 128), (128, 2, 0)]
@@ -261,13 +287,14 @@ def test_a_prompt_compiles(
     slices: int,
     group: int,
     arch: str,
+    kept: torch.dtype,
 ) -> None:
     packed = torch.zeros(512, 128, dtype=torch.uint8)
     parts = torch.zeros(512, 256 // (group or 256))
     weight: Int8Rows | Int4Groups | None = Int4Groups(packed, parts, parts.to(torch.uint8), group) if group else None
     gpu = GpuShape(132, 227 << 10, arch == "sm_90a")
     weight = weight or Int8Rows(torch.zeros(512, 256, dtype=torch.int8), torch.ones(512))
-    launches = chunk_stages(recorder, weight, tokens, slices, gpu)
+    launches = chunk_stages(recorder, weight, tokens, slices, gpu, kept)
     assert all(one.shape.shared <= 227 << 10 for one in launches)
     assert ("gemm_wide" in {name for name, *_ in recorder.asked}) == (gpu.warpgroups and tokens >= 64)
     assert ("prefill_attention_wide" in {name for name, *_ in recorder.asked}) == gpu.warpgroups

@@ -9,6 +9,7 @@ from engine.kernels import reference
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
 from engine.kernels.launch import Launcher
+from tests.engine.kernels.kept import E4M3, KEPT, as_kept, read
 
 pytestmark = pytest.mark.gpu
 
@@ -34,20 +35,22 @@ HEADS = [
 class Case:
     """Random rows over a shuffled pool whose unwritten slots are NaN."""
 
-    def __init__(self, heads: Heads, positions: list[int], gain: float = 1.0) -> None:
-        self.heads, self.positions = heads, positions
+    def __init__(
+        self, heads: Heads, positions: list[int], gain: float = 1.0, kept: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.heads, self.positions, self.kept = heads, positions, kept
         batch, most = len(positions), max(positions) // 16 + 1
         pages = torch.randperm(batch * most + 3, device="cuda")[: batch * most].view(batch, most)
         self.places = RowPages(
             torch.tensor(positions, dtype=torch.int32, device="cuda"), pages.to(torch.int32).contiguous()
         )
         size = (batch * most + 3, heads.keys, 16, heads.dim)
-        self.pool = torch.full((2, *size), float("nan"), device="cuda", dtype=torch.bfloat16)
+        self.pool = as_kept(torch.full((2, *size), float("nan"), device="cuda"), kept)
         for row, position in enumerate(positions):
             for token in range(0, max(position, 0), 16):
                 count = min(16, position - token)
                 fresh = torch.randn(2, heads.keys, count, heads.dim, device="cuda").bfloat16()
-                self.pool[:, pages[row, token // 16], :, :count] = fresh
+                self.pool[:, pages[row, token // 16], :, :count] = as_kept(fresh, kept)
         self.qkv = torch.randn(batch, heads.rows, device="cuda")
         self.gains = None
         if heads.norm:
@@ -83,16 +86,18 @@ class Case:
         return out.view(batch, heads.queries, heads.dim)
 
     def expected(self, row: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of one row: the new key, the new value and the result, float64 over bf16 keys and values."""
+        """Of one row: the new key, the new value and the result, float64 over keys and values as they are kept. As fp8
+        the new ones are read from the pool, where they must be: which of two neighbours a key is, float32 decides."""
         gains = None if self.gains is None else (self.gains[0].double(), self.gains[1].double())
         position = self.positions[row]
         queries, key, value = reference.attention_row(
             self.qkv[row].double(), self.heads, gains, self.angles[position].double(), EPS
         )
         pages = self.places.pages[row]
-        keys = torch.cat((reference.paged(self.pool[0], pages, position).double(), key.bfloat16().double()[None]))
-        values = torch.cat((reference.paged(self.pool[1], pages, position).double(), value.bfloat16().double()[None]))
-        return key, value, reference.attend(queries.bfloat16().double(), keys, values, window)
+        held = [read(reference.paged(part, pages, position + 1)).double() for part in self.pool]
+        if self.kept != E4M3:
+            held[0][-1], held[1][-1] = key.bfloat16().double(), value.bfloat16().double()
+        return key, value, reference.attend(queries.bfloat16().double(), held[0], held[1], window)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
@@ -100,16 +105,22 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool
     return bool(distance < tolerance)
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("window", [None, 100, 1024])
 @pytest.mark.parametrize("positions", POSITIONS, ids=["short", "idle", "long", "longer"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention(
-    library: KernelLibrary, launcher: Launcher, heads: Heads, positions: list[int], window: int | None
+    library: KernelLibrary,
+    launcher: Launcher,
+    heads: Heads,
+    positions: list[int],
+    window: int | None,
+    kept: torch.dtype,
 ) -> None:
-    case = Case(heads, positions)
+    case = Case(heads, positions, kept=kept)
     before = case.pool.clone()
-    expected = [case.expected(row, window) if position >= 0 else None for row, position in enumerate(positions)]
     out = case.run(library, launcher, window)
+    expected = [case.expected(row, window) if position >= 0 else None for row, position in enumerate(positions)]
     written = torch.zeros(case.pool.shape[1], 16, dtype=torch.bool, device="cuda")
     for row, wanted in enumerate(expected):
         if wanted is None:
@@ -119,9 +130,10 @@ def test_attention(
         assert close(out[row], result, 6e-3), (positions[row], window)
         page, slot = int(case.places.pages[row, positions[row] // 16]), positions[row] % 16
         written[page, slot] = True
-        assert close(case.pool[0, page, :, slot], key, 3e-3)
-        assert torch.equal(case.pool[1, page, :, slot], value.bfloat16())
-    same = case.pool.view(torch.int16) == before.view(torch.int16)
+        fresh = read(case.pool[:, page, :, slot])
+        assert close(fresh[0], key, 3e-3 if kept == torch.bfloat16 else 4e-2)
+        assert torch.equal(fresh[1], read(as_kept(value.float(), kept)))
+    same = case.pool.view(torch.uint8) == before.view(torch.uint8)
     assert same.transpose(2, 3)[:, ~written].all()  # nothing else was touched
 
 
@@ -146,10 +158,11 @@ def test_a_row_does_not_depend_on_the_batch(library: KernelLibrary, launcher: La
         assert torch.equal(alone.run(library, launcher, None)[0], together[row])
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("positions", [[8193], [700, 130], [0, 3000]], ids=str)
-def test_both_merges_agree(library: KernelLibrary, launcher: Launcher, positions: list[int]) -> None:
+def test_both_merges_agree(library: KernelLibrary, launcher: Launcher, positions: list[int], kept: torch.dtype) -> None:
     """Waiting for the other splits, or merging in whichever block comes last: the same bits, launch after launch."""
-    case = Case(HEADS[0], positions)
+    case = Case(HEADS[0], positions, kept=kept)
     first = case.run(library, launcher, None)
     for row in range(len(positions)):
         assert close(first[row], case.expected(row, None)[2], 6e-3)
@@ -158,16 +171,22 @@ def test_both_merges_agree(library: KernelLibrary, launcher: Launcher, positions
         assert torch.equal(case.run(library, launcher, None, times=3, blocks_at_once=1 << 20), first)
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("window", [None, 1000, 3000])
 @pytest.mark.parametrize("positions", [[8193], [2303], [5000, 2100, -1, 3]], ids=str)
 @pytest.mark.parametrize("heads", [HEADS[0], HEADS[2], HEADS[3], HEADS[5], HEADS[-1]], ids=str)
 def test_pages_in_shared_memory_agree(
-    library: KernelLibrary, launcher: Launcher, heads: Heads, positions: list[int], window: int | None
+    library: KernelLibrary,
+    launcher: Launcher,
+    heads: Heads,
+    positions: list[int],
+    window: int | None,
+    kept: torch.dtype,
 ) -> None:
     """Bulk copies or registers: the same bits, however few places there are."""
     if torch.cuda.get_device_capability() < OVERLAP_CAPABILITY:
         pytest.skip("needs the copy engine of compute capability 9.0")
-    case = Case(heads, positions)
+    case = Case(heads, positions, kept=kept)
     first = case.run(library, launcher, window)
     live = [row for row, position in enumerate(positions) if position >= 0]
     for slots in (1, 2):

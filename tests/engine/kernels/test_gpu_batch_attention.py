@@ -14,6 +14,7 @@ from engine.kernels.gemm import ordered
 from engine.kernels.gpu import gpu_shape
 from engine.kernels.launch import Launcher
 from engine.kernels.weights import Format
+from tests.engine.kernels.kept import KEPT, as_kept, read
 
 pytestmark = pytest.mark.gpu
 
@@ -39,14 +40,21 @@ LENGTHS = {
 class Case:
     """Random rows over a shuffled pool whose unwritten slots are NaN."""
 
-    def __init__(self, library: KernelLibrary, heads: Heads, lengths: list[int], window: int | None) -> None:
+    def __init__(
+        self,
+        library: KernelLibrary,
+        heads: Heads,
+        lengths: list[int],
+        window: int | None,
+        kept: torch.dtype = torch.bfloat16,
+    ) -> None:
         device, rows = torch.device("cuda"), len(lengths)
         self.heads, self.lengths = heads, lengths
         held = [-(-length // 16) for length in lengths]
         total, most = sum(held) + 5, max(*held, 1) + 2
         free = torch.randperm(total, device=device).to(torch.int32)
         pages = torch.full((rows, most), 2**30, dtype=torch.int32, device=device)  # past the held ones: nothing to read
-        self.pool = torch.full((2, total, heads.keys, 16, heads.dim), NAN, device=device, dtype=torch.bfloat16)
+        self.pool = as_kept(torch.full((2, total, heads.keys, 16, heads.dim), NAN, device=device), kept)
         at = 0
         for row, count in enumerate(held):
             own = pages[row, :count] = free[at : at + count]
@@ -54,7 +62,7 @@ class Case:
             fresh = torch.randn(2, count, heads.keys, 16, heads.dim, device=device).bfloat16()
             if lengths[row] % 16:
                 fresh[:, -1, :, lengths[row] % 16 :] = NAN
-            self.pool[:, own.long()] = fresh
+            self.pool[:, own.long()] = as_kept(fresh, kept)
         self.rows = ops.BatchRows(torch.tensor(lengths, dtype=torch.int32, device=device), pages)
         self.queries = torch.randn(rows, heads.queries, heads.dim, device=device).bfloat16()
         shape = ops.grid(heads, gpu_shape(device))
@@ -71,13 +79,19 @@ class Case:
         return out
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention(
-    library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: list[int], window: int | None
+    library: KernelLibrary,
+    launcher: Launcher,
+    heads: Heads,
+    lengths: list[int],
+    window: int | None,
+    kept: torch.dtype,
 ) -> None:
-    case = Case(library, heads, lengths, window)
+    case = Case(library, heads, lengths, window, kept)
     out = case.run(launcher)
     items = heads.keys * ops.subgroups(heads)
     each, entries, runs = reference.plan_rows(lengths, items, case.ops.grid.units, 4, window)
@@ -90,7 +104,7 @@ def test_attention(
         if lengths[row] == 0:
             assert bool(out[row].isnan().all())
             continue
-        pools = (case.pool[0], case.pool[1])
+        pools = read(case.pool[0]), read(case.pool[1])
         only = slice(row, row + 1)
         expected = reference.attend_rows(
             case.queries[only].double(), pools, case.rows.pages[only], case.rows.lengths[only], window
@@ -102,8 +116,9 @@ def test_attention(
     assert not space.arrivals.any()
 
 
-def test_again_and_again_the_same_bits(library: KernelLibrary, launcher: Launcher) -> None:
-    case = Case(library, HEADS[0], LENGTHS["ragged"], None)
+@pytest.mark.parametrize("kept", KEPT)
+def test_again_and_again_the_same_bits(library: KernelLibrary, launcher: Launcher, kept: torch.dtype) -> None:
+    case = Case(library, HEADS[0], LENGTHS["ragged"], None, kept)
     first = case.run(launcher)
     for _ in range(20):
         assert torch.equal(case.run(launcher, times=3)[first.isfinite()], first[first.isfinite()])

@@ -18,6 +18,7 @@ from engine.kernels.speculation import MORE, PARKED, Future, Verified
 from engine.kernels.step import StepBuffers, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.kernels.tokens import Choice, FirstNorm
 from engine.sampling.noise import seed_key
+from tests.engine.kernels.kept import KEPT, as_kept
 from tests.engine.kernels.test_gpu_attention import EPS, HEADS, Case
 from tests.engine.kernels.test_gpu_step import MOST, PAGES, Model, capture, place_rows, plan, ring_of
 
@@ -30,12 +31,13 @@ CUDA = torch.device("cuda")
 class Together:
     """One sequence whose next tokens are known, as rows of one launch or one launch after the other."""
 
-    def __init__(self, heads: Heads, first: int, group: int) -> None:
-        self.case = Case(heads, [first + group - 1])
+    def __init__(self, heads: Heads, first: int, group: int, kept: torch.dtype) -> None:
+        self.case = Case(heads, [first + group - 1], kept=kept)
         self.first, self.group = first, group
         self.qkv = torch.randn(group, heads.rows, device="cuda")
         for at in range(first, first + group):  # what earlier drafts left there
-            self.case.pool[:, self.case.places.pages[0, at // 16], :, at % 16] = float("nan")
+            page = self.case.places.pages[0, at // 16]
+            self.case.pool[:, page, :, at % 16] = as_kept(torch.tensor(float("nan"), device="cuda"), kept)
 
     def run(
         self,
@@ -71,8 +73,9 @@ class Together:
 
 @pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("heads", [HEADS[0], HEADS[2], HEADS[3], HEADS[-1]], ids=str)
+@pytest.mark.parametrize("kept", KEPT)
 def test_rows_of_one_sequence_are_rows_alone(
-    library: KernelLibrary, launcher: Launcher, heads: Heads, group: int
+    library: KernelLibrary, launcher: Launcher, heads: Heads, group: int, kept: torch.dtype
 ) -> None:
     torch.manual_seed(group)
     here = torch.cuda.get_device_properties(0).multi_processor_count
@@ -81,14 +84,14 @@ def test_rows_of_one_sequence_are_rows_alone(
         ways.append({"at_once": 1 << 20, "slots": 2})
     for first in (0, 1, 10, 15, 120, 127, 250, 1020, 2047, 2301, 5003):
         for window in (None, 100):
-            both = Together(heads, first, group)
+            both = Together(heads, first, group, kept)
             pool = both.case.pool.clone()
             alone = [both.run(library, launcher, range(row, row + 1), pool, window) for row in range(group)]
             for how in ways:
                 fresh = both.case.pool.clone()
                 found = both.run(library, launcher, range(group), fresh, window, **how)
                 assert torch.equal(found, torch.cat(alone)), (first, window, how)
-                assert torch.equal(fresh.view(torch.int16), pool.view(torch.int16)), (first, window, how)
+                assert torch.equal(fresh.view(torch.uint8), pool.view(torch.uint8)), (first, window, how)
 
 
 def state_of(sequences: int, most: int = 64) -> Verified:

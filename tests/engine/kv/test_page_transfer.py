@@ -26,15 +26,22 @@ from engine.worker.build import build
 SHAPE = KvShape(layers=3, kv_heads=2, head_dim=8)
 
 
+E4M3 = torch.float8_e4m3fn
+
+
 def pool(dtype: torch.dtype, heads_outside: bool, pages: int = 12) -> KvCache:
-    made = KvCache(SHAPE, pages, Placement(dtype, torch.device("cpu")), heads_outside)
+    """Of random numbers, e4m3 where arithmetic is in bfloat16."""
+    made = KvCache(
+        SHAPE, pages, Placement(torch.bfloat16 if dtype == E4M3 else dtype, torch.device("cpu")), heads_outside, dtype
+    )
     generator = torch.Generator().manual_seed(pages)
     for layer in range(SHAPE.layers):
-        made.layer(layer).copy_(torch.randn(made.layer(layer).shape, generator=generator))
+        values = torch.randn(made.layer(layer).shape, generator=generator)
+        made.layer(layer).copy_(values.to(E4M3).view(torch.uint8) if dtype == E4M3 else values)
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3])
 @pytest.mark.parametrize("outside", [(True, True), (True, False), (False, True), (False, False)])
 def test_pages_come_back_as_they_went(dtype: torch.dtype, outside: tuple[bool, bool]) -> None:
     source, target = pool(dtype, outside[0]), pool(dtype, outside[1], 20)
@@ -61,6 +68,8 @@ def test_layouts_differ_where_bytes_do() -> None:
     first = PoolPages(pool(torch.bfloat16, True)).layout
     assert first == PoolPages(pool(torch.bfloat16, False)).layout
     assert first != PoolPages(pool(torch.float16, True)).layout
+    assert first != PoolPages(pool(E4M3, True)).layout
+    assert PoolPages(pool(E4M3, True)).layout.token_bytes * 2 == first.token_bytes
     assert "cpu" in first.variant
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_a_draft_model_takes_pages_and_guesses() -> None:
     assert [(one.name, one.reason or "") for one in report.proposers] == [
         (one.name, one.why_not) for one in runner.info.proposers
     ]
+
+
+def test_pages_are_counted_as_they_are_kept() -> None:
+    given = settings(kv_dtype="fp8", kv_bytes=4 << 20)
+    plain = replace(given, kv_dtype="auto")
+    infos = []
+    for one in (given, plain):
+        report, runner = doctor.examine(one), build(one, lambda *_: None)
+        runner.close()
+        assert report.model is not None
+        assert report.model.pages == runner.info.total_pages
+        infos.append(runner.info)
+    narrow, wide = (getattr(torch, info.kv_dtype) for info in infos)
+    assert narrow == torch.float8_e4m3fn
+    assert infos[0].total_pages // wide.itemsize == infos[1].total_pages
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])

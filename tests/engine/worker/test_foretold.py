@@ -19,14 +19,14 @@ from engine.execution.step_state import GpuKernels, Parts
 from engine.kernels import build
 from engine.kernels.build import BuildError, CubinCache, KernelLibrary, Source, WantedKernels
 from engine.kernels.gpu import GpuShape, gpu_of
-from engine.kv.kv_cache import KvCache, KvShape
+from engine.kv.kv_cache import KvCache, KvShape, stored_as
 from engine.linear import Placement
 from engine.linear.plain_copies import plain_copies
 from engine.loading.formats import read_folder
 from engine.loading.load import Loading, load
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
-from engine.settings import CUDA_SEQUENCES, EngineSettings
+from engine.settings import CUDA_SEQUENCES, EngineSettings, KvDtype
 from engine.worker import prebuild
 from engine.worker.foretold import Foretelling, foretell, foretell_any
 from engine.worker.shapes import fewer_layers, shape_weights
@@ -79,7 +79,13 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     parts = Parts(
         model=Transformer(config, weights, torch.empty(context, 2, config.head_dim, device="meta"), nowhere),
-        pool=KvCache(KvShape(config.layers, config.kv_heads, config.head_dim), 1, nowhere, heads_outside=False),
+        pool=KvCache(
+            KvShape(config.layers, config.kv_heads, config.head_dim),
+            1,
+            nowhere,
+            heads_outside=False,
+            stored=stored_as(settings.kv_dtype, nowhere.dtype),
+        ),
         sampler=Sampler(config.vocab_size, 1, torch.device("cpu")),
         max_sequences=sequences,
         max_context=context,
@@ -94,12 +100,23 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
 
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(
-    ("model", "gpu", "sequences"),
-    [("qwen3-0.6b", H100, 256), ("mistral-7b-awq", H100, 256), ("qwen3-0.6b-awq", A10, 4)],
+    ("model", "gpu", "sequences", "kept"),
+    [
+        ("qwen3-0.6b", H100, 256, "auto"),
+        ("qwen3-0.6b", H100, 256, "fp8"),
+        ("mistral-7b-awq", H100, 256, "auto"),
+        ("qwen3-0.6b-awq", A10, 4, "auto"),
+    ],
 )
-def test_all_that_is_asked_for_is_foretold(tmp_path: Path, model: str, gpu: GpuShape, sequences: int) -> None:
+def test_all_that_is_asked_for_is_foretold(
+    tmp_path: Path, model: str, gpu: GpuShape, sequences: int, kept: KvDtype
+) -> None:
     settings = EngineSettings(
-        model=str(folder_of(tmp_path, model, 3)), max_sequences=sequences, max_context=4096, kv_bytes=1 << 34
+        model=str(folder_of(tmp_path, model, 3)),
+        max_sequences=sequences,
+        max_context=4096,
+        kv_bytes=1 << 34,
+        kv_dtype=kept,
     )
     config, form = read_folder(tmp_path, "auto")
     told = foretell(settings, Foretelling(config, form, gpu))

@@ -191,6 +191,7 @@ def flags(**given: Any) -> argparse.Namespace:
             "dtype": "auto",
             "decoder": "auto",
             "quantization": "auto",
+            "kv_dtype": "auto",
             "cache_dir": None,
             "prebuilt_dir": None,
             "digest": False,

@@ -224,6 +224,7 @@ PROOFS = {
     "dtype": Proof("bfloat16", model("dtype"), becomes("float32", "bfloat16"), MODEL),
     "decoder": Proof("graph", model("decoder"), lambda before, after: before == "eager" and "graph" in after, MODEL),
     "load-format": Proof("dummy", model("weights_digest"), base=MODEL),
+    "kv-dtype": Proof("fp8", model("kv_dtype"), becomes("float32", "float8_e4m3fn"), MODEL),
     "quantization": Proof("int8", model("weight_format"), base=MODEL),
     "seed": Proof("7", model("weights_digest"), base=(*MODEL, "--load-format=dummy")),
     "draft-model": Proof(f"{MODELS}/demo-draft", model("draft_model"), becomes("", "demo-draft"), MODEL),

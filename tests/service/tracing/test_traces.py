@@ -6,7 +6,6 @@ import secrets
 import subprocess
 import sys
 import time
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

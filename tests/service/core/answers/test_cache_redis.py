@@ -138,6 +138,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "weights": {"weights_digest": "other"},
     "format": {"weight_format": "awq"},
     "dtype": {"dtype": "float16"},
+    "keys and values": {"kv_dtype": "float8_e4m3fn"},
     "architecture": {"architecture": "y"},
     "tokenizer or template": {},
 }

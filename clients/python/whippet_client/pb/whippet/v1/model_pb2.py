@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from whippet_client.pb.whippet.v1 import generation_pb2 as whippet_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16whippet/v1/model.proto\x12\nwhippet.v1\x1a\x1bwhippet/v1/generation.proto\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.whippet.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.whippet.v1.Model\"\x99\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rweight_format\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65\x63oder\x18\x06 \x01(\t\x12\x30\n\nobjections\x18\x07 \x03(\x0b\x32\x1c.whippet.v1.DecoderObjection\x12\x13\n\x0b\x64raft_model\x18\x08 \x01(\t\x12\'\n\x06limits\x18\t \x01(\x0b\x32\x17.whippet.v1.ModelLimits\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1b.whippet.v1.SamplingOptions\x12\x16\n\x0eweights_digest\x18\x0b \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x0c \x01(\t\x12\x0c\n\x04\x63hat\x18\r \x01(\x08\x12\x15\n\reos_token_ids\x18\x0e \x03(\x05\x12\'\n\tproposers\x18\x0f \x03(\x0b\x32\x14.whippet.v1.Proposer\"3\n\x10\x44\x65\x63oderObjection\x12\x0f\n\x07\x64\x65\x63oder\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\")\n\x08Proposer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07why_not\x18\x02 \x01(\t\"\x7f\n\x0bModelLimits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\x05\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x15\n\rmax_sequences\x18\x03 \x01(\x05\x12\x14\n\x0cmax_logprobs\x18\x04 \x01(\x05\x12\x13\n\x0bmax_answers\x18\x05 \x01(\x05\x32\xa2\x01\n\x0cModelService\x12K\n\nListModels\x12\x1d.whippet.v1.ListModelsRequest\x1a\x1e.whippet.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.whippet.v1.GetModelRequest\x1a\x1c.whippet.v1.GetModelResponseBG\n\x0e\x63om.whippet.v1B\nModelProtoP\x01Z\x14whippet/v1;whippetv1\xa2\x02\x03WHP\xaa\x02\nWhippet.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16whippet/v1/model.proto\x12\nwhippet.v1\x1a\x1bwhippet/v1/generation.proto\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.whippet.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.whippet.v1.Model\"\xab\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rweight_format\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65\x63oder\x18\x06 \x01(\t\x12\x30\n\nobjections\x18\x07 \x03(\x0b\x32\x1c.whippet.v1.DecoderObjection\x12\x13\n\x0b\x64raft_model\x18\x08 \x01(\t\x12\'\n\x06limits\x18\t \x01(\x0b\x32\x17.whippet.v1.ModelLimits\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1b.whippet.v1.SamplingOptions\x12\x16\n\x0eweights_digest\x18\x0b \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x0c \x01(\t\x12\x0c\n\x04\x63hat\x18\r \x01(\x08\x12\x15\n\reos_token_ids\x18\x0e \x03(\x05\x12\'\n\tproposers\x18\x0f \x03(\x0b\x32\x14.whippet.v1.Proposer\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\"3\n\x10\x44\x65\x63oderObjection\x12\x0f\n\x07\x64\x65\x63oder\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\")\n\x08Proposer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07why_not\x18\x02 \x01(\t\"\x7f\n\x0bModelLimits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\x05\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x15\n\rmax_sequences\x18\x03 \x01(\x05\x12\x14\n\x0cmax_logprobs\x18\x04 \x01(\x05\x12\x13\n\x0bmax_answers\x18\x05 \x01(\x05\x32\xa2\x01\n\x0cModelService\x12K\n\nListModels\x12\x1d.whippet.v1.ListModelsRequest\x1a\x1e.whippet.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.whippet.v1.GetModelRequest\x1a\x1c.whippet.v1.GetModelResponseBG\n\x0e\x63om.whippet.v1B\nModelProtoP\x01Z\x14whippet/v1;whippetv1\xa2\x02\x03WHP\xaa\x02\nWhippet.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,13 +42,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=178
   _globals['_GETMODELRESPONSE']._serialized_end=230
   _globals['_MODEL']._serialized_start=233
-  _globals['_MODEL']._serialized_end=642
-  _globals['_DECODEROBJECTION']._serialized_start=644
-  _globals['_DECODEROBJECTION']._serialized_end=695
-  _globals['_PROPOSER']._serialized_start=697
-  _globals['_PROPOSER']._serialized_end=738
-  _globals['_MODELLIMITS']._serialized_start=740
-  _globals['_MODELLIMITS']._serialized_end=867
-  _globals['_MODELSERVICE']._serialized_start=870
-  _globals['_MODELSERVICE']._serialized_end=1032
+  _globals['_MODEL']._serialized_end=660
+  _globals['_DECODEROBJECTION']._serialized_start=662
+  _globals['_DECODEROBJECTION']._serialized_end=713
+  _globals['_PROPOSER']._serialized_start=715
+  _globals['_PROPOSER']._serialized_end=756
+  _globals['_MODELLIMITS']._serialized_start=758
+  _globals['_MODELLIMITS']._serialized_end=885
+  _globals['_MODELSERVICE']._serialized_start=888
+  _globals['_MODELSERVICE']._serialized_end=1050
 # @@protoc_insertion_point(module_scope)

@@ -30,7 +30,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "architecture", "weight_format", "dtype", "device", "decoder", "objections", "draft_model", "limits", "default_sampling", "weights_digest", "tokenizer_digest", "chat", "eos_token_ids", "proposers")
+    __slots__ = ("name", "architecture", "weight_format", "dtype", "device", "decoder", "objections", "draft_model", "limits", "default_sampling", "weights_digest", "tokenizer_digest", "chat", "eos_token_ids", "proposers", "kv_dtype")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class Model(_message.Message):
     CHAT_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     weight_format: str
@@ -61,7 +62,8 @@ class Model(_message.Message):
     chat: bool
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     proposers: _containers.RepeatedCompositeFieldContainer[Proposer]
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., weight_format: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., decoder: _Optional[str] = ..., objections: _Optional[_Iterable[_Union[DecoderObjection, _Mapping]]] = ..., draft_model: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., default_sampling: _Optional[_Union[_generation_pb2.SamplingOptions, _Mapping]] = ..., weights_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., chat: bool = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, _Mapping]]] = ...) -> None: ...
+    kv_dtype: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., weight_format: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., decoder: _Optional[str] = ..., objections: _Optional[_Iterable[_Union[DecoderObjection, _Mapping]]] = ..., draft_model: _Optional[str] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., default_sampling: _Optional[_Union[_generation_pb2.SamplingOptions, _Mapping]] = ..., weights_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., chat: bool = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, _Mapping]]] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class DecoderObjection(_message.Message):
     __slots__ = ("decoder", "reason")
