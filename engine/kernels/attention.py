@@ -16,7 +16,7 @@ SPLITS = 16  # of a context, at most
 SINGLE_PAGES = 8  # a context of so many pages is not split
 MIN_PAGES = 8  # of a split, of the longer ones
 PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read into registers
-SLOTS = 2  # pages of each warp that are copied into shared memory ahead
+SLOTS = 2  # pages of each warp that are copied into shared memory ahead, of bfloat16; twice as many of fp8
 PAGE_PADDING = 128  # bytes that a page's keys have more in shared memory, and its values: `attention.cuh`'s runs
 ASKED = 4  # splits that the merging block asks for at once
 MANY_TOKENS = SPLITS * MIN_PAGES * PAGE  # a warp has several pages of a context beyond
@@ -141,7 +141,7 @@ class AttentionOp:
     multiprocessors: int
     longest: int | None = None  # no row will hold more tokens
     bulk: bool = False  # whether the GPU has a copy engine, compute capability 9.0 and newer
-    slots: int = SLOTS
+    slots: int = SLOTS  # of bfloat16
     group: int = 1  # rows that are successive tokens of one sequence; it has one line of the page table
     resident: int = 1  # blocks on a multiprocessor, where they would be too many for one each
 
@@ -177,7 +177,8 @@ class AttentionOp:
         defines["OP_POLL"] = int(blocks <= resident * self.multiprocessors)
         # Places in shared memory leave room for one block on a multiprocessor: else registers hold the pages.
         many = self.longest is None or self.longest > MANY_TOKENS
-        defines["OP_SLOTS"] = self.slots if self.bulk and many and defines["OP_POLL"] and resident == 1 else 0
+        slots = 2 * self.slots // bytes_each  # as many bytes are under way
+        defines["OP_SLOTS"] = slots if self.bulk and many and defines["OP_POLL"] and resident == 1 else 0
         place = PAGE * heads.dim * bytes_each + PAGE_PADDING
         shared = defines["OP_SLOTS"] * defines["OP_WARPS"] * 2 * place
         kernel = self.library.kernel("attention", "attention", defines, shared)
