@@ -134,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
             const Quad above = widen(k[j][0]), below = widen(k[j][1]);
             const u32 a0[4] = {above.r[0], below.r[0], above.r[1], below.r[1]};
             const u32 a1[4] = {above.r[2], below.r[2], above.r[3], below.r[3]};
-            mma(s, a0, q.r[0], q.r[1]);
-            mma(s1, a1, q.r[2], q.r[3]);
+            multiply_add(s, a0, q.r[0], q.r[1]);
+            multiply_add(s1, a1, q.r[2], q.r[3]);
         }
         const bool more = page + OP_WARPS < end;
         u32 read = 0;  // depends on all that this lane read of the page
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, OP_MIN_BLOCKS)
         float s = minus_infinity();
         if (newest) {
             float dot = 0.f;
-            for (int d = lane; d < OP_HEAD_DIM; d += 32) dot += bf16_to_float(sh.query[h][d]) * stored_to_float(sh.key[d]);
+            for (int d = lane; d < OP_HEAD_DIM; d += 32) dot += operand_to_float(sh.query[h][d]) * stored_to_float(sh.key[d]);
             s = warp_sum(dot) * scale;
         }
         if (lane == 0) sh.top[OP_WARPS][h] = s;

@@ -1,6 +1,7 @@
 // What `attention.cu` is made of: its layout, and the three things a block holds of a head: a vector of the new token, a
 // warp's part of the sums over the context, a block's part of them.
 #pragma once
+#define KEPT_AS_F16
 #include "stored.cuh"
 
 constexpr int kPage = 16;
@@ -8,7 +9,7 @@ constexpr int kShared = OP_Q_HEADS / OP_KV_HEADS;            // query heads on a
 constexpr int kHeads = ceil_div(kShared, OP_SUBGROUPS);   // of which this block has at most
 constexpr int kThreads = OP_WARPS * 32;
 constexpr int kHalf = OP_HEAD_DIM / 2;
-constexpr int kQueryStride = OP_HEAD_DIM + 32;            // bf16 values: eight heads' rows fall into different banks
+constexpr int kQueryStride = OP_HEAD_DIM + 32;            // values: eight heads' rows fall into different banks
 constexpr int kSpans = OP_HEAD_DIM / 32;
 constexpr int kBlock = OP_HEAD_DIM % 64 == 0 ? 64 : 32;   // dimensions a V load of a warp spans
 constexpr int kBlocks = OP_HEAD_DIM / kBlock;
@@ -155,7 +156,7 @@ struct HeadVector {
 #pragma unroll
         for (int i = 0; i < kRotated; ++i) {
             const int d = lane + 32 * i;
-            if (d < kHalf) p[d] = to_bf16(low[i]), p[kHalf + d] = to_bf16(high[i]);
+            if (d < kHalf) p[d] = to_operand(low[i]), p[kHalf + d] = to_operand(high[i]);
         }
     }
     // As it lies in a page.
@@ -166,7 +167,7 @@ struct HeadVector {
             if (d < kHalf) p[d] = to_stored(low[i]), p[kHalf + d] = to_stored(high[i]);
         }
     }
-    // To `query` as bf16, or to `kept` as it lies in a page.
+    // To `query` as operands, or to `kept` as it lies in a page.
     template <class T>
     __device__ __forceinline__ void put(bool is_query, u16* query, T* kept, int lane) const {
         if constexpr (sizeof(T) == sizeof(u16))
@@ -201,7 +202,7 @@ struct Partial {
 #pragma unroll
                 for (int p = 0; p < kDims / 2; ++p) out[b][p][c] *= keep, out[b][p][c + 2] *= keep;
         }
-        const u32 p0 = transpose8x8(pack_bf16(s[0], s[1])), p1 = transpose8x8(pack_bf16(s[2], s[3]));
+        const u32 p0 = transpose8x8(pack_operands(s[0], s[1])), p1 = transpose8x8(pack_operands(s[2], s[3]));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -209,7 +210,7 @@ struct Partial {
                 const u32(&w)[4][kWords] = v[b].w;
                 const u32 a[4] = {beside(w[0], w[1], 2 * p), beside(w[0], w[1], 2 * p + 1), beside(w[2], w[3], 2 * p),
                                   beside(w[2], w[3], 2 * p + 1)};
-                mma(out[b][p], a, p0, p1);
+                multiply_add(out[b][p], a, p0, p1);
             }
     }
 };

@@ -140,6 +140,18 @@ def test_attention(
     assert same.transpose(2, 3)[:, ~written].all()  # nothing else was touched
 
 
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kept", KEPT)
+def test_as_older_gpus_have_it(
+    library: KernelLibrary, older_library: KernelLibrary, launcher: Launcher, heads: Heads, kept: torch.dtype
+) -> None:
+    """The same bits, also where another instruction makes f16 of e4m3."""
+    positions = [5, 127, 300, 3000]
+    case = Case(heads, positions, kept=kept)
+    found = [case.run(one, launcher, None, blocks_at_once=1 << 20) for one in (library, older_library)]
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("heads", HEADS[:3], ids=str)
 def test_large_head_norms(library: KernelLibrary, launcher: Launcher, heads: Heads) -> None:
     case = Case(heads, POSITIONS[2], gain=96.0)

@@ -124,15 +124,16 @@ def test_again_and_again_the_same_bits(library: KernelLibrary, launcher: Launche
         assert torch.equal(case.run(launcher, times=3)[first.isfinite()], first[first.isfinite()])
 
 
-def test_as_older_gpus_have_it(older_library: KernelLibrary, launcher: Launcher) -> None:
+@pytest.mark.parametrize("kept", KEPT)
+def test_as_older_gpus_have_it(older_library: KernelLibrary, launcher: Launcher, kept: torch.dtype) -> None:
     """Launched one after the other, as they must be there."""
-    case = Case(older_library, HEADS[1], LENGTHS["ragged"], None)
+    case = Case(older_library, HEADS[1], LENGTHS["ragged"], None, kept)
     out = torch.full_like(case.queries, NAN)
     layer = LayerAttention(case.pool[0], case.pool[1], None, None)
     launcher.enqueue([case.ops.plan().alone(), case.ops.attend(layer, case.queries, out).alone()])
     torch.cuda.synchronize()
     live = case.rows.lengths > 0
-    pools = (case.pool[0], case.pool[1])
+    pools = read(case.pool[0]), read(case.pool[1])
     expected = reference.attend_rows(case.queries.double(), pools, case.rows.pages, case.rows.lengths, None)
     assert float((out[live].double() - expected[live]).norm() / expected[live].norm()) < 6e-3
 
