@@ -314,7 +314,7 @@ def told(one: dict[str, Any]) -> str:
 def beginning(arm: Arm, prompt: tuple[int, ...], k: int) -> float:
     """Seconds from a prompt's token to the next, by a round: the host's part before the first round among them, and a
     draft model's catching up."""
-    return statistics.median(arm.run(True, [Wanted(prompt, 2, k)]).seconds for _ in range(5))
+    return statistics.median(arm.run(True, [Wanted(prompt, 2, k)]).seconds for _ in range(25))
 
 
 def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -331,7 +331,8 @@ def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Toke
 
     for k in range(1, 1 + MOST_DRAFTED):
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
-        needed = sum(seconds(count, drafted) for one in found.on for count, drafted in one.steps)
+        # A round has rooms for more tokens than k, where k is no size of a round.
+        needed = sum(seconds(count, min(drafted, k)) for one in found.on for count, drafted in one.steps)
         if on_gpu:  # plain steps are another executor's, and the host's part before a round is in no table
             needed += found.turns * sum(beginning(arm, one, k) - costs.seconds(1 + k) for one in prompts)
             plain = sum(one.seconds for one in found.off)
