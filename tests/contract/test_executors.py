@@ -150,7 +150,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Pre
 
 def within(request: GenerationRequest) -> Callable[[int], torch.Tensor] | None:
     """What a request with a constraint may say, by how much it has said."""
-    return None if request.constraint is None else partial(allowed, vocabulary=320, stops=(3, 5))
+    if request.constraint is None:
+        return None
+    return partial(allowed, vocabulary=320, stops=request.stopping.stop_token_ids)
 
 
 def requests(count: int = 8, logprobs: int | None = None, tokens: int = 40) -> list[GenerationRequest]:
