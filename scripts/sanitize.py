@@ -3,9 +3,10 @@
     python -m scripts.sanitize                       # memcheck and racecheck of every file, four at a time
     python -m scripts.sanitize --tools memcheck --files tests/engine/kernels/test_gpu_step.py --cases 100
 
-Under the tool a test takes 10 to 50 times as long, so of each test function a few cases run, spread evenly over the
-small ones, and the kernels are compiled before, by the same tests without the tool. Each file is a process of its own
-under a limit of time, past which it begins no test. memcheck looks at memory of every kind, racecheck at shared memory
+Under the tool a test takes far longer, so of each test function a few cases run, spread evenly over the small ones; the
+kernels are compiled before, by the same tests without the tool, and torch computes on the CPU (`scripts.on_host`), so
+that the tool has none of its kernels to rewrite. Each file is a process of its own under a limit of time, past which it
+begins no test. memcheck looks at memory of every kind, racecheck at shared memory
 alone: it knows nothing of flags in global memory by which blocks wait for each other.
 
 As a pytest plugin, which it is in those processes, it leaves out all cases but those few.
@@ -27,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 FILES = "tests/engine/kernels/test_gpu_*.py"
 TOOLS = ("memcheck", "racecheck")
@@ -51,6 +54,14 @@ _FINDING = re.compile(rf"^========= ((?:{_KINDS})\b.*)$", re.MULTILINE)
 _SUMMARY = re.compile(r"^========= ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 
 
+def pytest_configure(config: Any) -> None:
+    """Leaves the GPU to our own kernels."""
+    from scripts.on_host import on_gpu
+
+    on_gpu().__enter__()
+
+
+@pytest.hookimpl(trylast=True)  # of those that -k leaves
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Keeps as many cases of each test function as were asked for, the first and the last among them."""
     most = int(os.environ[_CASES])

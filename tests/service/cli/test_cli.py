@@ -323,5 +323,5 @@ def test_the_doctor_takes_the_settings_of_a_server() -> None:
     given = {
         name: value for name, value in vars(doctor._parser().parse_args([])).items() if name not in ("json", "digest")
     }
-    assert len(given) == 12
+    assert len(given) == 13
     assert given == {name: known[name] for name in given}

@@ -157,6 +157,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "decoder": "--decoder=eager",
         "load_format": "--load-format=dummy",
         "quantization": "--quantization=int8",
+        "kv_dtype": "--kv-dtype=fp8",
         "max_sequences": "--scheduler.max-sequences=9",
         "max_batch_tokens": "--scheduler.max-batch-tokens=99",
         "target_tpot": "--scheduler.target-tpot=20",
