@@ -17,12 +17,12 @@ Copy = Callable[[int, int, int], None]  # to an address, from an address, bytes
 _NO_KERNEL = ("empty", "new_empty", "empty_strided", "empty_like", "new_empty_strided", "record_stream", "is_pinned")
 
 
-class OnHost(TorchDispatchMode):
+class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered."""
 
     def __init__(self, device: str, fetch: Copy, send: Copy) -> None:
         """`device`: whose tensors are meant, by its type."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._fetch, self._send = device, fetch, send
 
     def __torch_dispatch__(
@@ -83,7 +83,7 @@ class _Call:
         storage = one.untyped_storage()
         held = self.storages.get(storage.data_ptr())
         if held is None:
-            held = torch.UntypedStorage(storage.nbytes())
+            held = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
             if storage.nbytes():
                 self._fetch(held.data_ptr(), storage.data_ptr(), storage.nbytes())
                 self.storages[storage.data_ptr()] = held

@@ -58,7 +58,7 @@ def pytest_configure(config: Any) -> None:
     """Leaves the GPU to our own kernels."""
     from scripts.on_host import on_gpu
 
-    on_gpu().__enter__()
+    on_gpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 @pytest.hookimpl(trylast=True)  # of those that -k leaves
