@@ -73,6 +73,18 @@ def quality_cpu(results: Results) -> str:
     return table(["", "perplexity (95 % interval)", "mean KL, nats", "same first choice"], rows)
 
 
+def kept_cpu(results: Results) -> str:
+    """What fp8 keys and values cost the demo model, by the type of all other arithmetic."""
+    rows = []
+    for run in results["kept-cpu"]:
+        value, low, high = run["perplexity_change"]
+        cells = [f"{signed(value)} % ({signed(low)} to {signed(high)})", f"{run['kl']:.4f}"]
+        largest = " and ".join(fixed(most) for most in run["largest"])
+        rows.append([run["dtype"], *cells, percent(run["agreement"], 1) + " %", largest, run["revision"]])
+    head = ["arithmetic", "perplexity (95 % interval)", "mean KL, nats", "same first choice", "largest key and value"]
+    return table([*head, "commit"], rows)
+
+
 # Caches
 
 

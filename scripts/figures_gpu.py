@@ -122,12 +122,16 @@ def streams(results: Results, model: tuple[str, str], engine: str) -> Mapping[st
     return {str(count): float(rate) for count, rate in found["streams"].items()}
 
 
-def measured(results: Results, model: tuple[str, str], path: str, workload: str) -> Mapping[str, Any] | None:
-    """The newest record of Whippet's on an H100; `path` is offline or grpc."""
+def measured(
+    results: Results, model: tuple[str, str], path: str, workload: str, revision: str | None = None
+) -> Mapping[str, Any] | None:
+    """The newest record of Whippet's on an H100, or that of a commit; `path` is offline or grpc."""
     folder = model[0] + ("-awq" if model[1].startswith("awq") else "")
     wanted = (folder, path, workload)
     found = [one for one in results["throughput-h100"] if (one["model"], one["path"], one["workload"]) == wanted]
-    return next((one for one in reversed(found) if "H100" in one["device"]), None)
+    return next(
+        (one for one in reversed(found) if "H100" in one["device"] and revision in (None, one["revision"])), None
+    )
 
 
 def rate_of(record: Mapping[str, Any] | None, unit: str = "output_tokens_per_second") -> str:
@@ -178,6 +182,38 @@ def throughput_h100(results: Results) -> str:
             [f"{MODELS[model]}, {row['workload']}", name, f"{rate} {unit}"] for name, rate in rates.items() if rate
         ]
     return table(["", "", ""], rows)
+
+
+KEPT_WORKLOADS = {  # as `bench.workloads` calls them
+    "256 requests of 100 to 1,024 tokens in and out": ("mixed256", "output_tokens_per_second"),
+    "256 requests of 128 tokens in, 128 out": ("n256", "output_tokens_per_second"),
+    "1,024 of them, requests/s": ("short1024", "requests_per_second"),
+}
+
+
+def kept_h100(results: Results) -> str:
+    """Keys and values as arithmetic has them and as fp8, in one run each."""
+    rows = []
+    for model in (QWEN, MISTRAL_AWQ):
+        for title, (workload, unit) in KEPT_WORKLOADS.items():
+            found = measured(results, model, "offline", f"{workload}-fp8")
+            if found is not None:
+                beside = measured(results, model, "offline", workload, found["revision"])
+                rates = (rate_of(beside, unit), rate_of(found, unit))
+                rows.append([f"{MODELS[model]}: {title}", *rates, found["revision"]])
+    runs = results["kept-h100"]
+    for context in CONTEXTS:
+        plain, narrow = (
+            joined(
+                whole(run["engine"]["contexts"][context]["tokens_per_second"])
+                for run in runs
+                if run["settings"]["kv_dtype"] == kept
+            )
+            for kept in ("auto", "fp8")
+        )
+        title = f"{MODELS[QWEN]}: one stream behind {int(context):,} tokens, two processes each"
+        rows.append([title, plain, narrow, runs[0]["revision"]])
+    return table(["output tokens/s", "bf16", "fp8", "commit"], rows)
 
 
 def next_day(results: Results) -> str:
