@@ -27,6 +27,7 @@ Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 CANARY = "zqxwCanary"
 TOKEN = f"{CANARY}-token"
 KNOWN = (("authorization", f"Bearer {TOKEN}"),)
+ENDLESS = pb.StoppingOptions(ignore_eos=True)  # longer than anything that is waited for here
 PROMPT = f"def {CANARY}_of(path):\n    "
 BAD: list[Metadata] = [
     ((b"authorization", f"Bearer {CANARY}-wrong".encode()),),
@@ -90,7 +91,7 @@ class Provoker:
         self._fails(ask(PROMPT, 8, sampling=pb.SamplingOptions(temperature=-1)))
         self._fails(ask(PROMPT, 8), metadata=())
         self._fails(ask(PROMPT, 8), metadata=(("authorization", f"Bearer {CANARY}"),))
-        self._fails(ask(PROMPT, 2000), timeout=0.05)
+        self._fails(ask(PROMPT, 1900, stopping=ENDLESS), timeout=0.05)
 
     def _ended_early(self) -> None:
         call = self.server.generation.GenerateStream(
@@ -100,7 +101,9 @@ class Provoker:
         call.cancel()
 
     def _kill_engine(self) -> None:
-        call = self.server.generation.GenerateStream(ask_stream(PROMPT, 1000), metadata=KNOWN, timeout=PATIENCE)
+        call = self.server.generation.GenerateStream(
+            ask_stream(PROMPT, 1900, stopping=ENDLESS), metadata=KNOWN, timeout=PATIENCE
+        )
         next(call)
         os.kill(self.server.engine_pid(), signal.SIGKILL)
         with pytest.raises(grpc.RpcError) as caught:
