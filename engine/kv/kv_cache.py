@@ -24,6 +24,15 @@ def stored_as(choice: KvDtype, computed: torch.dtype) -> torch.dtype:
     return _E4M3 if choice == "fp8" else computed
 
 
+def _widened(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of e4m3 as numbers, exactly; NaN may become 480."""
+    if held.device.type != "cpu":
+        return held.view(_E4M3).to(dtype)
+    # torch's own takes ten times as long there. As float16 an exponent is 8 too low, that of a denormal too.
+    bits = held.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return bits.view(torch.float16).to(dtype).mul_(256.0)
+
+
 @dataclass(frozen=True, slots=True)
 class KvShape:
     """What a page holds."""
@@ -105,7 +114,7 @@ class KvCache:
         return keys, values
 
     def _read(self, held: torch.Tensor) -> torch.Tensor:
-        return held.view(_E4M3).to(self._computed) if self._narrow else held
+        return _widened(held, self._computed) if self._narrow else held
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Copies of these pages: [pages, layers, 2, kv_heads, 16, head_dim], as they lie."""
