@@ -161,8 +161,11 @@ class AnswerCaches:
         return self._engine.load.tier or TierReport()
 
     def _opened(self, info: ModelInfo) -> tuple[ModelInfo, ModelIdentity, Caches]:
+        weights = f"{info.weights_digest} {info.architecture} {info.weight_format} {info.dtype}"
+        if info.kv_dtype.startswith("float8"):  # else arithmetic's own, in which replicas on other CPUs may differ
+            weights += f" {info.kv_dtype}"
         identity = ModelIdentity(
-            weights=f"{info.weights_digest} {info.architecture} {info.weight_format} {info.dtype} {info.kv_dtype}",
+            weights=weights,
             tokenizer=self._tokenizer,
         )
         if self._open is not None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,9 @@ async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServ
     async with asyncio.timeout(60):
         assert await found(INFO, "tokenizer", put=True)
         assert await found(INFO, "tokenizer", put=False)
+        assert await found(replace(INFO, kv_dtype="bfloat16"), "tokenizer", put=False), (
+            "on another CPU, the same answers"
+        )
         other = ModelInfo(**{**{f: getattr(INFO, f) for f in INFO.__dataclass_fields__}, **CHANGES[name]})
         assert not await found(other, "tokenizer" if CHANGES[name] else "other", put=False)
 
