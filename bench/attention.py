@@ -53,7 +53,7 @@ def decode(library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: li
         at += count
     rows = many.BatchRows(torch.tensor(lengths, dtype=torch.int32, device=device), pages)
     attention = many.BatchAttention(library, heads, rows, shape, many.workspace(heads, len(lengths), shape, device))
-    layer_bytes = sum(held) * heads.keys * many.stage_bytes(heads, 2)
+    layer_bytes = sum(held) * heads.keys * many.stage_bytes(heads, torch.bfloat16.itemsize)
     layers = int(min(32, max(2, -(-L2_BYTES // layer_bytes))))
     pool = torch.randn(layers, 2, sum(held), heads.keys, 16, heads.dim, device=device, dtype=torch.bfloat16)
     queries = torch.randn(len(lengths), heads.queries, heads.dim, device=device).bfloat16()

@@ -167,7 +167,7 @@ struct HeadVector {
             if (d < kHalf) p[d] = to_stored(low[i]), p[kHalf + d] = to_stored(high[i]);
         }
     }
-    // To `query` as operands, or to `kept` as it lies in a page.
+    // To `query` as operands, or to `kept` as it lies in a page; where both are of one type, by one store without a branch.
     template <class T>
     __device__ __forceinline__ void put(bool is_query, u16* query, T* kept, int lane) const {
         if constexpr (sizeof(T) == sizeof(u16))

@@ -112,7 +112,10 @@ template <int WORDS>
 __device__ __forceinline__ void load_words(u32 (&w)[WORDS], const void* p) {
     static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "a load of 4, 8 or 16 bytes");
     if constexpr (WORDS == 4)
-        asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory");
+        asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "l"(p)
+                     : "memory");
     else if constexpr (WORDS == 2)
         asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p) : "memory");
     else
@@ -123,7 +126,10 @@ template <int WORDS>
 __device__ __forceinline__ void load_words(u32 (&w)[WORDS], u32 address) {
     static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "a load of 4, 8 or 16 bytes");
     if constexpr (WORDS == 4)
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address) : "memory");
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(address)
+                     : "memory");
     else if constexpr (WORDS == 2)
         asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address) : "memory");
     else
