@@ -29,9 +29,9 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        call = _Call(self._device, self._fetch)
         if _is_free(func):
             return func(*args, **kwargs)
+        call = _Call(self._device, self._fetch)
         here_args, here_kwargs = tree_map(call.here, list(args)), tree_map(call.here, kwargs)
         if not call.concerned:
             return func(*args, **kwargs)

@@ -79,11 +79,8 @@ def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) 
     context = _context(settings, what, sequences, full.nbytes)
     rope = torch.empty(context, 2, config.head_dim, device="meta")
     model = Transformer(config, weights, rope, nowhere)
-    shape, stored = (
-        KvShape(config.layers, config.kv_heads, config.head_dim),
-        stored_as(settings.kv_dtype, nowhere.dtype),
-    )
-    pool = KvCache(shape, 1, nowhere, heads_outside=False, stored=stored)
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    pool = KvCache(shape, 1, nowhere, heads_outside=False, stored=stored_as(settings.kv_dtype, nowhere.dtype))
     sampler = Sampler(config.vocab_size, 1, torch.device("cpu"))
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     copies = plain_copies(linears, sequences, _MOST_BYTES)
