@@ -4,7 +4,7 @@ is worth, and for tests."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
@@ -25,7 +25,7 @@ class Forced:
         self._depth = depth
         self._chance = random.Random(1)
 
-    def measure(self) -> None:
+    def measure(self, target: Callable[[], None]) -> None:
         """It costs nothing."""
 
     def seconds(self, rows: int, depth: int) -> float:

@@ -333,8 +333,9 @@ def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Toke
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
         # A round has rooms for more tokens than k, where k is no size of a round.
         needed = sum(seconds(count, min(drafted, k)) for one in found.on for count, drafted in one.steps)
-        if on_gpu:  # plain steps are another executor's, and the host's part before a round is in no table
-            needed += found.turns * sum(beginning(arm, one, k) - costs.seconds(1 + k) for one in prompts)
+        # What comes before a first round is in no table.
+        needed += found.turns * sum(beginning(arm, one, k) - seconds(1, k) for one in prompts)
+        if on_gpu:  # plain steps are another executor's
             plain = sum(one.seconds for one in found.off)
         else:  # by the table, since the machine may be slower now than when the table was made
             plain = sum(seconds(count, drafted) for one in found.off for count, drafted in one.steps)

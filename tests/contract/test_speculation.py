@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from bench.forced_drafts import Forced
 from engine.api import GenerationRequest
 from engine.execution.registry import EXECUTORS
 from engine.execution.runner import ModelRunner
+from engine.execution.speculation.costs import SIZES
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.speculation.executor import Speculation
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import Proposer
 from engine.kv.kv_cache import KvCache
+from engine.model.transformer import StepInput
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.settings import EngineSettings
@@ -105,6 +109,28 @@ def proposers(name: str, prepared: Prepared, told: dict[tuple[int, ...], list[in
         "wrong": (Forced(told, 0.0),),
     }
     return kinds[name]
+
+
+@pytest.mark.parametrize("model", ["plain"], indirect=True)
+def test_a_draft_is_timed_as_it_will_be_made(
+    model: tuple[EngineSettings, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step behind one of the target's, with the two tokens that a right draft leaves to be fed."""
+    draft, done = draft_of(model[1]), [0]
+    forward = draft.model.forward
+
+    def noted(step: StepInput, pool: KvCache) -> torch.Tensor:
+        done.append(len(step.token_ids))
+        return forward(step, pool)
+
+    monkeypatch.setattr(draft.model, "forward", noted)
+    with torch.inference_mode():
+        draft.measure(lambda: done.append(0))
+    behind = [tokens for before, tokens in pairwise(done) if before == 0]
+    further = done[len(done) - done[::-1].index(0) + 1 :]
+    assert {2} <= set(behind) <= {2 * size for size in SIZES}  # of those that there is time for
+    assert {1} <= set(further) <= set(SIZES)
+    assert 0 < draft.seconds(1, 1) < draft.seconds(1, 2) < draft.seconds(1, 7)
 
 
 @pytest.mark.parametrize(("model", "name"), CASES, indirect=["model"])

@@ -42,8 +42,11 @@ class Costs:
         return seconds[below] + (tokens - sizes[below]) * slope
 
 
-def measure(step: Callable[[int, int], None], most: int, clock: Clock) -> Costs:
-    """Costs of `step`, which feeds so many tokens behind so many others; of all there may be `most`."""
+def measure(
+    step: Callable[[int, int], None], most: int, clock: Clock, between: Callable[[], None] = lambda: None
+) -> Costs:
+    """Costs of `step`, which feeds so many tokens behind so many others; of all there may be `most`. `between`: done
+    before each, and not counted."""
     known: dict[int, float] = {}
     before = max(0, min(_CONTEXT, most - SIZES[-1]))
     began = time.perf_counter()
@@ -51,11 +54,13 @@ def measure(step: Callable[[int, int], None], most: int, clock: Clock) -> Costs:
         if before + size > most or time.perf_counter() - began > _PATIENCE:
             break
         step(size, before)  # what is set up at a first call
+        between()
         known[size] = _timed(step, size, before, clock)
     for _ in range(_REPEATS):  # size after size each time, so that what is slow for a while is slow for all
         for size in known:
             if time.perf_counter() - began > _PATIENCE:
                 break
+            between()
             known[size] = min(known[size], _timed(step, size, before, clock))
     return Costs(known)
 

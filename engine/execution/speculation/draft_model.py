@@ -6,11 +6,14 @@ same token. Its keys and values lie in a pool of its own under the numbers of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from engine.api import GREEDY, Stopping
 from engine.execution.speculation.costs import Costs, clock_of, measure
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
 from engine.kv.kv_cache import KvCache
@@ -21,6 +24,7 @@ from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
 _CHUNK = 512  # tokens of a prompt that it takes in at once
+_LACKED = 2  # tokens behind a draft that was right: its last one was never fed, and the target said another
 
 
 @dataclass(slots=True)
@@ -54,16 +58,18 @@ class DraftModel:
         self._sampler = sampler
         self._windows = tuple(dict.fromkeys(model.config.windows))
         self._followed: dict[int, Followed] = {}  # by slot
-        self._costs = Costs({1: 0.0})
+        self._first = self._further = Costs({1: 0.0})  # steps for so many sequences
 
-    def measure(self) -> None:
-        """A step for so many rows."""
+    def measure(self, target: Callable[[], None]) -> None:
+        """See `Proposer`."""
         most = min(self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])
-        self._costs = measure(self._rehearse, most, clock_of(self.model.placement.device))
+        clock = clock_of(self.model.placement.device)
+        self._first = measure(partial(self._rehearse, _LACKED), most, clock, between=target)
+        self._further = measure(partial(self._rehearse, 1), most, clock)
 
     def seconds(self, rows: int, depth: int) -> float:
         """A step a token. What it has not seen of a prompt is not counted: that comes once."""
-        return depth * self._costs.seconds(rows)
+        return self._first.seconds(rows) + (depth - 1) * self._further.seconds(rows)
 
     def reach(self, sequence: SequenceState) -> int:
         """As far as anyone wishes."""
@@ -120,10 +126,6 @@ class DraftModel:
 
     def _feed(self, rows: Items[tuple[Followed, list[int]]]) -> torch.Tensor:
         """Feeds each its next tokens, rows of one first; logits behind the last of each."""
-        return self.model.logits(self._hidden(rows))
-
-    def _hidden(self, rows: Items[tuple[Followed, list[int]]]) -> torch.Tensor:
-        """As `_feed`, before the head."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -136,20 +138,16 @@ class DraftModel:
             positions += range(start, start + len(ids))
             slots += [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(start, start + len(ids))]
             last.append(len(token_ids) - 1)
-        return self._forward(token_ids, positions, slots, spans, last)
-
-    def _forward(
-        self, token_ids: list[int], positions: list[int], slots: list[int], spans: list[RowSpan], last: list[int]
-    ) -> torch.Tensor:
         device = self.model.placement.device
         packed = torch.tensor((token_ids, positions, slots), device=device)
         attention = StepAttention(spans, self._windows, self.pool, device)
         sampled = None if len(last) == len(token_ids) else torch.tensor(last, dtype=torch.int64, device=device)
-        return self.model.forward(StepInput(packed[0], packed[1], packed[2], attention, sampled), self.pool)
+        step = StepInput(packed[0], packed[1], packed[2], attention, sampled)
+        return self.model.logits(self.model.forward(step, self.pool))
 
-    def _rehearse(self, rows: int, before: int) -> None:
-        """A step of so many rows of nobody, behind so many tokens."""
-        places = list(range(before, before + rows))
-        pages = list(range(-(-(before + rows) // PAGE_SIZE)))
-        spans = [RowSpan(at, 1, place, pages) for at, place in enumerate(places)]
-        self.model.logits(self._forward([0] * rows, places, places, spans, places)).argmax(dim=-1).tolist()
+    def _rehearse(self, lacked: int, rows: int, before: int) -> None:
+        """A step for so many sequences of nobody's, each of which lacks so many tokens behind so many others."""
+        pages = list(range(-(-(before + lacked) // PAGE_SIZE)))
+        nobody = SequenceState(-1, -1, [], 0, GREEDY, Stopping(max_tokens=1), None, pages=pages)
+        logits = self._feed([(Followed(nobody, 0, before), [0] * lacked)] * rows)
+        self._sampler.choose([nobody] * rows, logits)

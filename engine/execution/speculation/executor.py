@@ -56,7 +56,7 @@ class Speculation:
         """Measures what steps cost here. The pages that it writes are nobody's yet."""
         with torch.inference_mode():
             for proposer in self._proposers:
-                proposer.measure()
+                proposer.measure(lambda: self._eager.rehearse(1, 0))
             self.costs = self.costs or self._measured()
         self._control = Control(self.costs)
 

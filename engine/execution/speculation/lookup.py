@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
@@ -58,7 +59,7 @@ class PromptLookup:
         self._indices: dict[int, PairIndex] = {}  # by slot
         self._places: dict[int, tuple[int, int]] = {}  # slot → length of the sequence, and its place
 
-    def measure(self) -> None:
+    def measure(self, target: Callable[[], None]) -> None:
         """A few microseconds."""
 
     def seconds(self, rows: int, depth: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Final, NamedTuple, Protocol
 
@@ -38,5 +39,6 @@ class Proposer(Protocol):
     def seconds(self, rows: int, depth: int) -> float:
         """What drafts of so many tokens for so many sequences cost, as measured at the start."""
 
-    def measure(self) -> None:
-        """Finds out what `seconds` tells. Called once, before the first request, in torch's inference mode."""
+    def measure(self, target: Callable[[], None]) -> None:
+        """Finds out what `seconds` tells, with the step `target` of the model in between, as there is between drafts.
+        Called once, before the first request, in torch's inference mode."""

@@ -143,3 +143,17 @@ def test_measuring_ends_by_itself() -> None:
     assert set(steps) == {size for size in SIZES if size <= 8}
     assert costs.seconds(8) == 8.0
     assert costs.seconds(1) == 1.0
+
+
+def test_what_is_done_between_steps_is_not_counted() -> None:
+    now, done = 0.0, []
+
+    def take(seconds: float, name: str) -> None:
+        nonlocal now
+        now += seconds
+        done.append(name)
+
+    costs = measure(lambda size, before: take(size, "step"), 8, lambda: now, lambda: take(100.0, "between"))
+    assert costs.seconds(8) == 8.0
+    timed = [at for at, name in enumerate(done) if name == "step" and at and done[at - 1] == "between"]
+    assert len(timed) == done.count("between") == done.count("step") - len({1, 2, 3, 4, 6, 8})  # that are first calls
