@@ -56,8 +56,10 @@ def measure(
         step(size, before)  # what is set up at a first call
         between()
         known[size] = _timed(step, size, before, clock)
-    for _ in range(_REPEATS):  # size after size each time, so that what is slow for a while is slow for all
-        for size in known:
+    # Size after size each time, so that what is slow for a while is slow for all; the largest first, since a step whose
+    # numbers have pushed the weights out of a CPU's caches makes the one after it longer.
+    for _ in range(_REPEATS):
+        for size in reversed(known):
             if time.perf_counter() - began > _PATIENCE:
                 break
             between()
