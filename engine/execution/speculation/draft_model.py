@@ -69,7 +69,7 @@ class DraftModel:
 
     def seconds(self, rows: int, depth: int) -> float:
         """A step a token. What it has not seen of a prompt is not counted: that comes once."""
-        return self._first.seconds(rows) + (depth - 1) * self._further.seconds(rows)
+        return self._first.seconds(rows) + (depth - 1) * self._further.seconds(rows) if depth else 0.0
 
     def reach(self, sequence: SequenceState) -> int:
         """As far as anyone wishes."""
