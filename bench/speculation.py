@@ -11,14 +11,9 @@ that thread's own, which others on the machine do not disturb. Answers are compa
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,226 +21,16 @@ from tokenizers import Tokenizer
 
 from bench import texts
 from bench.about import device, revision
-from bench.driven import asked, planner
 from bench.pace import quantile
+from bench.speculating.arms import Arm, Wanted, beside, made_of, record
+from bench.speculating.depths import of_depths
 from bench.workloads import append
-from engine.execution.registry import EXECUTORS, Executor
-from engine.execution.runner import ModelRunner
-from engine.execution.speculation.captured.executor import CapturedSpeculation
-from engine.execution.speculation.costs import Clock, Costs, clock_of
-from engine.execution.speculation.executor import Speculation
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
-from engine.execution.step_state import Parts
-from engine.kv.page_pool import PagePool
-from engine.scheduling.scheduler import Scheduler
-from engine.settings import Device, EngineSettings
-from engine.worker.build import make_runner, prepare
+from engine.settings import Device
 
-FREE = Costs({1: 1.0, 512: 1.0})  # so that drafts are always as long as a request allows
 NAMES = ("device", "model", "proposer", "k", "prompts", "streams", "revision")  # of a record
 PARTS = ("texts", "depths", "streams")
 PROPOSERS = ("prompt_lookup", "draft_model", "both")
 OTHERS = 7
-WARM = 20  # steps
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One stream of a run."""
-
-    prompt: tuple[int, ...]
-    tokens: int
-    drafts: int | None = None  # the most a round
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Some streams at once, measured from when all have begun until the first ends."""
-
-    tokens: int
-    seconds: float
-    steps: tuple[tuple[int, int], ...]  # of one stream: so many, and tokens drafted in each
-    proposed: int
-    accepted: int
-    ids: tuple[tuple[int, ...], ...]
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
-class Arm:
-    """A runner with its proposers, whose speculation is switched."""
-
-    def __init__(
-        self,
-        name: str,
-        runner: ModelRunner,
-        clock: Clock,
-        parts: Parts,
-        costs: Costs,
-        rounds: CapturedSpeculation | None,
-    ) -> None:
-        """`rounds`: the executor that launches them ahead, if it is that."""
-        self.name = name
-        self.rounds = rounds
-        self.runner = runner
-        self.parts = parts
-        self.costs = costs
-        self._clock = clock
-
-    def _begin(self, asks: Sequence[Wanted]) -> Scheduler:
-        scheduler = planner(self.runner, PagePool(self.runner.info.total_pages), 2048)
-        for key, ask in enumerate(asks):
-            made = asked(key, ask.prompt, ask.tokens)
-            made.request = replace(made.request, draft_limit=ask.drafts)
-            scheduler.admit(made)
-        return scheduler
-
-    def steps(self, asks: Sequence[Wanted]) -> tuple[list[float], list[float]]:
-        """Seconds of the steps that all streams are in, with a draft and with speculation off, in turns."""
-        scheduler, live, number = self._begin(asks), len(asks), 0
-        found: tuple[list[float], list[float]] = ([], [])
-        while live == len(asks) and (plan := scheduler.plan(0.0)) is not None:
-            number += 1
-            self.runner.set_optimization("speculation", number % 2 == 0)
-            began = self._clock()
-            result = self.runner.run(plan)
-            live -= sum(event.finish is not None for event in scheduler.commit(plan, result, 0.0))
-            drafted = any(row.draft_proposed for row in result.rows.values())
-            if number > WARM and (number % 2 or drafted):
-                found[number % 2].append(self._clock() - began)
-        for key in range(len(asks)):
-            scheduler.cancel(key)
-        while (plan := scheduler.plan(0.0)) is not None:
-            scheduler.commit(plan, self.runner.run(plan), 0.0)
-        return found
-
-    def run(self, on: bool, asks: Sequence[Wanted]) -> Run:
-        """All to their ends."""
-        self.runner.set_optimization("speculation", on)
-        scheduler = self._begin(asks)
-        ids: dict[int, list[int]] = {key: [] for key in range(len(asks))}
-        begun: set[int] = set()
-        steps: list[tuple[int, int]] = []
-        read: Mapping[int, int] = {}
-        began, ended, tokens, proposed, accepted = 0.0, 0.0, 0, 0, 0
-        while (plan := scheduler.plan(0.0)) is not None:
-            result = self.runner.run(plan)
-            now = self._clock()
-            counted = len(begun) == len(asks) and not ended
-            for event in scheduler.commit(plan, result, 0.0):
-                count = len(event.token_ids)
-                if event.failure is not None:
-                    raise RuntimeError(str(event.failure))
-                if counted:
-                    tokens += count
-                if count:
-                    begun.add(event.key)
-                ids[event.key] += event.token_ids
-                if event.finish is not None and not ended:
-                    ended = now
-            if counted:
-                rows = result.rows.values()
-                proposed += sum(row.draft_proposed for row in rows)
-                accepted += sum(row.draft_accepted for row in rows)
-                steps += [(len(row.token_ids) - row.draft_accepted, row.draft_proposed) for row in rows]
-            elif not began and len(begun) == len(asks):
-                began, read = now, {} if self.rounds is None else self.rounds.read
-        if self.rounds is not None:
-            # Several rounds came of one step of the planner.
-            found = {group - 1: count - read.get(group, 0) for group, count in self.rounds.read.items()}
-            plain = sum(count for count, _ in steps) - sum(found.values())
-            steps = [(plain, 0), *((count, drafted) for drafted, count in found.items())]
-        return Run(
-            tokens,
-            ended - began,
-            tuple(steps),
-            proposed,
-            accepted,
-            tuple(tuple(each) for each in ids.values()),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """A draft's tokens a second and those without one; over runs in turns."""
-
-    on: tuple[Run, ...]
-    off: tuple[Run, ...]
-    turns: int
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """All tokens over the median turn's seconds."""
-        return self._rate(self.on), self._rate(self.off)
-
-    def _rate(self, runs: tuple[Run, ...]) -> float:
-        each = len(runs) // self.turns
-        of_turns = [runs[at : at + each] for at in range(0, len(runs), each)]
-        return statistics.median(
-            sum(one.tokens for one in turn) / sum(one.seconds for one in turn) for turn in of_turns
-        )
-
-    @property
-    def acceptance(self) -> float:
-        """A drafted token."""
-        return sum(one.accepted for one in self.on) / max(1, sum(one.proposed for one in self.on))
-
-    @property
-    def same(self) -> bool:
-        """Whether every answer was the same."""
-        return all(on.ids == off.ids for on, off in zip(self.on, self.off, strict=True))
-
-
-def beside(arm: Arm, cases: Sequence[Sequence[Wanted]], seconds: float) -> Beside:
-    """Each case with and without, in turns, while there is time; at least once."""
-    for case in cases:  # sizes that were not met yet are set up
-        for on in (True, False):
-            arm.run(on, case)
-    began, turns = time.monotonic(), 0
-    runs: dict[bool, list[Run]] = {True: [], False: []}
-    while not turns or time.monotonic() - began < seconds * turns / (turns + 1):
-        for at, case in enumerate(cases):
-            for on in (True, False) if (at + turns) % 2 else (False, True):
-                runs[on].append(arm.run(on, case))
-        turns += 1
-    return Beside(tuple(runs[True]), tuple(runs[False]), turns)
-
-
-def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
-    """The model with this proposer. `forced`: drafts are always as long as a request allows."""
-    drafts = given.draft_model if name != "prompt_lookup" else ""
-    settings = EngineSettings(
-        model=given.model, device=given.device, draft_model=drafts, max_sequences=8, threads=given.threads
-    )
-    prepared = prepare(settings, lambda *_: None)
-    known = FREE if forced else None
-
-    def eager(parts: Parts) -> Executor:
-        lookup: tuple[Proposer, ...] = (PromptLookup(),) if name != "draft_model" else ()
-        return Speculation(parts, lookup if parts.draft is None else (*lookup, parts.draft), known)
-
-    makes: dict[str, Callable[[Parts], Executor]] = {
-        "speculation": eager,
-        "captured_speculation": lambda parts: CapturedSpeculation(parts, known),
-    }
-    made: list[Executor] = []
-
-    def noted(make: Callable[[Parts], Executor], parts: Parts) -> Executor:
-        made.append(make(parts))
-        return made[-1]
-
-    registry = tuple(
-        replace(one, make=partial(noted, makes[one.name])) if one.name in makes else one for one in EXECUTORS
-    )
-    runner = make_runner(settings, prepared, lambda *_: None, registry)
-    costs = next((one.costs for one in made if isinstance(one, (Speculation, CapturedSpeculation)) and one.costs), FREE)
-    rounds = next((one for one in made if isinstance(one, CapturedSpeculation)), None)
-    gc.collect()
-    gc.freeze()  # as an engine process does
-    return Arm(name, runner, clock_of(prepared.parts.model.placement.device), prepared.parts, costs, rounds)
 
 
 def of_texts(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -280,24 +65,6 @@ def waits(on: list[float], off: list[float]) -> dict[str, Any]:
     }
 
 
-def record(arm: Arm, found: Beside, prompts: str, streams: int, k: int | None = None) -> dict[str, Any]:
-    """As kept in bench/results. `k` null: as the engine finds."""
-    on, off = found.rates
-    return {
-        "proposer": arm.name,
-        "k": k,
-        "acceptance": round(found.acceptance, 3),
-        "tokens_per_second": round(on, 1),
-        "baseline_tokens_per_second": round(off, 1),
-        "ratio": round(on / off, 3),
-        "prompts": prompts,
-        "streams": streams,
-        "drafted_per_token": round(sum(one.proposed for one in found.on) / sum(one.tokens for one in found.on), 3),
-        "turns": found.turns,
-        "same": found.same,
-    }
-
-
 def told(one: dict[str, Any]) -> str:
     """A line of the table."""
     extra = {
@@ -309,38 +76,6 @@ def told(one: dict[str, Any]) -> str:
         f"  accepted {one['acceptance']:5.3f} drafted a token {one['drafted_per_token']:5.3f}"
         f"  {'same' if one['same'] else 'DIFFERENT'} {one['turns']} turns {extra or ''}"
     )
-
-
-def beginning(arm: Arm, prompt: tuple[int, ...], k: int) -> float:
-    """Seconds from a prompt's token to the next, by a round: the host's part before the first round among them, and a
-    draft model's catching up."""
-    return statistics.median(arm.run(True, [Wanted(prompt, 2, k)]).seconds for _ in range(25))
-
-
-def of_depths(given: argparse.Namespace, arm: Arm, costs: Costs, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Drafts of k tokens always, and what the cost table foretells of the steps that came of it, beside those without
-    drafts in the same run."""
-    prompts = texts.prompts("edit", tokenizer, 2) + texts.prompts("code", tokenizer, 2)
-    on_gpu = arm.parts.model.placement.device.type == "cuda"
-    draft = (
-        None if on_gpu or arm.name == "prompt_lookup" else arm.parts.draft
-    )  # a GPU's rounds are measured with theirs
-
-    def seconds(steps: int, drafted: int) -> float:
-        return steps * (costs.seconds(1 + drafted) + (0.0 if draft is None else draft.seconds(1, drafted)))
-
-    for k in range(1, 1 + MOST_DRAFTED):
-        found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
-        # A round has rooms for more tokens than k, where k is no size of a round.
-        needed = sum(seconds(count, min(drafted, k)) for one in found.on for count, drafted in one.steps)
-        # What comes before a first round is in no table.
-        needed += found.turns * sum(beginning(arm, one, k) - seconds(1, k) for one in prompts)
-        if on_gpu:  # plain steps are another executor's
-            plain = sum(one.seconds for one in found.off)
-        else:  # by the table, since the machine may be slower now than when the table was made
-            plain = sum(seconds(count, drafted) for one in found.off for count, drafted in one.steps)
-        foretold = plain / needed  # the same tokens in each
-        yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(foretold, 3)}
 
 
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -355,7 +90,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         arm.runner.close()
         if "depths" in given.parts:
             forced = made_of(given, name, forced=True)
-            yield from of_depths(given, forced, arm.costs, tokenizer)
+            yield from of_depths(given, forced, None if arm.rounds is None else arm.rounds.costs, tokenizer)
             forced.runner.close()
 
 

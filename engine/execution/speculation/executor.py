@@ -53,17 +53,20 @@ class Speculation:
         return {"speculation": None}
 
     def warmup(self, progress: Progress) -> None:
-        """Measures what steps cost here. The pages that it writes are nobody's yet."""
+        """Finds out what steps and drafts cost."""
+        if self.costs is None:
+            self.costs = self.measured()
+        self._control = Control(self.costs)
+
+    def measured(self) -> Costs:
+        """What steps cost here and now; its proposers find out what drafts do. Overwrites the first pages, which must be
+        nobody's."""
+        clock = costs.clock_of(self._parts.model.placement.device)
+        most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
         with torch.inference_mode():
             for proposer in self._proposers:
                 proposer.measure(lambda: self._eager.rehearse(1, 0))
-            self.costs = self.costs or self._measured()
-        self._control = Control(self.costs)
-
-    def _measured(self) -> Costs:
-        clock = costs.clock_of(self._parts.model.placement.device)
-        most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
-        return costs.measure(self._eager.rehearse, most, clock)
+            return costs.measure(self._eager.rehearse, most, clock)
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """All or none: what else is in the step shares the pass over the weights."""

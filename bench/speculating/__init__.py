@@ -1,0 +1,1 @@
+"""What `bench.speculation` measures with."""
