@@ -11,11 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from engine.kv.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache, KvShape
 from engine.linear import Placement
 from engine.model.attention import StepAttention
 from engine.model.weights import Layer, Weights
 from quant.checkpoint.config import ModelConfig
+
+
+def kv_shape(config: ModelConfig) -> KvShape:
+    """What the model keeps of each token."""
+    return KvShape(config.layers, config.kv_heads, config.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

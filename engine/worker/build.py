@@ -18,7 +18,7 @@ from engine.execution.step_state import GpuKernels, Parts
 from engine.fake import plain_request
 from engine.kernels.build import BuildError, default_cache, open_library
 from engine.kernels.context import keep_little
-from engine.kv.kv_cache import KvCache, KvShape, stored_as
+from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import Room, make_room
 from engine.linear import DenseLinear, Placement
 from engine.linear.chosen import ChosenProducts
@@ -29,7 +29,7 @@ from engine.loading.formats import Format, read_folder
 from engine.loading.load import Loaded, Loading, load
 from engine.loading.progress import Progress
 from engine.model.rope import rope_table
-from engine.model.transformer import Transformer
+from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import CPU_BATCH_TOKENS, PAGE_SIZE, EngineSettings
@@ -171,7 +171,7 @@ def _assemble(
     gpu: GpuKernels,
 ) -> Prepared:
     config, placement, device, weights = what.config, what.placement, what.placement.device, loaded.weights
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    shape = kv_shape(config)
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     plain = plain_copies(linears, sequences, free_bytes(device)) if device.type == "cuda" else PlainCopies()

@@ -22,13 +22,13 @@ from engine.execution.graph_decode import weights
 from engine.execution.registry import CAPTURED, EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
 from engine.execution.speculation.captured.executor import NO_DRAFT
 from engine.execution.step_state import Parts
-from engine.kv.kv_cache import KvCache, KvShape, stored_as
+from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import check, weights_digest
 from engine.model.rope import rope_table
-from engine.model.transformer import Transformer
+from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
 from engine.worker import hardware
@@ -247,7 +247,7 @@ def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtyp
     model = Transformer(
         config, shape_weights(config, form, placement.dtype), rope_table(config.rope, 1, placement.device), placement
     )
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    shape = kv_shape(config)
     stored = stored_as(kept, placement.activations.dtype)
     pool = KvCache(shape, 1, placement.activations, placement.device.type == "cpu", stored)
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
@@ -263,7 +263,7 @@ def _model(settings: EngineSettings, form: Format, parts: Parts, draft: Parts | 
     needed = size + (0 if draft is None else draft.model.weights.nbytes)
     if needed > free:
         raise Unsupported(f"{folder}: the weights take {needed} bytes, {free} are free; use a smaller model or device")
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    shape = kv_shape(config)
     beside = 0 if draft is None else draft.pool.shape.page_bytes(draft.model.placement.activations.dtype)
     sequences = settings.max_sequences or hardware.most_sequences(placement.device)
     room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)

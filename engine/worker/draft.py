@@ -15,7 +15,7 @@ from engine.loading.border import checkpoint_errors
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import Loaded
 from engine.model.rope import rope_table
-from engine.model.transformer import Transformer
+from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_texts
@@ -71,4 +71,4 @@ class Drafting:
     @property
     def _shape(self) -> KvShape:
         config = self.read.config
-        return KvShape(config.layers, config.kv_heads, config.head_dim)
+        return kv_shape(config)

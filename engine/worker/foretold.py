@@ -19,12 +19,12 @@ from engine.execution.step_state import GpuKernels, Parts, Unfit
 from engine.kernels.attention import MIN_PAGES, PAGE, SPLITS
 from engine.kernels.build import BuildError, Source, WantedKernels
 from engine.kernels.gpu import GpuShape
-from engine.kv.kv_cache import KvCache, KvShape, stored_as
+from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.loading.formats import Format
-from engine.model.transformer import Transformer
+from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import CUDA_BATCH_TOKENS, CUDA_SEQUENCES, EngineSettings
 from engine.worker.shapes import fewer_layers, shape_weights
@@ -79,7 +79,7 @@ def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) 
     context = _context(settings, what, sequences, full.nbytes)
     rope = torch.empty(context, 2, config.head_dim, device="meta")
     model = Transformer(config, weights, rope, nowhere)
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    shape = kv_shape(config)
     pool = KvCache(shape, 1, nowhere, heads_outside=False, stored=stored_as(settings.kv_dtype, nowhere.dtype))
     sampler = Sampler(config.vocab_size, 1, torch.device("cpu"))
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
@@ -95,14 +95,14 @@ def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
     config, weights = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
     model = Transformer(config, weights, torch.empty(context, 2, config.head_dim, device="meta"), nowhere)
-    pool = KvCache(KvShape(config.layers, config.kv_heads, config.head_dim), 1, nowhere, heads_outside=False)
+    pool = KvCache(kv_shape(config), 1, nowhere, heads_outside=False)
     return DraftModel(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")))
 
 
 def _context(settings: EngineSettings, what: Foretelling, sequences: int, weights: int) -> int:
     """Tokens of the longest sequence."""
     config = what.config
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    shape = kv_shape(config)
     there = Placement(torch.bfloat16, torch.device("cuda"))
     try:
         return make_room(settings, sequences, config.max_context, shape, there, what.free - weights).max_context

@@ -17,8 +17,9 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.constrained.pipeline import MOST_ROWS
-from engine.execution.graph_decode.captured_steps import REACHES, RING, State, fill, placed, state_of, told, words
+from engine.execution.graph_decode.captured_steps import REACHES
 from engine.execution.graph_decode.pipeline import RowState, bucket
+from engine.execution.graph_decode.row_exchange import RING, State, fill, idle, placed, told, words
 from engine.execution.patience import Patience
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
@@ -90,7 +91,7 @@ class HalvedSteps:
     def _made(self, size: int) -> Halves:
         device = self._weights.table.device
         masks = TokenMasks(size, self._weights.head.rows, device)
-        state = state_of(fill((), size, 0).block.to(device))
+        state = idle(size, device)
         buffers = placed(allocate(self._weights, size, self._pages, RING), state)
         buffers = replace(buffers, choice=replace(buffers.choice, masks=masks.arrived))
         return Halves(

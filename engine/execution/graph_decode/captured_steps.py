@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,7 +12,8 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode import placement
-from engine.execution.graph_decode.pipeline import BUCKETS, MOST_STOPS, SIZES, RowState, bucket
+from engine.execution.graph_decode.pipeline import BUCKETS, SIZES, RowState, bucket
+from engine.execution.graph_decode.row_exchange import RING, State, fill, idle, placed, told, words
 from engine.execution.patience import Patience
 from engine.kernels import sampling
 from engine.kernels.attention import MANY_TOKENS
@@ -32,83 +32,9 @@ from engine.kernels.step import (
 from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
-RING = 64  # entries; more than can be under way
 # Tokens; attention is launched no wider than the longest row needs, which costs a little, and beyond the last of these
 # another way.
 REACHES = (512, 1024, MANY_TOKENS)
-_WORDS = 7 + MOST_STOPS  # of a row
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the host writes of all rows, as one block: int32 [words, rows]."""
-
-    block: torch.Tensor
-    noise_key: torch.Tensor  # int64
-    token: torch.Tensor
-    position: torch.Tensor
-    last_position: torch.Tensor
-    count: torch.Tensor
-    temperature: torch.Tensor  # float32
-    stops: torch.Tensor  # [rows, 8]
-
-
-def state_of(block: torch.Tensor) -> State:
-    """The parts of a block; views."""
-    rows = block.shape[1]
-    return State(
-        block=block,
-        noise_key=block[:2].view(-1).view(torch.int64),
-        token=block[2],
-        position=block[3],
-        last_position=block[4],
-        count=block[5],
-        temperature=block[6].view(torch.float32),
-        stops=block[7:].view(-1).view(rows, MOST_STOPS),
-    )
-
-
-def fill(rows: Rows[RowState], width: int, number: int) -> State:
-    """The block of these rows in the host's memory; those beyond are idle."""
-    state = state_of(torch.zeros(_WORDS, width, dtype=torch.int32))
-    state.position.fill_(-1)
-    state.count.fill_(number)
-    state.stops.fill_(-1)
-    for at, row in enumerate(rows):
-        state.noise_key[at] = row.noise_key
-        state.token[at] = row.token
-        state.position[at] = row.position
-        state.last_position[at] = row.last_position
-        state.temperature[at] = row.temperature
-        for index, stop in enumerate(row.stops):
-            state.stops[at, index] = stop
-    return state
-
-
-def placed(buffers: StepBuffers, state: State) -> StepBuffers:
-    """The buffers with what the host writes moved into one block."""
-    places = replace(buffers.places, position=state.position)
-    choice = replace(buffers.choice, temperature=state.temperature, noise_key=state.noise_key)
-    progress = replace(
-        buffers.progress,
-        token=state.token,
-        last_position=state.last_position,
-        stops=state.stops,
-        count=state.count,
-    )
-    return replace(buffers, places=places, choice=choice, progress=progress)
-
-
-def words(ring: torch.Tensor) -> memoryview:
-    """The ring's memory itself."""
-    held: Any = ring.view(-1).numpy()
-    return memoryview(held).cast("B").cast("q")
-
-
-def told(ring: memoryview, row: int, number: int) -> int | None:
-    """What the device wrote as that entry of a row, None where it has not come."""
-    entry = ring[row * RING + (number - 1) % RING]
-    return entry & 0xFFFFFFFF if entry >> 32 == number else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +67,7 @@ class BatchBucket:
     two_pass: tuple[Steps, ...]  # as `reaches`, with the head in two passes; none without its coarse copy
     sampling: Sampling
     sampled: tuple[Steps, ...]  # as `reaches`, for rows of which some need the sampling stages
-    within_top: tuple[
-        Steps, ...
-    ]  # as `sampled`, for rows that all are drawn from their likeliest tokens; as `two_pass`
+    within_top: tuple[Steps, ...]  # as both: for rows that all are drawn from their likeliest tokens
     ring: memoryview  # of 64-bit words [rows · RING]
 
 
@@ -176,8 +100,7 @@ class CapturedSteps:
 
     def _room(self, size: int) -> tuple[StepBuffers, State]:
         """What so many rows live in, all of them idle."""
-        state = state_of(torch.zeros(_WORDS, size, dtype=torch.int32, device=self._weights.table.device))
-        state.position.fill_(-1)
+        state = idle(size, self._weights.table.device)
         return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
 
     def _bucket(self, buffers: StepBuffers, state: State) -> BatchBucket:

@@ -12,8 +12,8 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
-from engine.execution.graph_decode.captured_steps import fill, placed, state_of
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
+from engine.execution.graph_decode.row_exchange import fill, idle, placed
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
@@ -39,7 +39,7 @@ class FirstTokens:
     def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int) -> None:
         device = weights.table.device
         plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
-        self._state = state_of(fill((), 1, 0).block.to(device))
+        self._state = idle(1, device)
         self._masks = TokenMasks(1, weights.head.rows, device)
         buffers = placed(allocate(weights, 1, 1, most), self._state)
         buffers = replace(buffers, choice=replace(buffers.choice, masks=self._masks.arrived))

@@ -19,12 +19,12 @@ from engine.execution.step_state import GpuKernels, Parts
 from engine.kernels import build
 from engine.kernels.build import BuildError, CubinCache, KernelLibrary, Source, WantedKernels
 from engine.kernels.gpu import GpuShape, gpu_of
-from engine.kv.kv_cache import KvCache, KvShape, stored_as
+from engine.kv.kv_cache import KvCache, stored_as
 from engine.linear import Placement
 from engine.linear.plain_copies import plain_copies
 from engine.loading.formats import read_folder
 from engine.loading.load import Loading, load
-from engine.model.transformer import Transformer
+from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import CUDA_SEQUENCES, EngineSettings, KvDtype
 from engine.worker import prebuild
@@ -80,7 +80,7 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
     parts = Parts(
         model=Transformer(config, weights, torch.empty(context, 2, config.head_dim, device="meta"), nowhere),
         pool=KvCache(
-            KvShape(config.layers, config.kv_heads, config.head_dim),
+            kv_shape(config),
             1,
             nowhere,
             heads_outside=False,

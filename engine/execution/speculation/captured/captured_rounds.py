@@ -17,8 +17,9 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
-from engine.execution.graph_decode.captured_steps import REACHES, RING, Steps, distinct, told, words
+from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct
 from engine.execution.graph_decode.pipeline import RowState
+from engine.execution.graph_decode.row_exchange import RING, told, words
 from engine.execution.mailbox import Mailbox
 from engine.execution.patience import Patience
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps

@@ -18,12 +18,12 @@ from engine.api import GenerationRequest
 from engine.execution.eager import Eager
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
-from engine.kv.kv_cache import KvCache, KvShape
+from engine.kv.kv_cache import KvCache
 from engine.kv.page_pool import PagePool
 from engine.linear import DenseLinear, Placement
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.norm import RmsNorm
-from engine.model.transformer import StepInput, Transformer
+from engine.model.transformer import StepInput, Transformer, kv_shape
 from engine.model.weights import Layer, Weights
 from engine.sampling.noise import gumbel, seed_key
 from engine.scheduling.plan import Row, RowResult
@@ -119,7 +119,7 @@ def forced(model: Transformer, tokens: Items[int]) -> torch.Tensor:
     pages = -(-count // PAGE_SIZE)
     config = model.config
 
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim)
+    shape = kv_shape(config)
     pool = KvCache(shape, pages, model.placement, heads_outside=False)
     places = torch.arange(count, device=device)
     share = [RowSpan(0, count, 0, list(range(pages)))]
