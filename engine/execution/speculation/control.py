@@ -126,6 +126,8 @@ class Control:
             expected += gains[at]
             gains[at] *= records[at].rate
             seconds = self._seconds(candidates, depths, tokens)
+            if len(candidates) < rows and seconds > plain * _OTHERS:
+                return found  # the others would wait too long, and for longer drafts no less
             drafted = sum(depth > 0 for depth in depths)
             if expected / seconds > best and (drafted == rows or seconds <= plain * _OTHERS):
                 best, found = expected / seconds, list(depths)
