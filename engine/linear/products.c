@@ -267,8 +267,11 @@ void multiply8(const product *p, const int8 *w) {
 }
 
 INLINE void rows16(const product *p, const plain *w, long m, long last, long n, int columns, int type) {
-    for (; m + ABREAST <= last; m += ABREAST) tile16(p, w, m, n, ABREAST, columns, type);
-    for (; m < last; m++) tile16(p, w, m, n, 1, columns, type);
+#define CALL(at, rows) tile16(p, w, at, n, rows, columns, type)
+    STEP(m, last, ABREAST, CALL);
+    STEP(m, last, 2, CALL);
+    STEP(m, last, 1, CALL);
+#undef CALL
 }
 
 INLINE void multiply16(const product *p, const plain *w, int type) {

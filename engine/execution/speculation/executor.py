@@ -59,8 +59,8 @@ class Speculation:
         self._control = Control(self.costs)
 
     def measured(self) -> Costs:
-        """What steps cost here and now; its proposers find out what drafts do. Overwrites the first pages, which must be
-        nobody's."""
+        """What steps cost here and now; its proposers find out what drafts do. Overwrites the first pages, which must
+        be nobody's."""
         clock = costs.clock_of(self._parts.model.placement.device)
         most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
         with torch.inference_mode():
