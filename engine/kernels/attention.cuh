@@ -95,11 +95,12 @@ struct PageRing {
             }
         return all;
     }
-    // The place just read, free once every lane's reads are done: the copy engine keeps no order with them.
+    // The place just read, free once every lane's reads are done: the copy engine keeps no order with them. A lane comes
+    // to the barrier once the last of its own is.
     __device__ __forceinline__ int leave(u32 read) {
-        const u32 all = __reduce_xor_sync(0xFFFFFFFFu, read);
         int freed = slot;
-        asm volatile("{ .reg .u32 never; xor.b32 never, %1, %1; add.u32 %0, %0, never; }" : "+r"(freed) : "r"(all) : "memory");
+        asm volatile("{ .reg .u32 never; xor.b32 never, %1, %1; add.u32 %0, %0, never; }" : "+r"(freed) : "r"(read) : "memory");
+        __syncwarp();
         if (++slot == kSlots) slot = 0, parity ^= 1;
         return freed;
     }
