@@ -52,7 +52,7 @@ def linears_of(parts: Parts) -> list[Linear]:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What the tokens of the largest size live in; smaller ones have the front of it."""
+    """What so many tokens live in; fewer have the front of it."""
 
     residual: torch.Tensor  # float32 [tokens, hidden]
     x: torch.Tensor  # bfloat16 [tokens, hidden]
@@ -60,6 +60,11 @@ class Buffers:
     attended: torch.Tensor  # bfloat16 [tokens, heads · dim]
     inner: torch.Tensor  # bfloat16 [tokens, inner]
     product: torch.Tensor  # bytes: one product at a time
+
+    @property
+    def carried(self) -> ops.Carried:
+        """Into a layer's attention."""
+        return ops.Carried(self.residual, self.queries)
 
     def first(self, size: int) -> Buffers:
         """Of `size` tokens."""
@@ -83,10 +88,19 @@ class TokenAttention(Protocol):
         """out bfloat16 [tokens, heads · dim], columns in the order named."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The last token of each chunk, where no other's hidden state is read."""
+
+    chunks: torch.Tensor  # int32 [chunks, 4], as `ops.Chunks.table`
+    attention: TokenAttention  # of a pass that has these tokens alone
+
+
 class ForwardPass:
     """Of one model, for these sizes, whose buffers it has."""
 
-    def __init__(self, parts: Parts, sizes: Iterable[int]) -> None:
+    def __init__(self, parts: Parts, sizes: Iterable[int], ends: int = 0) -> None:
+        """`ends`: the most chunks of a pass of which the last tokens alone are wanted."""
         self._parts = parts
         self.library: Kernels = parts.kernels
         self.gpu = self.library.gpu
@@ -95,12 +109,19 @@ class ForwardPass:
         self.products = Products(self.library, self.launcher, self.gpu, self.overlap, parts.plain, parts.chosen)
         self.layout = heads_of(parts)
         self.embedding = Embedding(parts.model.rope, parts.model.config.norm_eps)
-        self.buffers = self._allocate(tuple(sizes))
+        sizes = tuple(sizes)
+        room = self._room((*sizes, ends))
+        self.buffers = self._allocate(max(sizes), room)
+        self.ends = self._allocate(ends, room)  # of the last layer
         self._attention = tuple(self._layer_attention(index) for index in range(parts.model.config.layers))
 
-    def _allocate(self, sizes: tuple[int, ...]) -> Buffers:
-        config, device, tokens = self._parts.model.config, self._parts.model.placement.device, max(sizes)
-        room = max(self.products.bytes_of(one, size) for one in linears_of(self._parts) for size in sizes)
+    def _room(self, sizes: tuple[int, ...]) -> torch.Tensor:
+        """For any product of so many tokens."""
+        most = max(self.products.bytes_of(one, size) for one in linears_of(self._parts) for size in sizes if size)
+        return torch.zeros(most, dtype=torch.uint8, device=self._parts.model.placement.device)
+
+    def _allocate(self, tokens: int, room: torch.Tensor) -> Buffers:
+        config, device = self._parts.model.config, self._parts.model.placement.device
 
         def rows(*width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.zeros(tokens, *width, dtype=dtype, device=device)
@@ -111,7 +132,7 @@ class ForwardPass:
             queries=rows(config.heads, config.head_dim),
             attended=rows(config.heads * config.head_dim),
             inner=rows(config.intermediate_size),
-            product=torch.zeros(room, dtype=torch.uint8, device=device),
+            product=room,
         )
 
     def _layer_attention(self, index: int) -> LayerAttention:
@@ -130,15 +151,22 @@ class ForwardPass:
         """Enqueues it; it starts while what precedes it ends, where the GPU can do that."""
         self.launcher.enqueue((launch if self.overlap else launch.alone(),))
 
-    def enqueue(self, chunk: ops.Chunk, attention: TokenAttention) -> torch.Tensor:
-        """The pass of `chunk.size` tokens; the normed hidden states bfloat16 [tokens, hidden]."""
+    def enqueue(self, chunk: ops.Chunk, attention: TokenAttention, ends: Ends | None = None) -> torch.Tensor:
+        """The pass of `chunk.size` tokens; the normed hidden states bfloat16 [tokens, hidden]. Where `ends` are named,
+        theirs: of the last layer the others need keys and values alone."""
         weights, buffers = self._parts.model.weights, self.buffers.first(chunk.size)
         gains = [layer.input_norm.weight for layer in weights.layers] + [weights.norm.weight]
         readers: list[Linear | None] = [layer.qkv for layer in weights.layers[1:]] + [None]
         first = self._stream(buffers, weights.layers[0].qkv)
         self.go(ops.embed(self.library, chunk, weights.embedding, gains[0], first))
         for index, (layer, reader) in enumerate(zip(weights.layers, readers, strict=True)):
-            self._layer(layer, self._attention[index], attention, buffers)
+            own = self._attention[index]
+            self.go(attention.heads(own, self.products(layer.qkv, buffers.x, buffers.product), buffers.queries))
+            if ends is not None and reader is None:
+                kept = self.ends.first(ends.chunks.shape[0])
+                self.go(ops.keep_ends(self.library, ends.chunks, buffers.carried, kept.carried))
+                attention, buffers = ends.attention, kept
+            self._attend_and_gate(layer, own, attention, buffers)
             down = self.products(layer.down, buffers.inner, buffers.product)
             self.go(ops.add_norm(self.library, down, gains[index + 1], self._stream(buffers, reader)))
         return buffers.x
@@ -159,11 +187,10 @@ class ForwardPass:
         order = Format.BF16 if reader is None else self.products.order(reader, tokens)
         return ops.Stream(buffers.residual, buffers.x, eps, order)
 
-    def _layer(self, layer: Layer, own: LayerAttention, attention: TokenAttention, buffers: Buffers) -> None:
-        """All of a layer but its last product."""
+    def _attend_and_gate(self, layer: Layer, own: LayerAttention, attention: TokenAttention, buffers: Buffers) -> None:
+        """A layer from its queries to what its last product reads."""
         library, products, room = self.library, self.products, buffers.product
         tokens = buffers.x.shape[0]
-        self.go(attention.heads(own, products(layer.qkv, buffers.x, room), buffers.queries))
         self.go(attention.attend(own, buffers.queries, buffers.attended, products.order(layer.output, tokens)))
         output = products(layer.output, buffers.attended, room)
         self.go(ops.add_norm(library, output, layer.mlp_norm.weight, self._stream(buffers, layer.gate_up)))

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (position[m] >= 0) embed(table, token[m], Gains<kThreads>(gain), residual, normed, squares, m);
 }
 
-// The last token of a chunk, float32 [tokens, columns], of which place[0] count.
+// The last of place[0] tokens, float32 [tokens, columns].
 extern "C" __global__ void __launch_bounds__(kThreads)
     take(const float* chunk, const int* place, const float* gain, float* residual, u16* normed, float* squares) {
     const Gains<kThreads> gains(gain);

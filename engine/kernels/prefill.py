@@ -98,6 +98,29 @@ def _of_stream(library: Kernels, entry: str, stream: Stream, values: dict[str, A
     return prepare(kernel, Shape((tokens, 1, 1), _THREADS), {**values, **CHAIN})
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What tokens bring to a layer's attention."""
+
+    residual: torch.Tensor  # float32 [tokens, hidden]
+    queries: torch.Tensor  # bfloat16 [tokens, heads, dim]
+
+
+def keep_ends(library: Kernels, chunks: torch.Tensor, all_tokens: Carried, kept: Carried) -> Launch:
+    """kept, a token a chunk = the last of each; of a chunk without tokens it stays. chunks: as `Chunks.table`."""
+    most, columns = kept.residual.shape
+    values: dict[str, Argument] = {
+        "chunks": chunks,
+        "residual": all_tokens.residual,
+        "queries": all_tokens.queries,
+        "kept_residual": kept.residual,
+        "kept_queries": kept.queries,
+    }
+    defines = {"OP_COLUMNS": columns, "OP_QUERIES": kept.queries.shape[1] * kept.queries.shape[2]}
+    kernel = library.kernel("prefill_ends", "keep_ends", defines)
+    return prepare(kernel, Shape((most, 1, 1), _THREADS), {**values, **CHAIN})
+
+
 def gate(library: Kernels, product: Parts, out: torch.Tensor, order: Format = Format.BF16) -> Launch:
     """out bfloat16 [tokens, half] = silu(gate) · up, columns in the order named."""
     tokens, half = out.shape

@@ -168,14 +168,14 @@ def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNo
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """A chunk of a prompt that has passed the last layer."""
+    """Tokens of prompts that have passed the last layer."""
 
     residual: torch.Tensor  # float32 [tokens, hidden]
-    place: torch.Tensor  # int32; its first is the count of tokens
+    place: torch.Tensor  # int32; its first is how many count
 
 
 def take(library: Kernels, fed: Fed, gain: torch.Tensor, target: Normed) -> Launch:
-    """target, of one row = the last token of the chunk, as the head wants it."""
+    """target, of one row = the last token that counts, as the head wants it."""
     values: dict[str, Argument] = {"chunk": fed.residual, "place": fed.place, "gain": gain, **_stream(target)}
     kernel = library.kernel("advance", "take", {"OP_COLUMNS": fed.residual.shape[1]})
     return prepare(kernel, Shape((1, 1, 1), _THREADS), values).alone()

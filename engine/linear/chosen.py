@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ _NEIGHBOURS = (96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)  # token
 _ALGORITHMS = 8  # the library names, of each
 _LEAST_GAIN = 0.015
 _LAYERS, _FEW_LAYERS = 8, 3  # whose weights are gone through, so that they do not come out of the L2
-_FINALISTS, _ROUNDS = 3, 3
+_FINALISTS, _ROUNDS = 4, 3
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +58,8 @@ class ChosenProducts:
             self._kept = folder / self._cublas.name
 
     def multiply(self, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out = x · weightᵀ. The first of a shape is timed, so it may not be part of a capture."""
+        """out = x · weightᵀ. The first of a shape is timed in graphs of its own, so it may not be part of a capture,
+        and on a GPU the current stream is one that captures can be made on."""
         product = Product(x.shape[0], *weight.shape)
         if product not in self._known:
             self._known[product] = self._choose(product, x, out)
@@ -103,27 +105,25 @@ class ChosenProducts:
 
         x = torch.randn_like(x)  # what a rehearsal is fed is zeros, which a GPU multiplies faster
 
-        def milliseconds(algorithm: bytes | None, layers: list[torch.Tensor]) -> float:
-            made: type[torch.cuda.Event] = torch.cuda.Event
-            began, ended = made(enable_timing=True), made(enable_timing=True)
-            for at in range(-1, len(layers)):  # once for nothing
-                if at == 0:
-                    began.record()
+        def multiply(algorithm: bytes | None, layers: list[torch.Tensor]) -> None:
+            for weight in layers:
                 if algorithm is None:
-                    torch.mm(x, layers[at].t(), out=out)
+                    torch.mm(x, weight.t(), out=out)
                 else:
-                    cublas.multiply(prepared, algorithm, layers[at], x, out)
-            ended.record()
-            ended.synchronize()
-            return float(began.elapsed_time(ended))
+                    cublas.multiply(prepared, algorithm, weight, x, out)
 
-        rough = sorted((milliseconds(one, weights[:_FEW_LAYERS]), one) for one in tried if cublas.fits(prepared, one))
-        last: list[bytes | None] = [None, *(one for _, one in rough[:_FINALISTS])]
+        def rough(algorithm: bytes) -> float:
+            multiply(algorithm, weights[:1])  # for what the library sets up
+            return _milliseconds(partial(multiply, algorithm, weights[:_FEW_LAYERS]))
+
+        few = sorted((rough(one), one) for one in tried if cublas.fits(prepared, one))[:_FINALISTS]
+        last: list[bytes | None] = [None, *(one for _, one in few)]
+        graphs = [_captured(partial(multiply, one, weights)) for one in last]
         # The rounds alternate, since the clock of a GPU that gets warm falls.
-        rounds = [[milliseconds(one, weights) for one in last] for _ in range(_ROUNDS)]
+        rounds = [[_milliseconds(graph.replay) for graph in graphs] for _ in range(_ROUNDS)]
         times = [min(each) for each in zip(*rounds, strict=True)]
         best = min(range(len(last)), key=lambda at: times[at])
-        _log.info("%s: %.3f of the library's time, of %d algorithms", product, times[best] / times[0], len(rough))
+        _log.info("%s: %.3f of the library's time, of %d algorithms", product, times[best] / times[0], len(tried))
         chosen = last[best]
         return "" if chosen is None or times[best] > times[0] * (1 - _LEAST_GAIN) else chosen.hex()
 
@@ -141,6 +141,30 @@ class ChosenProducts:
             keep(self._kept, json.dumps({**self._read(), product: algorithm}).encode())
         except OSError as failure:
             _log.warning("which products are fastest is not kept: %s", failure)
+
+
+def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """In a graph, as it will be used: there the memset that some algorithms bring along costs time of its own."""
+    enqueue()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    try:
+        enqueue()
+    finally:
+        graph.capture_end()
+    graph.replay()
+    return graph
+
+
+def _milliseconds(enqueue: Callable[[], None]) -> float:
+    """Of the GPU."""
+    made: type[torch.cuda.Event] = torch.cuda.Event
+    began, ended = made(enable_timing=True), made(enable_timing=True)
+    began.record()
+    enqueue()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended))
 
 
 def _library(device: torch.device | None) -> Cublas | None:

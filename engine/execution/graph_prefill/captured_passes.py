@@ -7,14 +7,14 @@ prefix, or in chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import ForwardPass
+from engine.execution.forward_pass import Ends, ForwardPass
 from engine.execution.graph_prefill.passes import TABLE, Layout, Pass
 from engine.execution.mailbox import Mailbox
 from engine.execution.step_state import Parts
@@ -27,16 +27,16 @@ from engine.settings import PAGE_SIZE
 
 
 class CapturedPasses:
-    """Passes over one model. What they leave is in the buffers of `run`."""
+    """Passes over one model. What they leave of the last token of each chunk is in `run.ends`."""
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         """`sizes`: tokens of a graph, smallest first. `chunks`: sequences of a graph, most first."""
         self.sizes, self._chunks = sizes, chunks
         device = parts.model.placement.device
-        self.run = ForwardPass(parts, sizes)
+        self.run = ForwardPass(parts, sizes, chunks[0])
         pages = -(-parts.max_context // PAGE_SIZE)
         self._mail = Mailbox(Layout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
-        self._splits = ops.splits_of(self.run.layout, sizes, device, chunks[0], self.run.gpu)
+        self._splits = ops.splits_of(self.run.layout, (*sizes, *chunks), device, chunks[0], self.run.gpu)
         self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
         self.captured = True  # False: launches one by one
 
@@ -48,14 +48,16 @@ class CapturedPasses:
     def warmup(self, recorder: Recorder, progress: Progress) -> None:
         """Compiles and captures every size."""
         layouts = [Layout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
+        rehearsed: set[int] = set()  # numbers of tokens that products have
         for done, layout in enumerate(layouts):
             progress("prefill", done, len(layouts))
             # No pages are known yet, so a pass of no tokens must do: it writes none.
             empty = np.zeros(layout.pages, dtype=np.int32)
             empty[layout.positions : layout.owners] = -1
             self._mail.send(empty)
-            again = layout.chunks != self._chunks[0]  # the products are those of the layout before
-            self._graphs[layout] = recorder.record(partial(self._forward, layout), rehearse=not again)
+            tokens = {layout.size, layout.chunks}
+            self._graphs[layout] = recorder.record(partial(self._forward, layout), rehearse=not tokens <= rehearsed)
+            rehearsed |= tokens
         torch.cuda.synchronize()
         progress("prefill", len(layouts), len(layouts))
 
@@ -81,11 +83,13 @@ class CapturedPasses:
 
     def _forward(self, layout: Layout) -> None:
         mail, run = self._mail.arrived, self.run
-        table = mail[TABLE : layout.ids].view(-1, 4)
+        table, ends = mail[TABLE : layout.ends].view(-1, 4), mail[layout.ends : layout.ids].view(-1, 4)
         pages = mail[layout.pages :].view(-1, 1)
         places = ops.TokenPlaces(mail[layout.positions : layout.owners], pages, mail[layout.owners : layout.pages])
         fed = ops.Chunk(place=mail, tokens=mail[layout.ids : layout.positions])
-        run.enqueue(fed, PassAttention(run, places, ops.Chunks(table, pages), self._splits))
+        attention = PassAttention(run, places, ops.Chunks(table, pages), self._splits)
+        alone = replace(attention, chunks=ops.Chunks(ends, pages))
+        run.enqueue(fed, attention, Ends(table, alone))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class GraphPrefill:
         parts = self._parts
         if step_weights.why_not(parts) is not None:
             return None
-        fed = Fed(self._passes.run.buffers.residual, self._passes.arrived[1:])
+        fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
         return FirstTokens(self._passes.run.library, step_weights.step_weights(parts), fed, parts.max_sequences)
 
     def warmup(self, progress: Progress) -> None:
@@ -87,22 +87,22 @@ class GraphPrefill:
         vocabulary, alone = self._parts.model.config.vocab_size, self._parts.constraints.constrained
         for one in passes(rows, self._parts.sequences, self._passes.sizes, vocabulary):
             self._passes.replay(one)
-            ended = [chunk for chunk in one.chunks if chunk.whole and chunk.row.sample]
-            alike = [chunk for chunk in ended if can_choose(chunk.sequence)]
+            ended = [(at, chunk) for at, chunk in enumerate(one.chunks) if chunk.whole and chunk.row.sample]
+            alike = [(at, chunk) for at, chunk in ended if can_choose(chunk.sequence)]
             if len(alike) > _FEW:
                 number = self._many.draw(
-                    [chunk.sequence for chunk in alike], [chunk.last for chunk in alike], captured=self._passes.captured
+                    [chunk.sequence for _, chunk in alike], [at for at, _ in alike], captured=self._passes.captured
                 )
-                together.append(([chunk.row for chunk in alike], number))
-                ended = [chunk for chunk in ended if not can_choose(chunk.sequence)]
-            known = one.chunks[-1].last  # what `take` reads, unless told otherwise
-            for chunk in ended:
+                together.append(([chunk.row for _, chunk in alike], number))
+                ended = [(at, chunk) for at, chunk in ended if not can_choose(chunk.sequence)]
+            known = len(one.chunks) - 1  # what `take` reads, unless told otherwise
+            for at, chunk in ended:
                 if self._one is None or not can_draw(chunk.sequence):
-                    kept.append((chunk.row, self._passes.run.buffers.x[chunk.last : chunk.last + 1].clone()))
+                    kept.append((chunk.row, self._passes.run.ends.x[at : at + 1].clone()))
                     continue
-                if chunk.last != known:
-                    self._passes.arrived[1].fill_(chunk.last + 1)
-                    known = chunk.last
+                if at != known:
+                    self._passes.arrived[1].fill_(at + 1)
+                    known = at
                 key = chunk.row.key
                 mask = self._parts.constraints.mask(key) if alone(key) else None
                 drawn.append((chunk.row, self._one.draw(chunk.sequence, mask)))

@@ -29,14 +29,14 @@ class ManyFirstTokens:
         self._rows = RowMail(run, vocabulary, MOST_CHUNKS, 1, device)
         ring = torch.zeros(_PASSES, MOST_CHUNKS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
-        self._lasts = Mailbox(MOST_CHUNKS, device)
+        self._ends = Mailbox(MOST_CHUNKS, device)
         self._logits = torch.zeros(MOST_CHUNKS, vocabulary, dtype=torch.float32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._number = 0  # of the last draw
 
     def warmup(self, recorder: Recorder) -> None:
         """Captures, and does each thing once."""
-        self._lasts.send([0] * MOST_CHUNKS)
+        self._ends.send([0] * MOST_CHUNKS)
         self._graph = recorder.record(self._choose, rehearse=True)
         self._graph.replay()
         self._rows.rehearse()
@@ -50,13 +50,13 @@ class ManyFirstTokens:
 
     def _choose(self) -> None:
         run = self._run
-        hidden = run.buffers.x.index_select(0, self._lasts.arrived)
+        hidden = run.ends.x.index_select(0, self._ends.arrived)
         self._rows.choose(run.logits(hidden, self._logits), self._rows.states, sampled=True)
         run.go(states.finish(run.library, self._rows.states, self._report))
 
-    def draw(self, sequences: Rows[SequenceState], lasts: Rows[int], *, captured: bool) -> int:
-        """Behind the pass in which these stand last; the number of the draw."""
-        self._lasts.send([*lasts, *[0] * (MOST_CHUNKS - len(lasts))])
+    def draw(self, sequences: Rows[SequenceState], ends: Rows[int], *, captured: bool) -> int:
+        """Behind the pass whose chunks of these numbers are the last of their sequences; the number of the draw."""
+        self._ends.send([*ends, *[0] * (MOST_CHUNKS - len(ends))])
         self._rows.tell(Changes(entered=tuple(first_token(at, sequence) for at, sequence in enumerate(sequences))))
         self._number += 1
         if captured and self._graph is not None:

@@ -30,11 +30,6 @@ class Chunk:
     first: int
 
     @property
-    def last(self) -> int:
-        """Where its last token stands in the pass."""
-        return self.first + self.end - self.start - 1
-
-    @property
     def whole(self) -> bool:
         """Whether the row ends here."""
         return self.end == self.row.start + self.row.count
@@ -56,8 +51,13 @@ class Layout:
     chunks: int  # 1 or MOST_CHUNKS
 
     @property
-    def ids(self) -> int:
+    def ends(self) -> int:
+        """The table of chunks of a pass that has the last token of each chunk alone."""
         return TABLE + 4 * self.chunks
+
+    @property
+    def ids(self) -> int:
+        return self.ends + 4 * self.chunks
 
     @property
     def positions(self) -> int:
@@ -73,16 +73,16 @@ class Layout:
         return self.owners + self.size
 
     def words(self, one: Pass) -> NDArray[np.int32]:
-        """What the device is sent: the count of tokens, one more than where the last chunk's last token stands, the
-        table of chunks (first token, count, position of the first, where its pages begin), ids, positions, owners and
-        pages."""
+        """What the device is sent: the counts of tokens and chunks, the table of chunks (first token, count, position
+        of the first, where its pages begin) and that of their ends, ids, positions, owners and pages."""
         head = np.zeros(self.pages, dtype=np.int32)
-        head[0], head[1] = one.tokens, one.chunks[-1].last + 1
+        head[0], head[1] = one.tokens, len(one.chunks)
         head[self.positions : self.owners] = -1
         pages: list[int] = []
         for at, chunk in enumerate(one.chunks):
             count = chunk.end - chunk.start
             head[TABLE + 4 * at : TABLE + 4 * at + 4] = chunk.first, count, chunk.start, len(pages)
+            head[self.ends + 4 * at : self.ends + 4 * at + 4] = at, 1, chunk.end - 1, len(pages)
             for part, values in (
                 (self.ids, chunk.sequence.token_ids[chunk.start : chunk.end]),
                 (self.positions, np.arange(chunk.start, chunk.end)),

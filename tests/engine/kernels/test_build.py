@@ -36,6 +36,7 @@ ENTRIES = {
     "gemm.cu": ["gemm"],
     "gemm_wide.cu": ["gemm"],
     "prefill_attention.cu": ["prefill_attention"],
+    "prefill_ends.cu": ["keep_ends"],
     "prefill_gate.cu": ["gate"],
     "prefill_heads.cu": ["row_heads"],
     "prefill_stream.cu": ["embed", "add_norm"],

@@ -264,12 +264,14 @@ def chunk_stages(
     queries = torch.zeros(tokens, 4, 64)
     chunks = prefill.Chunks(torch.zeros(3, 4), torch.zeros(2, 4))
     splits = prefill.splits_of(layout, (tokens,), torch.device("cpu"), chunks=3, gpu=gpu)
+    carried = prefill.Carried(stream.residual, queries)
     places, angles = prefill.TokenPlaces(torch.zeros(tokens), chunks.pages), Embedding(torch.zeros(1), 1e-6)
     return [
         prefill.embed(library, chunk, torch.zeros(9, 256), gain, stream),
         gemm.gemm(library, matrix, gemm.Batch(stream.x, out), how),
         prefill.row_heads(library, layout, own, places, angles, product, queries),
         prefill.attend_chunks(library, layout, chunks, splits, own, queries, torch.zeros(tokens, 256), order),
+        prefill.keep_ends(library, chunks.table, carried, prefill.Carried(torch.zeros(3, 256), queries[:3])),
         prefill.add_norm(library, product, gain, stream),
         prefill.gate(library, product, torch.zeros(tokens, 256), order),
     ]

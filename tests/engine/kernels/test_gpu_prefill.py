@@ -128,6 +128,22 @@ def test_the_stream_is_embedded_moved_on_and_normed(
     close(stream.x, reference.rms_norm(expected, gain.double(), 1e-5), slack=1e-4)
 
 
+@pytest.mark.parametrize(("hidden", "heads", "dim"), [(64, 2, 64), (1000, 3, 96), (4096, 32, 128)])
+def test_the_last_token_of_each_chunk_is_kept(
+    library: KernelLibrary, launcher: Launcher, hidden: int, heads: int, dim: int
+) -> None:
+    fed = ops.Carried(torch.randn(70, hidden, device="cuda"), torch.randn(70, heads, dim, device="cuda").bfloat16())
+    kept = ops.Carried(
+        torch.full((4, hidden), NAN, device="cuda"),
+        torch.full((4, heads, dim), NAN, device="cuda", dtype=torch.bfloat16),
+    )
+    chunks = torch.tensor([[0, 33, 5, 0], [33, 1, 0, 3], [0, 0, 0, 0], [34, 36, 64, 4]], dtype=torch.int32)
+    run(launcher, ops.keep_ends(library, chunks.cuda(), fed, kept).alone())
+    for whole, found in ((fed.residual, kept.residual), (fed.queries, kept.queries)):
+        assert torch.equal(found[[0, 1, 3]], whole[[32, 33, 69]])
+        assert bool(found[2].isnan().all())
+
+
 @pytest.mark.parametrize("half", [6, 512, 514, 4864])
 @pytest.mark.parametrize("slices", [0, 1, 2])
 def test_gate(library: KernelLibrary, launcher: Launcher, half: int, slices: int) -> None:

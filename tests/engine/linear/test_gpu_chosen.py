@@ -40,7 +40,11 @@ def test_a_second_start_times_nothing_and_rounds_as_the_first(tmp_path: Path, mo
     for start in range(2):
         products = ChosenProducts(linears, tmp_path)
         out = torch.empty(384, 4096, device="cuda", dtype=torch.bfloat16)
-        products.multiply(linears[0].weight, x, out)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            products.multiply(linears[0].weight, x, out)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         captured = torch.empty_like(out)
         with torch.cuda.graph(graph):

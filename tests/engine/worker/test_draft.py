@@ -96,7 +96,7 @@ def test_a_draft_models_kernels_are_foretold(folder: Folder) -> None:
     beside = foretell(settings, Foretelling(config, form, gpu, draft=read_folder(draft, "auto")))
     assert {name for name, _ in alone - beside} <= {"accept", "attention", "propose"}, "rounds of several look up"
     assert {name for name, _ in beside - alone} == {
-        *("draft", "linear", "linear_residual", "gate_up", "head", "prefill_stream")
+        *("draft", "linear", "linear_residual", "gate_up", "head", "prefill_stream", "prefill_ends")
     }
 
 

@@ -39,7 +39,12 @@ def read(one: Pass, chunks: int) -> list[tuple[int, int, int, int]]:
             found.append((page, position % PAGE_SIZE, position, words[layout.ids + first + m]))
     assert len(found) == one.tokens
     assert all(position == -1 for position in words[layout.positions + one.tokens : layout.owners])
-    assert words[1] == one.chunks[-1].last + 1 == one.tokens
+    assert words[1] == len(one.chunks)
+    ends = words[layout.ends : layout.ids]
+    for at, chunk in enumerate(one.chunks):
+        end = chunk.first + chunk.end - chunk.start - 1
+        assert ends[4 * at : 4 * at + 4] == [at, 1, words[layout.positions + end], words[layout.owners + end]]
+    assert not any(ends[4 * len(one.chunks) :])
     return found
 
 
