@@ -21,13 +21,18 @@ TABLE = 4  # where the table of chunks begins, in words
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, end) of a sequence, from `first` on in the pass."""
+    """Tokens of a sequence from position `start` on, and from `first` on in the pass."""
 
     row: Row
     sequence: SequenceState
     start: int
-    end: int
+    ids: NDArray[np.int32]
     first: int
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + len(self.ids)
 
     @property
     def whole(self) -> bool:
@@ -80,11 +85,11 @@ class Layout:
         head[self.positions : self.owners] = -1
         pages: list[int] = []
         for at, chunk in enumerate(one.chunks):
-            count = chunk.end - chunk.start
+            count = len(chunk.ids)
             head[TABLE + 4 * at : TABLE + 4 * at + 4] = chunk.first, count, chunk.start, len(pages)
             head[self.ends + 4 * at : self.ends + 4 * at + 4] = at, 1, chunk.end - 1, len(pages)
             for part, values in (
-                (self.ids, chunk.sequence.token_ids[chunk.start : chunk.end]),
+                (self.ids, chunk.ids),
                 (self.positions, np.arange(chunk.start, chunk.end)),
                 (self.owners, len(pages)),
             ):
@@ -100,13 +105,14 @@ def passes(rows: Iterable[Row], sequences: SequenceTable, sizes: Rows[int], voca
     here, room = Pass(), _room(sizes, left)
     for row in rows:
         sequence, start, end = sequences.of(row), row.start, row.start + row.count
-        _check(sequence.token_ids[start:end], vocabulary)
+        ids = _checked(sequence.token_ids[start:end], vocabulary)
         while start < end:
             if here.tokens == room or len(here.chunks) == MOST_CHUNKS:
                 yield here
                 here, room = Pass(), _room(sizes, left)
             count = min(end - start, room - here.tokens)
-            here.chunks.append(Chunk(row, sequence, start, start + count, here.tokens))
+            fed = start - row.start
+            here.chunks.append(Chunk(row, sequence, start, ids[fed : fed + count], here.tokens))
             here.tokens += count
             start += count
             left -= count
@@ -121,7 +127,9 @@ def _room(sizes: Rows[int], left: int) -> int:
     return sizes[at - 1] if at > 0 and sizes[at] >= _LARGE and 4 * left <= 3 * sizes[at] else sizes[at]
 
 
-def _check(ids: Rows[int], vocabulary: int) -> None:
-    if not 0 <= min(ids) <= max(ids) < vocabulary:
+def _checked(ids: Rows[int], vocabulary: int) -> NDArray[np.int32]:
+    found = np.array(ids, dtype=np.int64)
+    if not 0 <= found.min() <= found.max() < vocabulary:
         # On a GPU the lookup itself would take the whole process down.
         raise EngineFailed("a token id lies outside the vocabulary")
+    return found.astype(np.int32)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.api import GREEDY, Stopping
@@ -58,7 +59,7 @@ class CatchingUp:
         nobody.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
         row = Row(0, 0, 0, count, False)
         began = time.perf_counter()
-        self._passes.replay(Pass([Chunk(row, nobody, 0, count, 0)], count))
+        self._passes.replay(Pass([Chunk(row, nobody, 0, np.zeros(count, dtype=np.int32), 0)], count))
         torch.cuda.synchronize()
         return time.perf_counter() - began
 

@@ -73,9 +73,10 @@ def test_every_token_is_fed_once_to_its_own_pages(seed: int, count: int) -> None
     assert [chunk.row.key for one in made for chunk in one.chunks if chunk.whole] == list(range(count))
 
 
-def test_an_id_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("outside", [999, 2**32 + 1, -1])
+def test_an_id_outside_the_vocabulary_is_refused(outside: int) -> None:
     table = SequenceTable()
-    put(table, holding(request([1, 999]), [0]))
+    put(table, holding(request([1, outside]), [0]))
     with pytest.raises(EngineFailed, match="vocabulary"):
         list(passes([Row(0, 0, 0, 2, True)], table, SIZES, 999))
 
