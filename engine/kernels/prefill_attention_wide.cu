@@ -1,8 +1,9 @@
 // `prefill_attention` for GPUs of compute capability 9.0, by products of warpgroups: 128 tokens of one head a block.
 //
-// Two warpgroups have 64 tokens each; a third copies pages into a ring of three tiles of keys and three of values. While
-// the products with a tile's values run, the scores of the next are made and weighed. A block takes one part of a context
-// for one head after the other, and the third warpgroup goes on to the next while the others end theirs.
+// Two warpgroups have 64 tokens each; a third copies pages into a ring of three tiles of keys and three of values. The two
+// start their products by turns, a tile's values with the scores of the next, so that one weighs while the other's products
+// run. A block takes one part of a context for one head after the other, and the third warpgroup goes on to the next while
+// the others end theirs.
 #include "chunk_tiles.cuh"
 #include "warpgroup.cuh"
 
@@ -93,6 +94,21 @@ struct Pool {
             }
             id = next;
         }
+    }
+};
+
+// Whose products are next, of the two warpgroups that compute; both have equally many tiles. A warpgroup has a barrier at
+// which the other lets it pass.
+struct Turns {
+    static constexpr int kFirst = 2;  // barrier; 1 is for `put_together`
+    int own;
+
+    __device__ __forceinline__ explicit Turns(int group) : own(group) {
+        if (own == 1) pass();
+    }
+    __device__ __forceinline__ void await() const { asm volatile("bar.sync %0, %1;" ::"r"(kFirst + own), "n"(kThreads) : "memory"); }
+    __device__ __forceinline__ void pass() const {
+        asm volatile("bar.arrive %0, %1;" ::"r"(kFirst + 1 - own), "n"(kThreads) : "memory");
     }
 };
 
@@ -206,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const Turns turns(warp / 4);
     Place at[2];  // of the next tile of keys, of values
     auto attend = [&](const Tokens& own, const Keys& keys, int head, int split) {
         const int first = own.first + warp * 16, m = first + g, splits = keys.splits;
@@ -237,10 +254,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         pack(weights, s);
         for (int n = 1; n < count; ++n) {
             await(0);
-                reader.start_scores(s, stage(0));
+            turns.await();
+            reader.start_scores(s, stage(0));
             await(1);
             reader.start_values(weights, stage(1));
-                wait_products<1>();
+            turns.pass();
+            wait_products<1>();
             settle(s);
             leave(0);
             weigh(keys.tile + n);
