@@ -113,7 +113,7 @@ class HalvedSteps:
             torch.cuda.synchronize()
             for each in self._buckets.values():
                 each.buffers.progress.ring.zero_()
-        here.state.block.copy_(fill(states, here.buffers.batch, number).block, non_blocking=True)
+        here.state.block.copy_(fill(states, here.buffers.batch, number), non_blocking=True)
         self._rows = len(states)
         self._draws = any(sampled.needed(row.sequence) for row in states)
         for index, row in enumerate(states):

@@ -163,7 +163,7 @@ class CapturedSteps:
             progress("graphs", done, len(wanted))
             self._graph(steps, size).replay()
         for each in self._buckets.values():
-            each.state.block.copy_(fill((), each.buffers.batch, 0).block, non_blocking=True)
+            each.state.block.copy_(fill((), each.buffers.batch, 0), non_blocking=True)
             self._here = each
             for pages in ((0,), (0, 0)):
                 self.add_pages(0, 0, pages)
@@ -195,7 +195,7 @@ class CapturedSteps:
             torch.cuda.synchronize()
             for each in self._buckets.values():
                 each.buffers.progress.ring.zero_()
-        here.state.block.copy_(fill(states, here.buffers.batch, number).block, non_blocking=True)
+        here.state.block.copy_(fill(states, here.buffers.batch, number), non_blocking=True)
         needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in states]
         self._draws = any(need is not None for need in needs)
         self._within_top = all(need is not None and need.within_top(self._most_top) for need in needs)

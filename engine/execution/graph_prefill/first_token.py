@@ -13,7 +13,7 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
-from engine.execution.graph_decode.row_exchange import fill, idle, placed
+from engine.execution.graph_decode.row_exchange import fill, idle, placed, words
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
@@ -77,7 +77,7 @@ class FirstTokens:
             unreported=(),
         )
         self._number = self._number % _LAST_NUMBER + 1
-        self._state.block.copy_(fill((state,), 1, self._number - 1).block, non_blocking=True)
+        self._state.block.copy_(fill((state,), 1, self._number - 1), non_blocking=True)
         self._masks.tell({} if mask is None else {0: mask})
         draws = sampled.needed(sequence)
         if draws:
@@ -89,16 +89,16 @@ class FirstTokens:
         return self._number
 
     def read(self, numbers: Rows[int]) -> list[RowResult]:
-        """An id for each, or none where the scores were no numbers. Waits for the device."""
-        torch.cuda.current_stream().synchronize()
-        return [self._entry(number) for number in numbers]
-
-    def _entry(self, number: int) -> RowResult:
-        entry = int(self._ring[0, (number - 1) % self._ring.shape[1]])
-        if entry >> 32 != number:
-            raise EngineFailed("the device chose no token after a prompt")
-        return RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,))
+        """An id for each, or none where the scores were no numbers. Behind the end of what drew them."""
+        entries = words(self._ring)
+        return [_result(entries[(number - 1) % len(entries)], number) for number in numbers]
 
     def close(self) -> None:
         """Drops the graphs."""
         self._graphs.clear()
+
+
+def _result(entry: int, number: int) -> RowResult:
+    if entry >> 32 != number:
+        raise EngineFailed("the device chose no token after a prompt")
+    return RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,))

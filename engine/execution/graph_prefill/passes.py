@@ -80,22 +80,24 @@ class Layout:
     def words(self, one: Pass) -> NDArray[np.int32]:
         """What the device is sent: the counts of tokens and chunks, the table of chunks (first token, count, position
         of the first, where its pages begin) and that of their ends, ids, positions, owners and pages."""
-        head = np.zeros(self.pages, dtype=np.int32)
-        head[0], head[1] = one.tokens, len(one.chunks)
-        head[self.positions : self.owners] = -1
-        pages: list[int] = []
-        for at, chunk in enumerate(one.chunks):
+        held = [chunk.sequence.pages[: -(-chunk.end // PAGE_SIZE)] for chunk in one.chunks]
+        words = np.zeros(self.pages + sum(map(len, held)), dtype=np.int32)
+        words[0], words[1] = one.tokens, len(one.chunks)
+        words[self.positions : self.owners] = -1
+        row = 0  # of the pages
+        for at, (chunk, pages) in enumerate(zip(one.chunks, held, strict=True)):
             count = len(chunk.ids)
-            head[TABLE + 4 * at : TABLE + 4 * at + 4] = chunk.first, count, chunk.start, len(pages)
-            head[self.ends + 4 * at : self.ends + 4 * at + 4] = at, 1, chunk.end - 1, len(pages)
+            words[TABLE + 4 * at : TABLE + 4 * at + 4] = chunk.first, count, chunk.start, row
+            words[self.ends + 4 * at : self.ends + 4 * at + 4] = at, 1, chunk.end - 1, row
             for part, values in (
                 (self.ids, chunk.ids),
                 (self.positions, np.arange(chunk.start, chunk.end)),
-                (self.owners, len(pages)),
+                (self.owners, row),
             ):
-                head[part + chunk.first : part + chunk.first + count] = values
-            pages += chunk.sequence.pages[: -(-chunk.end // PAGE_SIZE)]
-        return np.concatenate((head, np.array(pages, dtype=np.int32)))
+                words[part + chunk.first : part + chunk.first + count] = values
+            words[self.pages + row : self.pages + row + len(pages)] = pages
+            row += len(pages)
+        return words
 
 
 def passes(rows: Iterable[Row], sequences: SequenceTable, sizes: Rows[int], vocabulary: int) -> Iterator[Pass]:
@@ -129,7 +131,7 @@ def _room(sizes: Rows[int], left: int) -> int:
 
 def _checked(ids: Rows[int], vocabulary: int) -> NDArray[np.int32]:
     found = np.array(ids, dtype=np.int64)
-    if not 0 <= found.min() <= found.max() < vocabulary:
+    if found.view(np.uint64).max() >= vocabulary:  # one below zero is larger than any as well
         # On a GPU the lookup itself would take the whole process down.
         raise EngineFailed("a token id lies outside the vocabulary")
     return found.astype(np.int32)
