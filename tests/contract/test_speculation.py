@@ -26,7 +26,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
-from tests.contract.test_executors import FREE, Answer, generate, progress, requests
+from tests.contract.answers import FREE, Answer, generate, progress, requests
 
 EAGER = EXECUTORS[-1]
 ENTRY = EXECUTORS[-2]

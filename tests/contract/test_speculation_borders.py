@@ -20,7 +20,7 @@ from engine.scheduling.scheduler import Limits, Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
-from tests.contract.test_executors import progress
+from tests.contract.answers import progress
 from tests.contract.test_speculation import speculating
 
 PROMPT = tuple(range(40, 51))  # 11 tokens: the first page's border lies within the first run

@@ -14,7 +14,7 @@ from engine.constraints.constraints import Constraints
 from engine.execution.registry import EXECUTORS
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
-from tests.contract.test_executors import progress
+from tests.contract.answers import progress
 from tests.contract.test_speculation import Tally, proposers, speculating
 from tests.engine.constraints.test_constraints import PERSON
 

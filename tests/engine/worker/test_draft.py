@@ -18,7 +18,7 @@ from engine.loading.formats import read_folder
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
 from engine.worker.foretold import Foretelling, foretell
-from tests.contract.test_executors import generate, progress, requests
+from tests.contract.answers import generate, progress, requests
 
 Folder = Callable[..., Path]
 
