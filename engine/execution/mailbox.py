@@ -33,11 +33,10 @@ class Mailbox:
             return
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _SLOTS
+        stream, to = torch.cuda.current_stream().cuda_stream, self.arrived.data_ptr()
         slot.wait()
         for first, part in ((0, values), *others):
             slot.words[first : first + len(part)] = part
-        stream, to = torch.cuda.current_stream().cuda_stream, self.arrived.data_ptr()
-        for first, part in ((0, values), *others):
             slot.copy(first, len(part), to, stream)
         slot.sent(stream)
 

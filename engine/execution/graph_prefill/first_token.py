@@ -89,16 +89,17 @@ class FirstTokens:
         return self._number
 
     def read(self, numbers: Rows[int]) -> list[RowResult]:
-        """An id for each, or none where the scores were no numbers. Behind the end of what drew them."""
+        """An id for each, or none where the scores were no numbers. The device has ended."""
         entries = words(self._ring)
-        return [_result(entries[(number - 1) % len(entries)], number) for number in numbers]
+        return [result_of(entries[(number - 1) % len(entries)], number) for number in numbers]
 
     def close(self) -> None:
         """Drops the graphs."""
         self._graphs.clear()
 
 
-def _result(entry: int, number: int) -> RowResult:
-    if entry >> 32 != number:
+def result_of(entry: int, number: int) -> RowResult:
+    """What a 64-bit entry of a ring says, which must be that of this number."""
+    if entry >> 32 & 0xFFFFFFFF != number & 0xFFFFFFFF:
         raise EngineFailed("the device chose no token after a prompt")
     return RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,))

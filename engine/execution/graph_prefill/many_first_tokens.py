@@ -6,12 +6,11 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from engine.errors import EngineFailed
 from engine.execution.batched.pipeline import BatchRow, Changes
 from engine.execution.batched.row_mail import RowMail
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass
-from engine.execution.graph_decode.pipeline import NO_TOKEN
+from engine.execution.graph_prefill.first_token import result_of
 from engine.execution.graph_prefill.passes import MOST_CHUNKS
 from engine.execution.mailbox import Mailbox
 from engine.kernels import rows as states
@@ -68,12 +67,7 @@ class ManyFirstTokens:
 
     def read(self, number: int, count: int) -> list[RowResult]:
         """An id for each, or none where the scores were no numbers. The device has ended."""
-        found = []
-        for entry in self._report.ring[number % _PASSES, :count].tolist():
-            if entry >> 32 & 0xFFFFFFFF != number & 0xFFFFFFFF:
-                raise EngineFailed("the device chose no token after a prompt")
-            found.append(RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,)))
-        return found
+        return [result_of(entry, number) for entry in self._report.ring[number % _PASSES, :count].tolist()]
 
     def close(self) -> None:
         """Drops the graph."""
