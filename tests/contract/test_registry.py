@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,6 +22,7 @@ from engine.worker.build import Prepared, make_runner, prepare
 from tests.contract.answers import generate, progress, requests
 
 EAGER = EXECUTORS[-1]
+Kind = TypeVar("Kind", bound="Even")
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,24 @@ class Narrow(Even):
         return self._inner.run(rows)
 
 
-def registry_of(name: str, make: Any, why_not: Any = lambda parts: None) -> tuple[ExecutorEntry, ...]:
-    return (ExecutorEntry(name, name, why_not, make, EAGER.trial), EAGER)
+def remembering(kind: type[Kind]) -> tuple[list[Kind], Callable[[Parts], Kind]]:
+    """Those that were made, and what makes them."""
+    made: list[Kind] = []
+
+    def make(parts: Parts) -> Kind:
+        made.append(kind(parts))
+        return made[-1]
+
+    return made, make
+
+
+def saying(reason: str | None) -> Callable[[Parts], str | None]:
+    """Why it cannot serve, whatever is asked."""
+    return lambda parts: reason
+
+
+def registry_of(name: str, make: Any, reason: str | None = None) -> tuple[ExecutorEntry, ...]:
+    return (ExecutorEntry(name, name, saying(reason), make, EAGER.trial), EAGER)
 
 
 def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[EngineSettings, Prepared]) -> None:
@@ -104,7 +121,7 @@ def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[En
         "graph",
         "eager",
     ]
-    refused = replace(beside, why_not=lambda parts: "not today")
+    refused = replace(beside, why_not=saying("not today"))
     found = choose("graph", plain[1].parts, (refused, leader, last))
     assert [name for name, _ in found.executors] == ["graph", "eager"]
     assert found.missing == (Objection(decoder="beside", reason="not today"),)
@@ -112,12 +129,7 @@ def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[En
 
 
 def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSettings, Prepared]) -> None:
-    made: list[Even] = []
-
-    def make(parts: Parts) -> Even:
-        made.append(Even(parts))
-        return made[-1]
-
+    made, make = remembering(Even)
     runner = make_runner(*plain, progress, registry_of("even", make))
     expected = generate(make_runner(*plain, progress), requests()[:3], 128, 512)
     assert generate(runner, requests()[:3], 128, 512) == expected
@@ -131,12 +143,7 @@ def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSetting
 
 
 def test_a_step_is_shared_between_the_chosen_executor_and_eager(plain: tuple[EngineSettings, Prepared]) -> None:
-    made: list[Narrow] = []
-
-    def make(parts: Parts) -> Narrow:
-        made.append(Narrow(parts))
-        return made[-1]
-
+    made, make = remembering(Narrow)
     runner = make_runner(*plain, progress, registry_of("narrow", make))
     expected = generate(make_runner(*plain, progress), requests(), 128, 512)
     assert generate(runner, requests(), 128, 7) == expected
@@ -147,7 +154,7 @@ def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineS
     _, prepared = plain
     first, last = registry_of("fast", eager.Eager)
     for reason in (None, "no room"):
-        beside = ExecutorEntry("fast_prompts", "fast", lambda _, reason=reason: reason, Even, EAGER.trial)  # type: ignore[misc]
+        beside = ExecutorEntry("fast_prompts", "fast", saying(reason), Even, EAGER.trial)
         choice = choose("auto", prepared.parts, (first, beside, last))
         assert choice.decoder == "fast"
         names = [name for name, _ in choice.executors]
@@ -156,8 +163,8 @@ def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineS
         assert choice.objections == ()
         alone = choose("eager", prepared.parts, (first, beside, last))
         assert [name for name, _ in alone.executors] == ["eager"]
-    refused = replace(first, why_not=lambda parts: "too old")
-    choice = choose("auto", prepared.parts, (refused, replace(beside, why_not=lambda parts: None), last))
+    refused = replace(first, why_not=saying("too old"))
+    choice = choose("auto", prepared.parts, (refused, replace(beside, why_not=saying(None)), last))
     assert [name for name, _ in choice.executors] == ["eager"]  # neighbours stand and fall with the first
 
 
@@ -170,11 +177,11 @@ def test_auto_passes_over_objections_and_names_them(plain: tuple[EngineSettings,
 
     parts = plain[1].parts
     for reason, make, said in (("no CUDA device", never, "no CUDA device"), (None, unfit, "no compiler")):
-        registry = registry_of("graph", make, lambda parts, reason=reason: reason)
+        registry = registry_of("graph", make, reason)
         info = make_runner(*plain, progress, registry).info
         assert info.decoder == "eager"
         assert info.objections == (Objection(decoder="graph", reason=said),)
-    registry = registry_of("graph", never, lambda parts: "no CUDA device")
+    registry = registry_of("graph", never, "no CUDA device")
     with pytest.raises(Unsupported, match="no CUDA device"):
         choose("graph", parts, registry)
     assert choose("eager", parts, registry).objections == ()
