@@ -43,8 +43,15 @@ class Server:
 
     def cpu(self) -> float:
         """Seconds of processor time so far, front and engine."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return sum(cpu_seconds(pid) for pid in (self.pid, *map(int, children)))
+        return sum(cpu_seconds(pid) for pid in (self.pid, *self._children()))
+
+    def relays_cpu(self) -> float:
+        """The same of its relays."""
+        relays = [pid for pid in self._children() if b"transport.relays" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return sum(map(cpu_seconds, relays))
+
+    def _children(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
 
 @contextmanager

@@ -98,7 +98,8 @@ class Bench:
         print(
             f"{name:>12} {found.output_tokens_per_second:10.1f} tok/s {found.requests_per_second:8.2f} req/s"
             f"  first token p95 {found.ttft_ms.get('p95', 0):.1f} ms, a token p95 {found.tpot_ms.get('p95', 0):.2f} ms"
-            f"  {found.tokens_a_message:.2f} a message  cores: front {found.front_cores}, callers {found.client_cores}"
+            f"  {found.tokens_a_message:.2f} a message  cores: front {found.front_cores}, relays {found.relay_cores},"
+            f" callers {found.client_cores}"
             f"  GPU {found.gpu_percent} %  {found.errors} errors {found.errors_by_status or ''}{refused}"
             f"  not ended once: {found.accepted_not_ended_once}{told}",
             flush=True,

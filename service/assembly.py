@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 
+import grpc
+
 from engine.client import EngineClient, texts_digest
 from engine.errors import InvalidModel
 from engine.launch import Begun
@@ -41,9 +43,11 @@ from service.transport import reflection
 from service.transport.descriptors import connections
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
+from service.transport.http2 import PortBounds
 from service.transport.identity import Identity
 from service.transport.inbox import SMALL, Inbox, InboxBounds
-from service.transport.ports import SIDE_BOUNDS, Port, PortBounds, open_port
+from service.transport.ports import SIDE_BOUNDS, Port, open_port, open_shared_port
+from service.transport.relays.relays import RelayCounts
 from service.transport.rpc import Guard, Strangers
 from service.transport.tenants_file import quotas_of
 from service.transport.writer import StallWatch
@@ -133,7 +137,9 @@ def build(
         caches=cases.caches,
         health=health,
         watch=watch,
-        data=ports.open("listen", settings.listen, data, prompts, wide),
+        data=ports.open_data(
+            settings.listen, data, prompts, wide, settings.server.fronts, RelayCounts(instruments.relays, refusals)
+        ),
         admin=ports.open("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
         probes=ports.open("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
         instruments=instruments,
@@ -155,12 +161,30 @@ class _Ports:
 
     def open(self, setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
         """As open_port. One without services is for probes, and speaks no TLS."""
+        credentials = self._identity.credentials() if services else None
+        return open_port(setting, address, self._handlers(services, inbox), credentials, bounds)
+
+    def open_data(
+        self,
+        address: str,
+        services: list[Services],
+        inbox: Inbox,
+        bounds: PortBounds,
+        processes: int,
+        counts: RelayCounts,
+    ) -> Port:
+        """The port for callers: of this process, or of so many that share it."""
+        if processes == 1:
+            return self.open("listen", address, services, inbox, bounds)
+        handlers, certificates = self._handlers(services, inbox), self._identity.certificates
+        return open_shared_port("listen", address, handlers, certificates, bounds, processes, counts)
+
+    def _handlers(self, services: list[Services], inbox: Inbox) -> list[grpc.GenericRpcHandler[bytes, bytes]]:
         names = [name for one in services for name in one.names]
         handlers = [handler for one in services for handler in one.handlers]
         handlers.append(self._health.handlers(inbox, self._observers))
         handlers += reflection.handlers([*names, HEALTH], self._contract, inbox, self._observers)
-        handlers.append(Strangers(self._observers))
-        return open_port(setting, address, handlers, self._identity.credentials() if services else None, bounds)
+        return [*handlers, Strangers(self._observers)]
 
 
 def _use_cases(

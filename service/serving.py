@@ -56,8 +56,9 @@ async def _serve(settings: Settings, again: Callable[[], Settings], begun: Begun
         stack.push_async_callback(parts.admission.quotas.aclose)
         stack.push_async_callback(parts.engine.close)
         for port in parts.ports:
-            await port.server.start()
             stack.push_async_callback(port.server.stop, None)
+            if not await stop.before(port.server.start()):
+                return STOPPED
         if parts.metrics is not None:
             stack.push_async_callback(parts.metrics.stop)
             await parts.metrics.start()

@@ -30,6 +30,7 @@ class Watched:
     """Of the machine while a load ran."""
 
     front: float | None = None  # seconds of processor time that the front used; None where the server is not ours
+    relays: float | None = None  # likewise of its relays together
     gpu: list[tuple[float, float]] = field(
         default_factory=list
     )  # (monotonic, per cent of a moment in which a kernel ran)
@@ -39,13 +40,14 @@ class Watched:
 def watched(server: Server | None) -> Iterator[Watched]:
     """What is used within the block."""
     found = Watched()
-    before = 0.0 if server is None else cpu_seconds(server.pid)
+    before = (0.0, 0.0) if server is None else (cpu_seconds(server.pid), server.relays_cpu())
     sampler = _sampler()
     try:
         yield found
     finally:
         if server is not None:
-            found.front = cpu_seconds(server.pid) - before
+            found.front = cpu_seconds(server.pid) - before[0]
+            found.relays = server.relays_cpu() - before[1]
         if sampler is not None:
             sampler.terminate()
             found.gpu = _samples(sampler.communicate()[0])
@@ -90,6 +92,7 @@ class Outcome:
     client_cores: float  # all calling processes
     client_cores_most: float  # of one of them: near 1, it is the client that was measured
     front_cores: float | None
+    relay_cores: float | None  # all of them
     gpu_percent: float | None
     extra: dict[str, object] = field(default_factory=dict)
 
@@ -142,6 +145,7 @@ def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[f
         client_cores=round(sum(cpu), 2),
         client_cores_most=round(max(cpu, default=0.0), 2),
         front_cores=None if seen.front is None else round(seen.front / busy, 2),
+        relay_cores=None if seen.relays is None else round(seen.relays / busy, 2),
         gpu_percent=round(sum(gpu) / len(gpu), 1) if gpu else None,
     )
 

@@ -83,6 +83,15 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How many processes serve."""
+
+    fronts: int = setting(
+        1, "processes that speak gRPC on the data port; more than 1: relays, beside the one that decides", ge=1, le=64
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
     """What is spoken on the data port beside whippet.v1."""
 
@@ -213,6 +222,7 @@ class Settings(ModelOptions, ServedOptions):
         None, "folder that `whippet prebuild` made, looked at before cache-dir and never written"
     )
     log: LogOptions = LogOptions()
+    server: ServerOptions = ServerOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()
     protocols: ProtocolOptions = ProtocolOptions()

@@ -33,4 +33,5 @@ class Instruments:
         self.progress = Progress()
         self.traces = traces
         self.reloads = Counter({"reloads": 0, "failures": 0})  # of the settings
+        self.relays = Counter({"listening": 0, "deaths": 0})  # processes that speak gRPC beside the front
         self.observers = Observers([self.calls, self.access, *others], self.calls.between, sample)

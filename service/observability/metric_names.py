@@ -95,6 +95,8 @@ FAMILIES: Mapping[str, Family] = {
     "requests_quarantined": _counter("Requests that ended the engine process twice, and are not run any more."),
     "engine_load_progress": _gauge("How far each phase of loading is, from 0 to 1.", "phase"),
     "event_loop_lag_seconds": _histogram("How late the front's event loop was, ten times a second."),
+    "relays": _gauge("Processes beside the front that speak gRPC."),
+    "relay_deaths": _counter("Times that one of them came to an end that nobody wished."),
     "tls_certificate_expiry_timestamp_seconds": _gauge("When a file's first certificate expires; Unix time.", "file"),
     "identity_reload_failures": _counter("Times that tokens or certificates were read again in vain.", "file"),
     # Requests

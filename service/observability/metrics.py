@@ -91,6 +91,8 @@ class Metrics:
         yield _one("config_reloads", self._instruments.reloads["reloads"])
         yield _one("config_reload_failures", self._instruments.reloads["failures"])
         yield _one("event_loop_lag_seconds", self._instruments.lag.seconds)
+        yield _one("relays", self._instruments.relays["listening"])
+        yield _one("relay_deaths", self._instruments.relays["deaths"])
         yield _by("tls_certificate_expiry_timestamp_seconds", self._identity.expiries)
         yield _by("identity_reload_failures", self._identity.failures)
 

@@ -12,8 +12,8 @@ from service.core.delivery import AnswerMessage
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import PromptFacts
 from service.protocols.shape import check_shape
+from service.transport.context import Context
 from service.transport.rpc import Call, StreamBody, UnaryBody
-from service.transport.writer import Context
 
 _Message = TypeVar("_Message", bound=Message)
 _Request = TypeVar("_Request")

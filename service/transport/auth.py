@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.core.errors import PermissionDenied, Reason, Unauthenticated
+from service.transport.context import Metadata
 
 DEFAULT_TENANT = "default"
-
-Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Right(enum.StrEnum):

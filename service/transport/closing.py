@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:  # neither has parameters while it runs
 else:
     _GenericHandler = grpc.GenericRpcHandler
     _Handler = grpc.RpcMethodHandler
+
+
+class Stoppable(Protocol):
+    """As grpc.aio.Server."""
+
+    async def stop(self, grace: float | None) -> None: ...
+
 
 _Body = Callable[[object, object], Awaitable[bytes | None]]  # of a method: its requests, its context
 
@@ -53,7 +60,7 @@ class Gate(_GenericHandler):
                 return found if self._open.is_set() else self._kept_waiting(found)
         return None
 
-    def leave(self, server: grpc.aio.Server) -> asyncio.Task[None]:
+    def leave(self, server: Stoppable) -> asyncio.Task[None]:
         """Nobody connects any more, and clients look for another server; what runs goes on. By now every handler
         refuses what is new. The task ends once all have been told."""
         if self._leaving is None:
@@ -66,7 +73,7 @@ class Gate(_GenericHandler):
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(0.0)
 
-    async def close(self, server: grpc.aio.Server, grace: float) -> None:
+    async def close(self, server: Stoppable, grace: float) -> None:
         """Calls that run get `grace` seconds to end."""
         await self.leave(server)
         await server.stop(grace)
@@ -83,7 +90,7 @@ class Gate(_GenericHandler):
 
         return make(handle)
 
-    async def _leave(self, server: grpc.aio.Server) -> None:
+    async def _leave(self, server: Stoppable) -> None:
         await self._hold()
         self._stopping = asyncio.create_task(server.stop(_AS_LONG_AS_IT_TAKES))
         await asyncio.sleep(_GOAWAY)

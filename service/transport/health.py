@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2
 
 from service.core.errors import InvalidRequest, ServiceError, Violation
 from service.observability.record import Observers, RecordBuilder
+from service.transport.context import Context
 from service.transport.inbox import Inbox
 from service.transport.rpc import Method, abort_with, service
-from service.transport.writer import Context
 
 SERVICE = "grpc.health.v1.Health"
 GENERATION = "whippet.v1.GenerationService"

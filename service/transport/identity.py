@@ -38,6 +38,11 @@ class Identity:
         """For one port; None: plaintext."""
         return None if self._certificates is None else self._certificates.credentials()
 
+    @property
+    def certificates(self) -> Certificates | None:
+        """Ours; None: plaintext."""
+        return self._certificates
+
     def reload(self) -> None:
         """Soon, whether or not the files look changed."""
         if self._tokens is None:

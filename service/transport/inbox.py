@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from service.core.errors import InvalidRequest, MessageStalled, Overloaded, Reason, Violation
-from service.transport.writer import Context
+from service.transport.context import Context
 
 _PATIENCE = 1.0  # seconds that a read may take while others wait
 _LONGEST_READ = 30.0  # seconds, where nobody waits

@@ -16,10 +16,10 @@ from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from service.core.errors import InvalidRequest, ServiceError, Violation
 from service.observability.record import Observers, RecordBuilder
+from service.transport.context import Context
 from service.transport.described import DescribedFiles
 from service.transport.inbox import Inbox
 from service.transport.rpc import Method, abort_with, service
-from service.transport.writer import Context
 
 V1 = "grpc.reflection.v1.ServerReflection"
 V1_ALPHA = "grpc.reflection.v1alpha.ServerReflection"

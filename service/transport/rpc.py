@@ -20,16 +20,17 @@ from service.core.errors import AnswerTooLarge
 from service.core.request import Origin
 from service.observability.record import UNKNOWN_METHOD, Observers, RecordBuilder
 from service.transport.auth import Caller, Presented, Rights
+from service.transport.context import Context
+from service.transport.errors import forget_frames
+from service.transport.http2 import MAX_ANSWER_BYTES
 from service.transport.inbox import Inbox, Incoming
 from service.transport.status import ResourceTypes, failure_of
-from service.transport.writer import Context
 
 if TYPE_CHECKING:  # it has no parameters while it runs
     _GenericHandler = grpc.GenericRpcHandler[bytes, bytes]
 else:
     _GenericHandler = grpc.GenericRpcHandler
 
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _log = logging.getLogger(__name__)
 
 
@@ -138,25 +139,17 @@ async def abort_with(
         # Where it happened, not what it says: the text of a foreign exception may hold a prompt.
         frames = "".join(traceback.format_tb(error.__traceback__))
         _log.error("%s answered as INTERNAL\n%s", type(error).__name__, frames.rstrip())
-    _forget_frames(error)
+    forget_frames(error)
     record.code, record.reason = failure.code.name, failure.reason
     try:
         await context.abort(failure.code, failure.message, failure.trailers)
     except grpc.aio.AbortError as aborted:
         # gRPC keeps it in the call, and its frames keep the call, which counts as open until a full collection.
-        asyncio.get_running_loop().call_soon(_forget_frames, aborted)
+        asyncio.get_running_loop().call_soon(forget_frames, aborted)
         raise
     except grpc.aio.InternalError as gone:
         record.code = ""
         raise asyncio.CancelledError from gone
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Frames hold what the call held, its message above all, for as long as anything refers to the error: until the
-    next full collection, since gRPC makes a cycle of it."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def service(name: str, methods: Mapping[str, Method], observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from service.config.settings import BadSettings, TlsOptions
 from service.transport.files import FileWatch, NoFile, read_file
+from service.transport.http2 import Identification, credentials
 
 _MAX_BYTES = 1 << 20
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")  # that gRPC speaks
@@ -46,9 +47,10 @@ class Pair:
         """Within a week, or in the last quarter of a shorter life."""
         return self.expires - now < min(_SOON, _SHARE * (self.expires - self.begins))
 
-    def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """As gRPC wants it."""
-        return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.client_ca)
+    @property
+    def shown(self) -> Identification:
+        """What of it gRPC wants."""
+        return Identification(self.key, self.chain, self.client_ca)
 
 
 class Certificates:
@@ -60,6 +62,7 @@ class Certificates:
         and the next one is there as soon as somebody writes it."""
         self._tls = tls
         self._clock = clock
+        self._subscribers: list[Callable[[], object]] = []
         paths = [path for path in (tls.cert, tls.key, tls.client_ca) if path is not None]
         self._watch = FileWatch("certificates", paths, self._read_again, self._remind)
         self._pair = read_pair(tls)
@@ -71,20 +74,17 @@ class Certificates:
         pair = self._pair
         return {"cert": pair.expires} | ({} if pair.ca_expires is None else {"client-ca": pair.ca_expires})
 
+    def current(self) -> Identification:
+        """What new connections are shown."""
+        return self._pair.shown
+
+    def subscribe(self, on_news: Callable[[], object]) -> None:
+        """To be called, in any thread, when `current` has changed."""
+        self._subscribers.append(on_news)
+
     def credentials(self) -> grpc.ServerCredentials:
         """For one port: each asks for news at every new connection."""
-        shown = self._pair
-
-        def news() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal shown
-            if self._pair is shown:
-                return None
-            shown = self._pair
-            return shown.configuration()
-
-        required = shown.client_ca is not None
-        # gRPC's types do not know that None stands for no news.
-        return grpc.dynamic_ssl_server_credentials(shown.configuration(), news, required)  # type: ignore[arg-type]
+        return credentials(self.current)
 
     @property
     def failures(self) -> int:
@@ -100,6 +100,8 @@ class Certificates:
         if self._pair.valid(now) and not pair.valid(now):
             raise BadSettings(f"tls.cert: {self._tls.cert} is valid from {_date(pair.begins)} to {_date(pair.expires)}")
         self._pair = pair
+        for on_news in self._subscribers:
+            on_news()
         _log.info("certificates read again: valid until %s", _date(pair.expires))
 
     def _remind(self) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
-
 from service.core.errors import StreamStalled
 from service.observability.record import RecordBuilder
-
-Context = grpc.aio.ServicerContext[bytes, bytes]
+from service.transport.context import Context
 
 
 class Writer:

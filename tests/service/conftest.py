@@ -85,11 +85,18 @@ class Server:
 
     def engine_pids(self) -> list[int]:
         """The same, or none where there is none now."""
+        return self._children(b"engine.worker.process")
+
+    def relay_pids(self) -> list[int]:
+        """Of the processes that speak gRPC for it."""
+        return self._children(b"service.transport.relays.process")
+
+    def _children(self, module: bytes) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         found = []
         for pid in children:
             with contextlib.suppress(OSError):  # it has just ended
-                if b"engine.worker.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if module in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(int(pid))
         return found
 

@@ -23,7 +23,7 @@ def test_rates_are_of_the_window_and_times_of_all() -> None:
         Found([well(100.0, 100.5, 101.5), refused], {bucket(0.1): 10}, {5: 1, 15: 10}, 0.5),
         Found([well(100.0, 100.5, 102.5), silent, cut], {bucket(0.2): 10}, {5: 3, 25: 10}, 1.0),
     ]
-    found = outcome(parts, 100.0, Watched(front=5.0, gpu=[(99.0, 0.0), (101.0, 90.0), (102.0, 70.0)]))
+    found = outcome(parts, 100.0, Watched(front=5.0, relays=2.5, gpu=[(99.0, 0.0), (101.0, 90.0), (102.0, 70.0)]))
     assert (found.requests, found.errors, found.refused, found.refused_without_retry_info) == (5, 3, 2, 1)
     assert found.accepted_not_ended_once == 1
     assert found.errors_by_status == {"RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1, "INTERNAL": 1}
@@ -34,6 +34,7 @@ def test_rates_are_of_the_window_and_times_of_all() -> None:
     assert found.itl_ms["p95"] == pytest.approx(200, rel=0.011)
     assert found.refusal_ms["p99"] == pytest.approx(40)
     assert (found.client_cores, found.client_cores_most, found.front_cores) == (0.6, 0.4, 2.0)
+    assert found.relay_cores == 1.0
     assert found.gpu_percent == 80.0
     late = outcome(parts, 100.0, Watched(), window=(1.0, 3.0))
     assert late.output_tokens_per_second == pytest.approx(20 / 2)

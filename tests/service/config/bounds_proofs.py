@@ -19,8 +19,9 @@ from service.config.settings import Settings
 from service.observability.record import Observers
 from service.transport.descriptors import connections
 from service.transport.health import Health
+from service.transport.http2 import PortBounds
 from service.transport.inbox import SMALL, Inbox, InboxBounds
-from service.transport.ports import PortBounds, open_port
+from service.transport.ports import open_port
 from tests.service.config.proofs import Proof, Tools, becomes
 from tests.service.conftest import PATIENCE
 

@@ -253,6 +253,12 @@ async def waits_for_the_live(settings: Settings, tools: Tools) -> bool:
     return False
 
 
+async def processes(settings: Settings, tools: Tools) -> int:
+    """Which of a server speak gRPC to callers."""
+    with tools.serve(*tools.flags) as running:
+        return len(running.relay_pids()) or 1
+
+
 async def admits_in_a_drain(settings: Settings, tools: Tools) -> bool:
     """Whether a request still gets in."""
     admission = Admission(settings.limits, lambda: 2)
@@ -334,6 +340,7 @@ PROOFS = {
     "health-listen": Proof("127.0.0.2:0", server("health"), ELSEWHERE),
     "metrics-listen": Proof("127.0.0.2:0", server("metrics"), ELSEWHERE),
     "insecure": Proof("true", lets_strangers_in, becomes(False, True), (*FAKE, "--listen=0.0.0.0:0")),
+    "server.fronts": Proof("3", processes, becomes(1, 3)),
     "protocols.vllm-engine": Proof("off", speaks(VllmEngine), becomes(True, False)),
     "protocols.open-inference": Proof("off", speaks(OpenInference), becomes(True, False)),
     "log.format": Proof("json", server("objects"), becomes(False, True)),

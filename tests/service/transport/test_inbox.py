@@ -11,8 +11,8 @@ import pytest
 
 from service.core.errors import InvalidRequest, MessageStalled, Overloaded
 from service.transport import inbox as module
+from service.transport.context import Context
 from service.transport.inbox import Inbox, InboxBounds
-from service.transport.writer import Context
 
 BOUNDS = InboxBounds(message_bytes=1000, live_bytes=8000)  # four readers, two of one sender
 

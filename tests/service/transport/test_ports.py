@@ -22,8 +22,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from bench.floods import Rogue
 from bench.grpc_frames import PING, FrameClient, frame
 from service.pb.whippet.v1 import admin_pb2, model_pb2
-from service.transport import ports
-from service.transport.ports import SIDE_BOUNDS, PortBounds, open_port
+from service.transport import http2
+from service.transport.http2 import PortBounds
+from service.transport.ports import SIDE_BOUNDS, open_port
 from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template
 
@@ -124,9 +125,9 @@ async def test_no_more_than_4096_calls_wait_to_be_looked_at(monkeypatch: pytest.
     """What is beyond them gRPC drops by itself, while the event loop is held up. Here nobody waits too long, however
     slowly they come."""
     options = [
-        (name, 600 if name == "grpc.server_max_unrequested_time_in_server" else value) for name, value in ports._OPTIONS
+        (name, 600 if name == "grpc.server_max_unrequested_time_in_server" else value) for name, value in http2._OPTIONS
     ]
-    monkeypatch.setattr(ports, "_OPTIONS", options)
+    monkeypatch.setattr(http2, "_OPTIONS", options)
     held_up, sent = threading.Event(), threading.Event()
     seen = Counter[bytes]()
 

@@ -19,9 +19,10 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.bodies import as_it_is, unary
 from service.protocols.whippet_v1.services import RESOURCES
 from service.transport.auth import ALL_RIGHTS, NoTokens
+from service.transport.context import Context
+from service.transport.http2 import MAX_ANSWER_BYTES
 from service.transport.inbox import SMALL, Inbox
-from service.transport.rpc import MAX_ANSWER_BYTES, Call, Endpoints
-from service.transport.writer import Context
+from service.transport.rpc import Call, Endpoints
 
 
 class Ended(Exception):

@@ -29,8 +29,9 @@ from service.core.text.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.servicer import GenerationServicer
+from service.transport.context import Context
 from service.transport.rpc import Call
-from service.transport.writer import Context, StallWatch
+from service.transport.writer import StallWatch
 from tests.service.protocols.whippet_v1.test_messages import Recorder
 from tests.service.scripted import Script, ScriptedEngine
 

@@ -39,8 +39,9 @@ from service.core.tokenization import Tokenization
 from service.observability.record import RecordBuilder
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.servicer import GenerationServicer
+from service.transport.context import Context
 from service.transport.rpc import Call
-from service.transport.writer import Context, StallWatch, Writer
+from service.transport.writer import StallWatch, Writer
 from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=3, queue=0.1, prefill=0.2)

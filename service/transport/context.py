@@ -1,0 +1,39 @@
+"""What handlers use of a call: gRPC's own context has it, and so has one whose gRPC is in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NoReturn, Protocol
+
+import grpc
+
+Metadata = Iterable[tuple[str, str | bytes]]
+Trailers = tuple[tuple[str, str | bytes], ...]
+
+
+class Context(Protocol):
+    """One call. As grpc.aio.ServicerContext, which is the reference for what is not said here."""
+
+    def peer(self) -> str: ...
+
+    def invocation_metadata(self) -> Metadata | None: ...
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """Of its connection: what TLS has verified."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds; None without a deadline."""
+
+    def code(self) -> grpc.StatusCode | None:
+        """That it was aborted with."""
+
+    async def read(self) -> object:
+        """The next message's bytes; anything else: there is none."""
+
+    async def write(self, message: bytes, /) -> None:
+        """Returns when gRPC has taken it."""
+
+    async def send_initial_metadata(self, metadata: tuple[tuple[str, str], ...], /) -> None: ...
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailers: Trailers = (), /) -> NoReturn:
+        """Raises grpc.aio.AbortError, or grpc.aio.InternalError where the caller has gone."""

@@ -1,0 +1,201 @@
+"""What travels between the front and a relay: messages of msgpack, each behind its length.
+
+A call has a number, which the relay gives. The relay says that it came; the front has it read, writes to it and ends
+it. Either may be ahead of the other, so that both leave alone what is said of a call that they know no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from service.transport.http2 import Identification, Options
+
+_HEADER = 8  # bytes of a length
+Pairs = list[tuple[str, Any]]  # text, or bytes where the name ends in -bin
+
+
+class Came(msgspec.Struct, array_like=True, tag=0):
+    """A call, unread."""
+
+    call: int
+    method: str
+    metadata: Pairs
+    peer: str
+    names: dict[str, list[bytes]]  # that the certificate of its connection has
+    deadline: float | None  # on the clock of time.monotonic, which all processes share
+
+
+class Message(msgspec.Struct, array_like=True, tag=1):
+    """What a read has brought; None: the caller has sent all it had to send."""
+
+    call: int
+    data: bytes | None
+
+
+class Taken(msgspec.Struct, array_like=True, tag=2):
+    """gRPC has taken what was written, and the next one may come."""
+
+    call: int
+
+
+class Gone(msgspec.Struct, array_like=True, tag=3):
+    """The call has ended before the front ended it."""
+
+    call: int
+    late: bool  # since its deadline has passed
+
+
+class Listening(msgspec.Struct, array_like=True, tag=4):
+    """Or not, where another server has the port."""
+
+    port: int  # 0: it cannot
+
+
+class TurnedAway(msgspec.Struct, array_like=True, tag=5):
+    """So many more calls were refused by the relay, since the front was too far behind."""
+
+    calls: int
+
+
+class Stopped(msgspec.Struct, array_like=True, tag=6):
+    """Its server has, and no call is left."""
+
+
+class Listen(msgspec.Struct, array_like=True, tag=0):
+    """The first of all."""
+
+    address: str
+    options: Options
+    shown: Identification | None  # None: plaintext
+    refusals: list[Refusal]  # one of them is for whoever comes while the front is too far behind
+
+
+class Refusal(msgspec.Struct, array_like=True):
+    """How a call ends badly."""
+
+    code: int
+    details: str
+    trailers: Pairs
+
+
+class Show(msgspec.Struct, array_like=True, tag=1):
+    """To connections from now on."""
+
+    shown: Identification
+
+
+class Read(msgspec.Struct, array_like=True, tag=2):
+    """A message."""
+
+    call: int
+
+
+class Head(msgspec.Struct, array_like=True, tag=3):
+    """Sends initial metadata."""
+
+    call: int
+    metadata: Pairs
+
+
+class Write(msgspec.Struct, array_like=True, tag=4):
+    """A message."""
+
+    call: int
+    data: bytes
+
+
+class Answer(msgspec.Struct, array_like=True, tag=5):
+    """Ends it well, after one more message unless that is None."""
+
+    call: int
+    data: bytes | None
+
+
+class Abort(msgspec.Struct, array_like=True, tag=6):
+    """Ends it badly."""
+
+    call: int
+    refusal: Refusal
+
+
+class Stop(msgspec.Struct, array_like=True, tag=7):
+    """Says GOAWAY, takes no more connections, and gives calls so many seconds; None: none. May come again."""
+
+    grace: float | None
+
+
+Report = Came | Message | Taken | Gone | Listening | TurnedAway | Stopped  # relay → front
+Order = Listen | Show | Read | Head | Write | Answer | Abort | Stop  # front → relay
+
+_Received = TypeVar("_Received")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Link(asyncio.Protocol, Generic[_Received]):
+    """One end of the socket. What the other end sends is believed: it is code of ours."""
+
+    def __init__(self, kind: object, receive: Callable[[_Received], None], lost: Callable[[], None]) -> None:
+        """`kind`: what it receives, Report or Order. `lost` is called once, when the other end has gone."""
+        self._decoder: msgspec.msgpack.Decoder[_Received] = msgspec.msgpack.Decoder(cast(type[_Received], kind))
+        self._receive = receive
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._rest = bytearray()  # begins with a message that has not come whole
+        self._unsent = bytearray()
+
+    def send(self, message: Report | Order) -> None:
+        """Soon, with whatever else is sent in this turn of the event loop."""
+        unsent = self._unsent
+        if not unsent:
+            self._loop.call_soon(self._flush)
+        start = len(unsent)
+        unsent += bytes(_HEADER)
+        try:
+            _encoder.encode_into(message, unsent, -1)
+        except BaseException:
+            del unsent[start:]
+            raise
+        unsent[start : start + _HEADER] = (len(unsent) - start - _HEADER).to_bytes(_HEADER, "big")
+
+    def close(self) -> None:
+        """Once what was sent has left."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            self._rest += data
+            if _end(self._rest, 0) > len(self._rest):
+                return
+            data = bytes(self._rest)
+            self._rest.clear()
+        start, view = 0, memoryview(data)
+        while (end := _end(data, start)) <= len(data):
+            self._receive(self._decoder.decode(view[start + _HEADER : end]))
+            start = end
+        self._rest += view[start:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._lost()
+
+    def _flush(self) -> None:
+        if self._unsent and self._transport is not None:
+            self._transport.write(self._unsent)
+        self._unsent = bytearray()
+
+
+def _end(data: bytes | bytearray, start: int) -> int:
+    """Where the message at `start` ends; beyond the data where not even its length has come."""
+    if len(data) - start < _HEADER:
+        return len(data) + _HEADER
+    return start + _HEADER + int.from_bytes(data[start : start + _HEADER], "big")

@@ -1,0 +1,261 @@
+"""`python -m service.transport.relays.process --fd N`: one relay. The front is at the other end of the socket N, and a
+relay ends when that does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import os
+import random
+import signal
+import socket
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import grpc
+import uvloop
+
+from service.transport import http2
+from service.transport.errors import forget_frames
+from service.transport.heap import Heap
+from service.transport.relays.frames import (
+    Abort,
+    Answer,
+    Came,
+    Gone,
+    Head,
+    Link,
+    Listen,
+    Listening,
+    Message,
+    Order,
+    Read,
+    Refusal,
+    Show,
+    Stop,
+    Stopped,
+    Taken,
+    TurnedAway,
+    Write,
+)
+from service.transport.silence import silence
+
+_MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
+_NAMES = ("peer_uri", "peer_dns", "peer_email")  # what a certificate may say of who calls
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_Context = grpc.aio.ServicerContext[bytes, bytes]
+_OfCall = Read | Head | Write | Answer | Abort
+
+if TYPE_CHECKING:  # it has no parameters while it runs
+    _GenericHandler = grpc.GenericRpcHandler[bytes, bytes]
+else:
+    _GenericHandler = grpc.GenericRpcHandler
+
+
+class _Call:
+    """One call of gRPC's, in which everything is done that the front orders, in its order."""
+
+    def __init__(self, number: int, context: _Context, link: Link[Order]) -> None:
+        self._number = number
+        self._context = context
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._orders = deque[_OfCall]()
+        self._more: asyncio.Future[None] | None = None  # while it waits for orders
+        self._reading: asyncio.Task[None] | None = None
+        self.heard = False  # anything from the front
+
+    def order(self, order: _OfCall) -> None:
+        """Done after those before it; a read is begun, and what follows does not wait for it."""
+        if isinstance(order, Read):
+            self._reading = self._loop.create_task(self._read())
+            return
+        self._orders.append(order)
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    async def serve(self) -> None:
+        """Until the front has ended it."""
+        context = self._context
+        while True:
+            while not self._orders:
+                self._more = self._loop.create_future()
+                await self._more
+            match self._orders.popleft():
+                case Write(data=data):
+                    await context.write(data)
+                    self._link.send(Taken(self._number))
+                case Head(metadata=metadata):
+                    await context.send_initial_metadata(tuple(metadata))
+                case Answer(data=data):
+                    if data is not None:
+                        await context.write(data)
+                    return
+                case Abort(refusal=refusal):
+                    await abort(context, refusal)
+
+    async def _read(self) -> None:
+        try:
+            data = await self._context.read()
+        except (grpc.aio.BaseError, asyncio.CancelledError):
+            return  # it has ended, which the front is told of beside this
+        self._link.send(Message(self._number, data if isinstance(data, bytes) else None))
+
+
+class Calls(_GenericHandler):
+    """All calls of this process, whatever their methods: the front knows which there are."""
+
+    def __init__(self, link: Link[Order], verified: bool, refusals: list[Refusal]) -> None:
+        """`verified`: connections have certificates."""
+        self._link = link
+        self._verified = verified
+        self._refusals = refusals
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._unheard = 0
+        self._turned_away = 0  # of which the front was not told yet
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        method = handler_call_details.method
+
+        async def handle(_: object, context: _Context) -> None:
+            await self._handle(method, context)
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+    def order(self, order: _OfCall) -> None:
+        """For one of them."""
+        call = self._calls.get(order.call)
+        if call is not None:
+            if not call.heard:
+                call.heard = True
+                self._unheard -= 1
+            call.order(order)
+
+    async def _handle(self, method: str, context: _Context) -> None:
+        if self._unheard >= _MOST_UNHEARD:
+            self._turn_away()
+            await abort(context, random.choice(self._refusals))
+        number = next(self._numbers)
+        call = self._calls[number] = _Call(number, context, self._link)
+        self._unheard += 1
+        self._link.send(self._came(number, method, context))
+        try:
+            await call.serve()
+        except (asyncio.CancelledError, grpc.aio.InternalError) as error:
+            self._link.send(Gone(number, late=context.time_remaining() == 0))
+            raise asyncio.CancelledError from error
+        finally:
+            del self._calls[number]
+            self._unheard -= not call.heard
+
+    def _came(self, number: int, method: str, context: _Context) -> Came:
+        remaining = context.time_remaining()
+        names: dict[str, list[bytes]] = {}
+        if self._verified:
+            connection = context.auth_context()
+            names = {key: list(connection[key]) for key in _NAMES if key in connection}
+        return Came(
+            number,
+            method,
+            list(context.invocation_metadata() or ()),
+            context.peer(),
+            names,
+            None if remaining is None else time.monotonic() + remaining,
+        )
+
+    def _turn_away(self) -> None:
+        if not self._turned_away:
+            asyncio.get_running_loop().call_later(0.1, self._tell)
+        self._turned_away += 1
+
+    def _tell(self) -> None:
+        self._link.send(TurnedAway(self._turned_away))
+        self._turned_away = 0
+
+
+async def abort(context: _Context, refusal: Refusal) -> None:
+    """Raises what gRPC raises."""
+    try:
+        await context.abort(_CODES[refusal.code], refusal.details, tuple(refusal.trailers))
+    except grpc.aio.AbortError as aborted:
+        asyncio.get_running_loop().call_soon(forget_frames, aborted)
+        raise
+
+
+class Relay:
+    """This process: a server of gRPC and the socket to the front."""
+
+    def __init__(self) -> None:
+        self.link: Link[Order] = Link(Order, self._receive, self._lost)
+        self._server: grpc.aio.Server | None = None
+        self._calls: Calls | None = None
+        self._shown: http2.Identification | None = None
+        self._tasks = set[asyncio.Task[None]]()
+
+    def _receive(self, order: Order) -> None:
+        match order:
+            case Listen():
+                self._begin(self._listen(order))
+            case Show(shown=shown):
+                self._shown = shown
+            case Stop(grace=grace):
+                self._begin(self._stop(grace))
+            case _:
+                assert self._calls is not None
+                self._calls.order(order)
+
+    def _begin(self, work: asyncio._CoroutineLike[None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, order: Listen) -> None:
+        self._shown = order.shown
+        self._calls = Calls(self.link, order.shown is not None, order.refusals)
+        server = grpc.aio.server(options=order.options)
+        server.add_generic_rpc_handlers((self._calls,))
+        shown = None if order.shown is None else http2.credentials(self._current)
+        port = http2.bind(server, order.address, shown)
+        if port:
+            await server.start()
+            self._server = server
+        self.link.send(Listening(port))
+
+    def _current(self) -> http2.Identification:
+        assert self._shown is not None
+        return self._shown
+
+    async def _stop(self, grace: float | None) -> None:
+        if self._server is not None:
+            await self._server.stop(grace)
+        self.link.send(Stopped())
+
+    def _lost(self) -> None:
+        """At once: callers that are left see that their connection breaks, UNAVAILABLE, and may try again."""
+        os._exit(0)
+
+
+async def _run(fd: int) -> None:
+    relay = Relay()
+    await asyncio.get_running_loop().create_unix_connection(lambda: relay.link, sock=socket.socket(fileno=fd))
+    gc.collect()
+    gc.freeze()  # nothing of what is imported is ever visited again
+    await Heap().run()
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    silence()
+    for number in (signal.SIGTERM, signal.SIGINT):  # of whoever ends all processes of a service: calls are to end first
+        signal.signal(number, signal.SIG_IGN)
+    uvloop.run(_run(parser.parse_args().fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A server whose data port several processes share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from service.pb.whippet.v1 import generation_pb2_grpc
+from tests.service.conftest import PATIENCE, STEP, Server, ask, ask_stream
+from tests.service.scraped import page_of
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+OWN = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
+RELAYS = 3
+
+
+@contextlib.contextmanager
+def shared(serve: Serve, *flags: str) -> Iterator[Server]:
+    with serve(f"--server.fronts={RELAYS}", f"--fake.step-time={STEP}", *flags) as server:
+        assert len(server.relay_pids()) == RELAYS
+        yield server
+
+
+@contextlib.contextmanager
+def stubs(server: Server, count: int) -> Iterator[list[Any]]:
+    """Of so many connections, which the kernel shares out."""
+    with contextlib.ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(server.data, options=OWN)) for _ in range(count)]
+        yield [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_answers_limits_and_counts_are_those_of_one_server(serve: Serve) -> None:
+    """Whichever process has a caller's connection: one name may be live once, and the counts add up."""
+    with shared(serve, "--optimizations.response-cache=true") as server, stubs(server, 12) as every:
+        texts = {stub.Generate(ask("the same", 5), timeout=PATIENCE).text for stub in every}
+        assert len(texts) == 1
+        one = every[0].GenerateStream(ask_stream("long", 4000, request_id="mine"), timeout=PATIENCE)
+        next(one)
+        for stub in every[1:]:
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.Generate(ask("other", 5, request_id="mine"), timeout=PATIENCE)
+            assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        one.cancel()
+        server.idle()
+        page = page_of(server)
+        generate = ("method", "whippet.v1.GenerationService/Generate")
+        assert page["whippet_requests_total", (("code", "OK"), generate)] == 12
+        assert page["whippet_requests_total", (("code", "ALREADY_EXISTS"), generate)] == 11
+        assert page["whippet_relays", ()] == RELAYS
+        assert page["whippet_relay_deaths_total", ()] == 0
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+def test_live_streams_end_before_the_server_does(serve: Serve, everybody: bool) -> None:
+    """Whether the front alone is told to end, or each of its processes, as a service manager does it."""
+    with shared(serve, "--drain.timeout=60", "--scheduler.max-sequences=16") as server, stubs(server, 8) as every:
+        relays = server.relay_pids()
+        calls = [stub.GenerateStream(ask_stream(f"{n}", 400), timeout=PATIENCE) for n, stub in enumerate(every)]
+        for call in calls:
+            next(call)
+        for pid in relays if everybody else ():
+            os.kill(pid, signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        for call in calls:
+            last = list(call)[-1]
+            assert last.HasField("finish")
+            assert call.code() is grpc.StatusCode.OK
+        assert server.process.wait(PATIENCE) == 0
+        assert all(map(gone, relays))
+
+
+def test_relays_do_not_outlive_a_front_that_was_killed(serve: Serve) -> None:
+    with shared(serve) as server, stubs(server, 4) as every:
+        relays = server.relay_pids()
+        calls = [stub.GenerateStream(ask_stream("long", 4000), timeout=PATIENCE) for stub in every]
+        for call in calls:
+            next(call)
+        server.process.kill()
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                list(call)
+            assert call.code() is grpc.StatusCode.UNAVAILABLE
+        wait_for(lambda: all(map(gone, relays)))
+
+
+def test_a_relay_that_hangs_does_not_keep_a_server_from_ending(serve: Serve) -> None:
+    with shared(serve) as server:
+        hung = server.relay_pids()[0]
+        os.kill(hung, signal.SIGSTOP)
+        assert server.stop() == 0
+        assert gone(hung)
+        assert "a relay does not end by itself" in server.log.read_text()
+
+
+async def test_callers_of_a_relay_that_dies_come_back_through_another(serve: Serve) -> None:
+    """Under load from many connections: each call of the others ends well, and a caller who tries again is served."""
+    with shared(serve, "--scheduler.max-sequences=64") as server:
+        victims = server.relay_pids()[:2]
+        stop = asyncio.Event()
+        codes: list[grpc.StatusCode] = []
+
+        async def caller(number: int) -> None:
+            while not stop.is_set():
+                async with grpc.aio.insecure_channel(server.data, options=OWN) as channel:
+                    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                    call = stub.Generate(ask(f"{number}", 5), timeout=PATIENCE, wait_for_ready=True)
+                    codes.append(await call.code())
+
+        callers = [asyncio.create_task(caller(number)) for number in range(16)]
+        for victim in victims:
+            served = len(codes)
+            await until(lambda served=served: len(codes) >= served + 32)
+            os.kill(victim, signal.SIGKILL)
+            await until(lambda victim=victim: len(server.relay_pids()) == RELAYS and victim not in server.relay_pids())
+        served = len(codes)
+        await until(lambda: len(codes) >= served + 32)
+        stop.set()
+        await asyncio.gather(*callers)
+        assert {*codes} <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+        assert codes.count(grpc.StatusCode.UNAVAILABLE) <= 2 * 16
+        assert codes[-16:].count(grpc.StatusCode.OK) == 16
+        await asyncio.to_thread(server.idle)
+        await asyncio.to_thread(wait_for, lambda: page_of(server)["whippet_relays", ()] == RELAYS)
+        page = await asyncio.to_thread(page_of, server)
+        assert page["whippet_relay_deaths_total", ()] == len(victims)
+        log = server.log.read_text()
+        assert log.count("a relay was ended by SIGKILL; another is started in 1 s") == len(victims)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not holds():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
