@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -21,6 +20,7 @@ from service.core.text.processes import TextProcesses
 from service.observability.scrape import PATH as METRICS_PATH
 from service.protocols.whippet_v1.rights import GENERATION
 from service.signals import Signals
+from service.transport.garbage import WITH_GRPC, WITHOUT_GRPC, settle
 from service.transport.heap import Heap
 from service.transport.identity import refuse_strangers
 from service.transport.silence import silence
@@ -80,8 +80,7 @@ async def _ready(settings: Settings, parts: Parts, stop: Signals, stack: AsyncEx
     for task in background:
         stack.callback(task.cancel)
     parts.caches.now()
-    gc.collect()
-    gc.freeze()  # a full collection would otherwise visit every imported module, with all streams waiting
+    settle(WITH_GRPC if settings.server.fronts == 1 else WITHOUT_GRPC)
     parts.health.refresh()
     _announce(settings, parts)
     await stop.before(_first_to_end(background))

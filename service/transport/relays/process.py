@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import itertools
 import os
 import random
@@ -20,6 +19,7 @@ import uvloop
 
 from service.transport import http2
 from service.transport.errors import forget_frames
+from service.transport.garbage import WITH_GRPC, settle
 from service.transport.heap import Heap
 from service.transport.relays.frames import (
     Abort,
@@ -242,8 +242,7 @@ class Relay:
 async def _run(fd: int) -> None:
     relay = Relay()
     await asyncio.get_running_loop().create_unix_connection(lambda: relay.link, sock=socket.socket(fileno=fd))
-    gc.collect()
-    gc.freeze()  # nothing of what is imported is ever visited again
+    settle(WITH_GRPC)
     await Heap().run()
 
 
