@@ -20,7 +20,7 @@ from service.core.text.processes import TextProcesses
 from service.observability.scrape import PATH as METRICS_PATH
 from service.protocols.whippet_v1.rights import GENERATION
 from service.signals import Signals
-from service.transport.garbage import WITH_GRPC, WITHOUT_GRPC, settle
+from service.transport.garbage import Garbage
 from service.transport.heap import Heap
 from service.transport.identity import refuse_strangers
 from service.transport.silence import silence
@@ -75,12 +75,12 @@ async def _ready(settings: Settings, parts: Parts, stop: Signals, stack: AsyncEx
     if not await stop.before(parts.engine.start()):
         return False
     instruments = parts.instruments
-    works = (parts.reloader.run(), instruments.lag.run(), parts.health.run(), parts.watch.run(), Heap().run())
+    parts.caches.now()
+    garbage = Garbage().run(lambda: parts.admission.live)  # all that was loaded is there by now
+    works = (parts.reloader.run(), instruments.lag.run(), parts.health.run(), parts.watch.run(), Heap().run(), garbage)
     background = [asyncio.create_task(work) for work in (*works, parts.engine.ended())]
     for task in background:
         stack.callback(task.cancel)
-    parts.caches.now()
-    settle(WITH_GRPC if settings.server.fronts == 1 else WITHOUT_GRPC)
     parts.health.refresh()
     _announce(settings, parts)
     await stop.before(_first_to_end(background))

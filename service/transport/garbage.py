@@ -1,22 +1,42 @@
-"""How often Python looks for garbage that refers to itself, while everybody waits.
+"""When Python looks for garbage that refers to itself: when nobody waits, and otherwise rarely.
 
-What a call needs are some hundred objects, and nearly all of them go with it by themselves. By default a process that
-has hundreds of live streams looks through all of them a few times a second, 15 to 70 ms each (docs/perf-log.md).
+A call needs some hundred objects, which go with it by themselves but for three or four of gRPC's. Left alone, Python
+looks whenever there are some hundred objects more than before, and then at everything that was made since the last
+time, which is nearly all that hundreds of live streams have: 10 to 70 ms, several times a second, in which nobody is
+answered (docs/perf-log.md).
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
+from collections.abc import Callable
 
-WITH_GRPC = 1_000  # objects more than there were: gRPC leaves three or four of each call behind, in a cycle
-WITHOUT_GRPC = 10_000  # code of ours leaves none, and there are more objects when more calls are live
-_MIDDLE = 10  # looks at the youngest, from one at what survived them to the next
-_FULL = 1_000  # of those, from one at everything to the next: minutes
+from service.transport.heap import resident
+
+_EVERY = 1.0  # seconds between two looks whether it is time
+_LONGEST = 60.0  # seconds without one, however many wait
+_GROWN = 32 * 1024 * 1024  # bytes that the process has more than after the last one
+_SOME = 1_000  # objects more than after the last one, where nobody waits
 
 
-def settle(young: int) -> None:
-    """Nothing of what is there now is ever looked at again; of what is made from now on, whenever there are so many
-    objects more, and at all of it rarely."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(young, _MIDDLE, _FULL)
+class Garbage:
+    """This process's."""
+
+    def __init__(self) -> None:
+        """Nothing of what is there now is ever looked at."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self._least = resident()
+
+    async def run(self, live: Callable[[], int]) -> None:
+        """For ever. `live`: how many wait for this process."""
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        while True:
+            await asyncio.sleep(_EVERY)
+            quiet = not live() and gc.get_count()[0] > _SOME
+            if quiet or clock() - since > _LONGEST or resident() > self._least + _GROWN:
+                gc.collect()
+                since, self._least = clock(), resident()

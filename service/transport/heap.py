@@ -39,14 +39,14 @@ class Heap:
         """Trims it after it has grown, for ever. Less and less often where all of it is in use."""
         if not self._known:
             await asyncio.get_running_loop().create_future()
-        least, wait = _resident(), _EVERY
+        least, wait = resident(), _EVERY
         with ThreadPoolExecutor(1, "heap") as executor:
             while True:
                 await asyncio.sleep(wait)
-                before = _resident()
+                before = resident()
                 if before > least + _GROWN:
                     await asyncio.get_running_loop().run_in_executor(executor, self._libc.malloc_trim, 0)
-                    after = _resident()
+                    after = resident()
                     wait = _EVERY if after < before - before // 20 else min(2 * wait, _LONGEST)
                     before = after
                 else:
@@ -54,6 +54,6 @@ class Heap:
                 least = min(least, before)
 
 
-def _resident() -> int:
-    """Bytes."""
+def resident() -> int:
+    """Bytes of this process that are in memory."""
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

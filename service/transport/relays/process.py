@@ -19,7 +19,7 @@ import uvloop
 
 from service.transport import http2
 from service.transport.errors import forget_frames
-from service.transport.garbage import WITH_GRPC, settle
+from service.transport.garbage import Garbage
 from service.transport.heap import Heap
 from service.transport.relays.frames import (
     Abort,
@@ -126,6 +126,9 @@ class Calls(_GenericHandler):
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def order(self, order: _OfCall) -> None:
         """For one of them."""
         call = self._calls.get(order.call)
@@ -196,6 +199,10 @@ class Relay:
         self._shown: http2.Identification | None = None
         self._tasks = set[asyncio.Task[None]]()
 
+    def live(self) -> int:
+        """Calls."""
+        return 0 if self._calls is None else len(self._calls)
+
     def _receive(self, order: Order) -> None:
         match order:
             case Listen():
@@ -242,8 +249,7 @@ class Relay:
 async def _run(fd: int) -> None:
     relay = Relay()
     await asyncio.get_running_loop().create_unix_connection(lambda: relay.link, sock=socket.socket(fileno=fd))
-    settle(WITH_GRPC)
-    await Heap().run()
+    await asyncio.gather(Heap().run(), Garbage().run(relay.live))
 
 
 def main() -> None:
