@@ -52,7 +52,7 @@ class Bench:
     model: model_pb2.Model
     given: argparse.Namespace
     source: Source
-    about: dict[str, str]  # of every record
+    about: dict[str, object]  # of every record
     found: list[tuple[str, Outcome]] = field(default_factory=list)
 
     def job(self, wishes: list[Wish], streams: int, seconds: float | None = None, **fields: Any) -> Job:
@@ -166,6 +166,7 @@ def interactive(bench: Bench) -> None:
 @contextmanager
 def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
     """The server that was named or one of ours, and callers that have called it."""
+    told: dict[str, object] = {"flags": flags} if flags else {}
     with ExitStack() as stack:
         running = None
         if given.target is None:
@@ -185,7 +186,7 @@ def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
         callers.warm(model.limits.vocab_size)
         name = Path(given.model).name if given.model else model.name
         about = {"device": device(), "revision": given.revision or revision(), "model": name, "path": "grpc"}
-        yield Bench(callers, running, model, given, Source(given.prompt, given.tokens, read), about)
+        yield Bench(callers, running, model, given, Source(given.prompt, given.tokens, read), {**about, **told})
 
 
 def _model(address: str, token: str) -> model_pb2.Model:

@@ -125,10 +125,11 @@ def streams(results: Results, model: tuple[str, str], engine: str) -> Mapping[st
 def measured(
     results: Results, model: tuple[str, str], path: str, workload: str, revision: str | None = None
 ) -> Mapping[str, Any] | None:
-    """The newest record of Whippet's on an H100, or that of a commit; `path` is offline or grpc."""
+    """The newest record of Whippet's on an H100 without flags, or that of a commit; `path` is offline or grpc."""
     folder = model[0] + ("-awq" if model[1].startswith("awq") else "")
     wanted = (folder, path, workload)
-    found = [one for one in results["throughput-h100"] if (one["model"], one["path"], one["workload"]) == wanted]
+    plain = [one for one in results["throughput-h100"] if "flags" not in one]
+    found = [one for one in plain if (one["model"], one["path"], one["workload"]) == wanted]
     return next(
         (one for one in reversed(found) if "H100" in one["device"] and revision in (None, one["revision"])), None
     )

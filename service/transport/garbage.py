@@ -15,7 +15,7 @@ from collections.abc import Callable
 from service.transport.heap import resident
 
 _EVERY = 1.0  # seconds between two looks whether it is time
-_LONGEST = 60.0  # seconds without one, however many wait
+_LONGEST = 600.0  # seconds without one, however many wait
 _GROWN = 32 * 1024 * 1024  # bytes that the process has more than after the last one
 _SOME = 1_000  # objects more than after the last one, where nobody waits
 

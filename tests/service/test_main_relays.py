@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -52,6 +53,10 @@ def gone(pid: int) -> bool:
     return False
 
 
+def oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 def test_answers_limits_and_counts_are_those_of_one_server(serve: Serve) -> None:
     """Whichever process has a caller's connection: one name may be live once, and the counts add up."""
     with shared(serve, "--optimizations.response-cache=true") as server, stubs(server, 12) as every:
@@ -71,6 +76,8 @@ def test_answers_limits_and_counts_are_those_of_one_server(serve: Serve) -> None
         assert page["whippet_requests_total", (("code", "ALREADY_EXISTS"), generate)] == 11
         assert page["whippet_relays", ()] == RELAYS
         assert page["whippet_relay_deaths_total", ()] == 0
+        own, *relays = [oom_score(pid) for pid in (server.process.pid, *server.relay_pids())]
+        assert relays == [min(1000, own + 200)] * RELAYS  # the kernel takes them first
 
 
 @pytest.mark.parametrize("everybody", [False, True])

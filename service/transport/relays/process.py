@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -12,6 +13,7 @@ import signal
 import socket
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -44,6 +46,7 @@ from service.transport.relays.frames import (
 from service.transport.silence import silence
 
 _MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
+_OOM_SCORE = 200  # above the front's; the engine process has 300
 _NAMES = ("peer_uri", "peer_dns", "peer_email")  # what a certificate may say of who calls
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -252,11 +255,19 @@ async def _run(fd: int) -> None:
     await asyncio.gather(Heap().run(), Garbage().run(relay.live))
 
 
+def _die_before_parent() -> None:
+    """Where memory runs out, the kernel takes what can be replaced: this process rather than the front."""
+    with contextlib.suppress(OSError, ValueError):
+        own = Path("/proc/self/oom_score_adj")
+        own.write_text(str(min(1000, int(own.read_text()) + _OOM_SCORE)))
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     silence()
+    _die_before_parent()
     for number in (signal.SIGTERM, signal.SIGINT):  # of whoever ends all processes of a service: calls are to end first
         signal.signal(number, signal.SIG_IGN)
     uvloop.run(_run(parser.parse_args().fd))
