@@ -47,7 +47,7 @@ from service.transport.http2 import PortBounds
 from service.transport.identity import Identity
 from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import SIDE_BOUNDS, Port, open_port, open_shared_port
-from service.transport.relays.relays import RelayCounts
+from service.transport.relays.relays import RelayCounts, RelayOptions
 from service.transport.rpc import Guard, Strangers
 from service.transport.tenants_file import quotas_of
 from service.transport.writer import StallWatch
@@ -128,6 +128,7 @@ def build(
         connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
     )
     ports = _Ports(health, observers, identity)
+    relays = RelayOptions(settings.server.fronts, settings.log_level, settings.log.format)
     return Parts(
         identity=identity,
         reloader=reloader,
@@ -137,9 +138,7 @@ def build(
         caches=cases.caches,
         health=health,
         watch=watch,
-        data=ports.open_data(
-            settings.listen, data, prompts, wide, settings.server.fronts, RelayCounts(instruments.relays, refusals)
-        ),
+        data=ports.open_data(settings.listen, data, prompts, wide, relays, RelayCounts(instruments.relays, refusals)),
         admin=ports.open("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
         probes=ports.open("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
         instruments=instruments,
@@ -170,14 +169,14 @@ class _Ports:
         services: list[Services],
         inbox: Inbox,
         bounds: PortBounds,
-        processes: int,
+        relays: RelayOptions,
         counts: RelayCounts,
     ) -> Port:
         """The port for callers: of this process, or of so many that share it."""
-        if processes == 1:
+        if relays.count == 1:
             return self.open("listen", address, services, inbox, bounds)
         handlers, certificates = self._handlers(services, inbox), self._identity.certificates
-        return open_shared_port("listen", address, handlers, certificates, bounds, processes, counts)
+        return open_shared_port("listen", address, handlers, certificates, bounds, relays, counts)
 
     def _handlers(self, services: list[Services], inbox: Inbox) -> list[grpc.GenericRpcHandler[bytes, bytes]]:
         names = [name for one in services for name in one.names]

@@ -22,13 +22,13 @@ _LIBRARIES = ("grpc", "asyncio", "python")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def set_up(level: str, form: LogFormat) -> None:
-    """Of the whole process."""
+def set_up(level: str, form: LogFormat, process: str = "front") -> None:
+    """Of the whole process; lines of JSON name it."""
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format=_FORMAT)
     for handler in logging.getLogger().handlers:
         handler.addFilter(Reticence())
     if form == "json":
-        use_json("front")
+        use_json(process)
     sys.unraisablehook = _unraisable
 
 

@@ -16,7 +16,7 @@ from service.transport.closing import Gate, Stoppable
 from service.transport.descriptors import SIDE_PORT
 from service.transport.http2 import PortBounds, bind, options
 from service.transport.inbox import SMALL
-from service.transport.relays.relays import RelayCounts, Relays
+from service.transport.relays.relays import RelayCounts, RelayOptions, Relays
 from service.transport.tls import Certificates
 
 
@@ -73,7 +73,7 @@ def open_shared_port(
     handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]],
     certificates: Certificates | None,
     bounds: PortBounds,
-    relays: int,
+    relays: RelayOptions,
     counts: RelayCounts,
 ) -> Port:
     """As open_port, with so many relays that listen; the last of the handlers must know every method."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from bench.floods import GENERATE, Rogue
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.conftest import PATIENCE, STEP, Server, ask, ask_stream
 from tests.service.scraped import page_of
@@ -120,6 +122,19 @@ def test_a_relay_that_hangs_does_not_keep_a_server_from_ending(serve: Serve) -> 
         assert server.stop() == 0
         assert gone(hung)
         assert "a relay does not end by itself" in server.log.read_text()
+
+
+def test_a_relay_logs_as_the_server_does(serve: Serve) -> None:
+    """What gRPC says there of a caller's bytes, too: that there were such, in a line of JSON."""
+    with shared(serve, "--log.format=json") as server:
+        rogue = Rogue(server.data, GENERATE.encode(), ((b"x-token", b"a secret\xff"),))
+        rogue.socket.sendall(rogue.call(b"", ended=True))
+        wait_for(lambda: '"process": "relay"' in server.log.read_text())
+        rogue.finish()
+        log = server.log.read_text()
+        lines = [json.loads(line) for line in log[log.index("ready: ") :].splitlines()[1:]]
+        assert {"front", "relay"} == {line["process"] for line in lines}
+        assert "secret" not in log
 
 
 async def test_callers_of_a_relay_that_dies_come_back_through_another(serve: Serve) -> None:

@@ -28,9 +28,8 @@ from service.transport.relays.frames import (
     Write,
 )
 
-Body = Callable[
-    [object, Context], Awaitable[bytes | None]
-]  # of a method: its requests, which it reads itself; its call
+# A method's: of its requests, which it reads itself, and its call.
+Body = Callable[[object, Context], Awaitable[bytes | None]]
 _UNKNOWN = Refusal(grpc.StatusCode.UNKNOWN.value[0], "", [])
 _log = logging.getLogger(__name__)
 
@@ -125,9 +124,10 @@ class RelayedCall:
         self._close()
 
     def _close(self) -> None:
-        """A read that is still under way may have nobody who would cancel it."""
+        """What still waits to read or to write may have nobody who would cancel it."""
         self.ended = True
         self.came(None)
+        self.taken()
 
     def _check(self) -> None:
         if self.ended:
@@ -141,9 +141,6 @@ class RelayedCalls:
         self._handlers = handlers
         self._calls: dict[int, tuple[RelayedCall, asyncio.Task[None]]] = {}
         self._loop = asyncio.get_running_loop()
-
-    def __len__(self) -> int:
-        return len(self._calls)
 
     def begin(self, came: Came, link: Link[Report]) -> None:
         """Its handler runs from now on."""

@@ -1,5 +1,5 @@
-"""`python -m service.transport.relays.process --fd N`: one relay. The front is at the other end of the socket N, and a
-relay ends when that does."""
+"""`python -m service.transport.relays.process --fd N …`: one relay. The front is at the other end of the socket N, and
+a relay ends when that does."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import grpc
 import uvloop
 
+from service.observability import logs
 from service.transport import http2
 from service.transport.errors import forget_frames
 from service.transport.garbage import Garbage
@@ -266,11 +267,15 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--log-level", required=True)
+    parser.add_argument("--log-format", required=True)
+    arguments = parser.parse_args()
+    logs.set_up(arguments.log_level, arguments.log_format, "relay")
     silence()
     _die_before_parent()
     for number in (signal.SIGTERM, signal.SIGINT):  # of whoever ends all processes of a service: calls are to end first
         signal.signal(number, signal.SIG_IGN)
-    uvloop.run(_run(parser.parse_args().fd))
+    uvloop.run(_run(arguments.fd))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import grpc
 
+from engine.settings import LogFormat
 from service.core.errors import Overloaded, Reason
 from service.transport.http2 import Options
 from service.transport.relays.calls import RelayedCalls
@@ -61,16 +63,25 @@ class RelayCounts(NamedTuple):
     refusals: Counter[str]  # calls, by reason
 
 
+@dataclass(frozen=True, slots=True)
+class RelayOptions:
+    """How many there are, and what they log."""
+
+    count: int
+    log_level: str = "info"
+    log_format: LogFormat = "text"
+
+
 class _Relay:
     """One process and the front's end of the socket to it."""
 
-    def __init__(self, calls: RelayedCalls, refusals: Counter[str]) -> None:
+    def __init__(self, calls: RelayedCalls, options: RelayOptions, refusals: Counter[str]) -> None:
         self._calls = calls
         self._refusals = refusals
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
-            self.process = _launch(theirs.fileno())
+            self.process = _launch(theirs.fileno(), options)
         self._link: Link[Report] = Link(Report, self._receive, self._lost)
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.stopped = asyncio.Event()  # its server has, or it has gone itself
@@ -130,7 +141,7 @@ class Relays:
 
     def __init__(
         self,
-        count: int,
+        relays: RelayOptions,
         address: str,
         options: Options,
         handlers: grpc.GenericRpcHandler[bytes, bytes],
@@ -140,7 +151,7 @@ class Relays:
     ) -> None:
         """`handlers` has one for every method. `certificates`: what connections are shown; None: plaintext. `reserved`:
         bound to the address; closed in the end."""
-        self._count = count
+        self._relays = relays
         self._address = address
         self._options = options
         self._handlers = handlers
@@ -161,7 +172,7 @@ class Relays:
         if self._certificates is not None:
             loop = asyncio.get_running_loop()
             self._certificates.subscribe(partial(loop.call_soon_threadsafe, self._show))
-        relays = await asyncio.gather(*(self._open() for _ in range(self._count)))
+        relays = await asyncio.gather(*(self._open() for _ in range(self._relays.count)))
         self._supervisors = [asyncio.create_task(self._supervise(relay), name="relay") for relay in relays]
 
     async def stop(self, grace: float | None) -> None:
@@ -186,7 +197,7 @@ class Relays:
 
     async def _open(self) -> _Relay:
         """A relay that listens. Raises CannotListen."""
-        relay = _Relay(RelayedCalls(self._handlers), self._counts.refusals)
+        relay = _Relay(RelayedCalls(self._handlers), self._relays, self._counts.refusals)
         shown = None if self._certificates is None else self._certificates.current()
         try:
             listens = await relay.start(Listen(self._address, self._options, shown, self._hints))
@@ -226,15 +237,16 @@ def _turned_away(hint: float) -> Refusal:
     return Refusal(failure.code.value[0], failure.message, list(failure.trailers))
 
 
-def _launch(fd: int) -> subprocess.Popen[bytes]:
+def _launch(fd: int, options: RelayOptions) -> subprocess.Popen[bytes]:
     """Gets nothing of the environment that it does not need. The interpreter ignores the working folder, so that no
     `service` there is taken for ours."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     home = Path(__file__).resolve().parents[3]
     if home.name not in ("site-packages", "dist-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
+    flags = ("--fd", str(fd), "--log-level", options.log_level, "--log-format", options.log_format)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "service.transport.relays.process", "--fd", str(fd)],
+        [sys.executable, "-P", "-m", "service.transport.relays.process", *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[fd],

@@ -23,7 +23,7 @@ from service.transport.context import Context
 from service.transport.http2 import PortBounds
 from service.transport.ports import Port, PortTaken, open_port, open_shared_port
 from service.transport.relays import process, relays
-from service.transport.relays.relays import RelayCounts, Relays
+from service.transport.relays.relays import RelayCounts, RelayOptions, Relays
 from service.transport.tls import Certificates
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 
@@ -109,7 +109,9 @@ async def make() -> AsyncIterator[Make]:
     async def one(count: int = 2, address: str = "127.0.0.1:0", **more: Any) -> tuple[Port, Handlers]:
         handlers = Handlers()
         counts = RelayCounts(Counter(), Counter())
-        port = open_shared_port("listen", address, [handlers], more.get("certificates"), BOUNDS, count, counts)
+        port = open_shared_port(
+            "listen", address, [handlers], more.get("certificates"), BOUNDS, RelayOptions(count), counts
+        )
         server = cast(Relays, port.server)
         made.append(server)
         await port.server.start()
@@ -306,16 +308,16 @@ async def test_a_port_that_somebody_has_is_taken_though_both_would_share_it(make
     first, _ = await make(2)
     counts = RelayCounts(Counter(), Counter())
     with pytest.raises(PortTaken):
-        open_shared_port("listen", first.address, [Handlers()], None, BOUNDS, 2, counts)
+        open_shared_port("listen", first.address, [Handlers()], None, BOUNDS, RelayOptions(2), counts)
     with pytest.raises(PortTaken):
         open_port("listen", first.address, [Handlers()], None, BOUNDS)
     alone = open_port("listen", "127.0.0.1:0", [Handlers()], None, BOUNDS)
     with pytest.raises(PortTaken):
-        open_shared_port("listen", alone.address, [Handlers()], None, BOUNDS, 2, counts)
+        open_shared_port("listen", alone.address, [Handlers()], None, BOUNDS, RelayOptions(2), counts)
     with pytest.raises(BadSettings, match=r"listen: the host of no\.such\.host\.invalid:1 cannot be resolved"):
-        open_shared_port("listen", "no.such.host.invalid:1", [Handlers()], None, BOUNDS, 2, counts)
+        open_shared_port("listen", "no.such.host.invalid:1", [Handlers()], None, BOUNDS, RelayOptions(2), counts)
     with pytest.raises(BadSettings, match=r"listen: 192\.0\.2\.1:0 cannot be listened on"):
-        open_shared_port("listen", "192.0.2.1:0", [Handlers()], None, BOUNDS, 2, counts)
+        open_shared_port("listen", "192.0.2.1:0", [Handlers()], None, BOUNDS, RelayOptions(2), counts)
 
 
 async def test_a_port_is_free_at_once_when_its_server_has_stopped(make: Make) -> None:
@@ -342,7 +344,8 @@ async def test_a_name_with_two_addresses_has_the_same_port_on_both(make: Make) -
 async def test_a_relay_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "_ENVIRONMENT", ("PATH",))
     monkeypatch.setattr(relays.sys, "executable", "/bin/false")
-    port = open_shared_port("listen", "127.0.0.1:0", [Handlers()], None, BOUNDS, 2, RelayCounts(Counter(), Counter()))
+    counts = RelayCounts(Counter(), Counter())
+    port = open_shared_port("listen", "127.0.0.1:0", [Handlers()], None, BOUNDS, RelayOptions(2), counts)
     with pytest.raises(relays.CannotListen, match="exit code 1"):
         await port.server.start()
     await port.server.stop(None)
