@@ -85,7 +85,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         arm = made_of(given, name)
         if "texts" in given.parts:
             yield from of_texts(arm, given, tokenizer)
-        if "streams" in given.parts and name == "prompt_lookup":
+        if "streams" in given.parts and name != "both":
             yield from of_streams(arm, given, tokenizer)
         arm.runner.close()
         if "depths" in given.parts:

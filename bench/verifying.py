@@ -3,9 +3,11 @@ tokens a second where a set share of the guesses is right.
 
     python -m bench.verifying --model qwen3-0.6b --format bf16
     python -m bench.verifying --model mistral-7b --format int4 --draft
+    python -m bench.verifying --model mistral-7b --format int4 --draft --streams 2
 
 The draft is forced: it knows the text, and is right with the chance given, at each place anew. With `--draft` a random
 draft model of 6 layers by 1,024 guesses beside it, so that its time is in the round's; what it guesses does not count.
+With `--streams`, two or four sequences of the same text share each round, and figures are of all of them.
 Every text is checked against the plain steps' own, token by token. `predicted` is expected tokens a round over the cost
 of its step, measured at four places of the text. Prints tables and ends in one JSON line.
 """
@@ -30,10 +32,11 @@ from engine.api import GREEDY, Stopping
 from engine.execution.graph_decode.pipeline import RowState
 from engine.execution.speculation.captured.captured_rounds import CapturedRounds
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
+from engine.execution.speculation.captured.executor import SEVERAL
 from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, RoundTold
 from engine.kernels import two_pass
 from engine.kernels.attention import Heads
-from engine.kernels.build import KernelLibrary, WantedKernels, open_library
+from engine.kernels.build import KernelLibrary, Kernels, WantedKernels, open_library
 from engine.kernels.launch import Launcher
 from engine.kernels.speculation import Future
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
@@ -53,22 +56,34 @@ class Text:
 
     prompt: list[int]
     most: int  # tokens it may hold
+    streams: int  # sequences of it
     plain: list[int]
 
-    def begin(self) -> tuple[SequenceTable, SequenceState]:
-        table, pages = SequenceTable(), tuple(range(-(-self.most // 16)))
-        stopping = Stopping(max_tokens=TOKENS)
-        admitted = Admitted(0, 0, tuple(self.prompt), len(self.prompt), GREEDY, stopping)
-        row = Row(0, 0, len(self.prompt) - 1, 1, True, 0, pages)
-        table.apply(StepPlan(rows=(row,), admitted=(admitted,)))
-        return table, table.of(row)
+    @property
+    def pages(self) -> int:
+        """Of a sequence."""
+        return -(-self.most // 16)
+
+    @property
+    def all_pages(self) -> torch.Tensor:
+        """By sequence."""
+        return torch.arange(self.streams * self.pages, dtype=torch.int32).view(self.streams, -1)
+
+    def begin(self) -> tuple[SequenceTable, list[SequenceState]]:
+        table, rows, admitted = SequenceTable(), [], []
+        for at, pages in enumerate(self.all_pages.tolist()):
+            stopping = Stopping(max_tokens=TOKENS)
+            admitted.append(Admitted(at, at, tuple(self.prompt), len(self.prompt), GREEDY, stopping))
+            rows.append(Row(at, at, len(self.prompt) - 1, 1, True, 0, tuple(pages)))
+        table.apply(StepPlan(rows=tuple(rows), admitted=tuple(admitted)))
+        return table, [table.of(row) for row in rows]
 
 
 def plain_steps(library: KernelLibrary, launcher: Launcher, weights: StepWeights, text: Text) -> float:
     """Fills in the plain text; microseconds a step."""
     plan = ChainPlan(torch.cuda.get_device_properties(0).multi_processor_count, longest=text.most, two_pass=True)
-    buffers = allocate(weights, 1, -(-text.most // 16), 1024)
-    buffers.places.pages.copy_(torch.arange(-(-text.most // 16), device="cuda").view(1, -1))
+    buffers = allocate(weights, text.streams, text.pages, 1024)
+    buffers.places.pages.copy_(text.all_pages)
     chain, start = prepare_step(library, weights, buffers, plan), prepare_start(library, weights, buffers)
     graph = torch.cuda.CUDAGraph()
     launcher.enqueue(chain)
@@ -97,10 +112,11 @@ def round_costs(device: CapturedRounds, text: Text, group: int) -> list[float]:
     """Microseconds of a round, back to back on the device, its host not asked, at places spread over the text."""
     times: list[float] = []
     for done in range(0, TOKENS, TOKENS // 4):
-        _, state = text.begin()
-        state.token_ids += text.plain[:done]
+        _, states = text.begin()
+        for state in states:
+            state.token_ids += text.plain[:done]
         for _ in range(2):
-            device.write([row_state(state)], [GROUPS[-1] - 1], 0)
+            device.write([row_state(state) for state in states], [group - 1] * text.streams, 0)
             device.launch(group, text.most)
             begin, end = timers()
             begin.record()
@@ -122,6 +138,7 @@ def row_state(state: SequenceState) -> RowState:
 class Run:
     """A text made in rounds."""
 
+    tokens: int
     seconds: float
     rounds: int
     proposed: int
@@ -130,22 +147,26 @@ class Run:
 
 
 def run(device: CapturedRounds, text: Text, group: int) -> Run:
-    """The whole text, rounds launched ahead, the host reading along."""
-    table, state = text.begin()
+    """The whole text, rounds launched ahead, the host reading along, until the first sequence has it."""
+    table, states = text.begin()
     pipeline = RoundPipeline(device, table, text.most)
     told: list[RoundTold] = []
+    until = len(text.prompt) + TOKENS
     torch.cuda.synchronize()
     began = time.perf_counter()
-    while len(state.token_ids) < len(text.prompt) + TOKENS:
-        row = Row(0, 0, len(state.token_ids) - 1, 1, True)
-        brought = pipeline.step((row,), group, (GROUPS[-1] - 1,))[0]
-        state.token_ids += brought.token_ids
-        told += brought.rounds
+    while all(len(state.token_ids) < until for state in states):
+        rows = [Row(state.key, state.slot, len(state.token_ids) - 1, 1, True) for state in states]
+        brought = pipeline.step(rows, group, [group - 1] * len(rows))
+        for state in states:
+            state.token_ids += brought[state.key].token_ids
+            told += brought[state.key].rounds
     seconds = time.perf_counter() - began
     torch.cuda.synchronize()
-    made = state.token_ids[len(text.prompt) :]
-    same = next((at for at, (a, b) in enumerate(zip(made, text.plain, strict=True)) if a != b), TOKENS)
-    return Run(seconds, len(told), sum(one.proposed for one in told), sum(one.accepted for one in told), same)
+    made = [state.token_ids[len(text.prompt) :] for state in states]
+    pairs = [(at, a, b) for ids in made for at, (a, b) in enumerate(zip(ids, text.plain, strict=False))]
+    same = min((at for at, a, b in pairs if a != b), default=TOKENS)
+    proposed, accepted = sum(one.proposed for one in told), sum(one.accepted for one in told)
+    return Run(sum(map(len, made)), seconds, len(told) // len(states), proposed, accepted, same)
 
 
 def expected(chance: float, drafts: int) -> float:
@@ -153,13 +174,13 @@ def expected(chance: float, drafts: int) -> float:
     return sum(chance**i for i in range(drafts + 1))
 
 
-def random_draft(vocabulary: int, most: int) -> DeviceDraft:
+def random_draft(vocabulary: int, pages: int, most: int) -> DeviceDraft:
     """A draft model over the same pages."""
     spec = replace(DRAFT, vocabulary=vocabulary)
-    weights = random_weights(spec, FORMATS["bf16"], -(-most // 16), most)
+    weights = random_weights(spec, FORMATS["bf16"], pages, most)
     if two_pass.why_not(weights.head) is None:
         weights = with_copy(weights)
-    return DeviceDraft(weights, lambda sequence, until: None)
+    return DeviceDraft(weights, lambda sequence, until: None, lambda sequence, until: None)
 
 
 def future_of(text: Text) -> torch.Tensor:
@@ -167,7 +188,7 @@ def future_of(text: Text) -> torch.Tensor:
     ids = torch.zeros(text.most, dtype=torch.int32, device="cuda")
     known = [*text.prompt, *text.plain]
     ids[: len(known)] = torch.tensor(known, dtype=torch.int32)
-    return ids
+    return ids.repeat(text.streams)
 
 
 def forced(
@@ -180,14 +201,16 @@ def forced(
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table."""
     ids = future_of(text)
-    for chance, drafts in DRAFTED if draft else CHANCES:
-        rounds = CapturedRounds(library, weights, text.most, Future(ids, chance), draft)
-        rounds.build()
+    chances: Sequence[tuple[float, int]] = DRAFTED if draft else CHANCES
+    if text.streams > 1:
+        chances = [(chance, SEVERAL[text.streams] - 1) for chance in (0.5, 0.7, 0.8, 0.9)]
+    for chance, drafts in chances:
+        rounds = rounds_of(library, weights, text, Future(ids, chance), draft)
         run(rounds, text, drafts + 1)
         runs = sorted((run(rounds, text, drafts + 1) for _ in range(3)), key=lambda one: one.seconds)
         one = runs[1]
-        predicted = expected(chance, drafts) / cost[drafts + 1] * 1e6
-        rate = TOKENS / one.seconds
+        predicted = text.streams * expected(chance, drafts) / cost[drafts + 1] * 1e6
+        rate = one.tokens / one.seconds
         yield {
             "proposer": "draft_model" if draft else "forced",
             "chance": chance,
@@ -195,40 +218,54 @@ def forced(
             "acceptance": round(one.accepted / max(one.proposed, 1), 3),
             "rounds": one.rounds,
             "tokens_per_second": round(rate, 1),
-            "baseline_tokens_per_second": round(1e6 / plain, 1),
+            "baseline_tokens_per_second": round(text.streams * 1e6 / plain, 1),
             "predicted_tokens_per_second": round(predicted, 1),
             "same": one.same,
         }
         rounds.close()
 
 
-def measure(model: str, form: str, context: int, drafted: bool) -> dict[str, Any]:
+def rounds_of(
+    library: Kernels, weights: StepWeights, text: Text, future: Future | None, draft: DeviceDraft | None
+) -> CapturedRounds:
+    """For as many sequences as there are of the text."""
+    groups = GROUPS if text.streams == 1 else (SEVERAL[text.streams],)
+    made = CapturedRounds(library, weights, text.most, future, draft, sequences=text.streams, groups=groups)
+    made.build()
+    return made
+
+
+def measure(model: str, form: str, context: int, drafted: bool, streams: int) -> dict[str, Any]:
     """One model at one context."""
     launcher, library = Launcher(), open_library(torch.cuda.get_device_capability())
     most = context + TOKENS + 64
-    weights = random_weights(SPECS[model], FORMATS[form], -(-most // 16), most)
+    pages = streams * -(-most // 16)
+    weights = random_weights(SPECS[model], FORMATS[form], pages, most)
+    for layer in weights.layers:  # the prompt's, which nobody computes: of each sequence the same
+        for kept in (layer.attention.keys, layer.attention.values):
+            by_sequence = kept.view(streams, -1, *kept.shape[1:])
+            by_sequence[1:] = by_sequence[:1]
     if two_pass.why_not(weights.head) is None:
         weights = with_copy(weights)
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(3, SPECS[model].vocabulary, (context,), generator=generator).tolist()
-    text = Text(prompt, most, [])
-    draft = random_draft(SPECS[model].vocabulary, most) if drafted else None
+    text = Text(prompt, most, streams, [])
+    draft = random_draft(SPECS[model].vocabulary, pages, most) if drafted else None
+    groups = GROUPS if streams == 1 else (SEVERAL[streams],)
     wanted = WantedKernels(library.gpu)
-    CapturedRounds(wanted, weights, most, Future(future_of(text), 0.0), draft).build()
+    rounds_of(wanted, weights, text, Future(future_of(text), 0.0), draft)
     library.compile_ahead(wanted.sources)
-    rounds = CapturedRounds(library, weights, most)
-    rounds.build()
+    rounds = rounds_of(library, weights, text, None, None)
     plain = plain_steps(library, launcher, weights, text)
-    wrong = CapturedRounds(library, weights, most, Future(future_of(text), 0.0), draft)  # so that each brings one token
-    wrong.build()
-    places = {group: round_costs(wrong, text, group) for group in GROUPS}
+    wrong = rounds_of(library, weights, text, Future(future_of(text), 0.0), draft)  # so that each brings one token
+    places = {group: round_costs(wrong, text, group) for group in groups}
     cost = {group: statistics.mean(times) for group, times in places.items()}
     wrong.close()
-    print(f"{model} {form} at {context}: plain step {plain:.1f} µs; round of", end=" ")
+    print(f"{model} {form} at {context}, {streams} at once: plain step {plain:.1f} µs; round of", end=" ")
     print(", ".join(f"{group}: {each:.1f} ({each / plain:.2f} x)" for group, each in cost.items()), flush=True)
     for group, times in places.items():
         print(f"  round of {group}, from front to back: " + ", ".join(f"{each:.1f}" for each in times), flush=True)
-    own = run(rounds, text, 4)
+    own = run(rounds, text, 4 if streams == 1 else groups[0])
     print(
         f"  prompt lookup: {own.same} of {TOKENS} tokens the same, {own.accepted} of {own.proposed} accepted",
         flush=True,
@@ -238,7 +275,15 @@ def measure(model: str, form: str, context: int, drafted: bool) -> dict[str, Any
     for row in forced(library, weights, text, cost, plain, draft):
         rows.append(row)
         print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    return {"model": model, "format": form, "context": context, "plain_us": plain, "round_us": cost, "rows": rows}
+    return {
+        "model": model,
+        "format": form,
+        "context": context,
+        "streams": streams,
+        "plain_us": plain,
+        "round_us": cost,
+        "rows": rows,
+    }
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -249,9 +294,10 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--revision", default=None, help="the commit to write down")
     parser.add_argument("--draft", action="store_true", help="with a draft model of 6 layers by 1,024")
+    parser.add_argument("--streams", type=int, choices=(1, *SEVERAL), default=1, help="sequences that share a round")
     asked = parser.parse_args(given)
     with torch.inference_mode():
-        found = measure(asked.model, asked.format, asked.context, asked.draft)
+        found = measure(asked.model, asked.format, asked.context, asked.draft, asked.streams)
     print(json.dumps({"bench": "verifying", "revision": asked.revision or revision(), "device": device(), **found}))
     return 0
 

@@ -11,7 +11,7 @@ from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.proposer import Proposer
 from engine.scheduling.sequence_state import SequenceState
 
-_PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
+PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
 _MEMORY = 0.9  # of what a round told, after the next
 _MARGIN = 1.04  # how much faster it must be by the table, which is not exact
 _OTHERS = 1.05  # how much longer a step may be by the table for those that have no draft; by the clock up to twice that
@@ -32,8 +32,8 @@ class Record:
     """How a proposer has done on one sequence."""
 
     sequence: SequenceState
-    accepted: float = _PRIOR[0]
-    tried: float = _PRIOR[1]
+    accepted: float = PRIOR[0]
+    tried: float = PRIOR[1]
     rest: int = 0  # tokens that it rests for, once it does not pay
     resumes_at: int = 0  # length of the sequence at which it is tried again
     probing: bool = False

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine.execution.speculation.captured.draft_steps import DraftSteps
+from engine.execution.speculation.captured.layout import DRAFT_ROWS, Draws
 from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampling, speculation
 from engine.kernels import rows as row_states
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
@@ -162,19 +163,23 @@ def test_a_draft_models_steps_compile(
 ) -> None:
     weights = model("bf16")
     room = allocate(weights, 8, 4, 1)
-    places = RowPages(room.places.position, room.places.pages[:1])
-    state = speculation.allocate(1, 8, 64, 64, torch.device("cpu"))
-    steps = DraftSteps(weights, state, room.choice, places.pages)
-    last = steps.drafted(recorder, places, first_norm(weights, room), 3)
-    chain = steps.launches(recorder, ChainPlan(132), 3, last)
-    assert [one.kernel.name for one in chain if one.kernel.name in ("follow", "head", "guess", "drafted")] == [
-        *("follow", "head", "guess"),
-        *("head", "guess"),
-        *("head", "drafted"),
-    ]
-    rows = [launch.shape.grid[2] for launch in chain if launch.kernel.name == "attention"]
-    assert rows == [2, 2, 1, 1, 1, 1], "the two newest tokens first, then one guess after another"
-    assert [one.kernel.name for one in steps.launches(recorder, ChainPlan(132), 0, last)] == ["drafted"]
+    for sequences in (1, 2, 4):
+        places = RowPages(room.places.position, room.places.pages[:sequences])
+        state = speculation.allocate(sequences, 8 // sequences, 64, 64, torch.device("cpu"))
+        choice = room.choice.noise_key, room.choice.temperature
+        draws = tuple(Draws(*(part[: rows * sequences] for part in choice)) for rows in DRAFT_ROWS)
+        steps = DraftSteps(weights, state, draws, places.pages)
+        last = steps.drafted(recorder, places, first_norm(weights, room), 3)
+        chain = steps.launches(recorder, ChainPlan(132), 3, last)
+        assert [one.kernel.name for one in chain if one.kernel.name in ("follow", "head", "guess", "drafted")] == [
+            *("follow", "head", "guess"),
+            *("head", "guess"),
+            *("head", "drafted"),
+        ]
+        rows = [launch.shape.grid[2] for launch in chain if launch.kernel.name == "attention"]
+        newest, guesses = 2 * sequences, sequences  # the two newest tokens first, then one guess after another
+        assert rows == [newest, newest, guesses, guesses, guesses, guesses]
+        assert [one.kernel.name for one in steps.launches(recorder, ChainPlan(132), 0, last)] == ["drafted"]
     for name, entry, defines, _ in recorder.asked:
         if name in ("draft", "propose", "attention"):
             assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.execution.speculation.captured.draft_steps import DraftSteps
+from engine.execution.speculation.captured.layout import DRAFT_ROWS, Draws
 from engine.kernels import reference, speculation, two_pass
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
@@ -231,7 +232,9 @@ class Rounds:
         self.chains = {}
         guessing = None
         if drafter is not None:
-            guessing = DraftSteps(drafter, self.state, self.room.choice, self.room.places.pages)
+            choice = self.room.choice
+            draws = tuple(Draws(choice.noise_key[:rows], choice.temperature[:rows]) for rows in DRAFT_ROWS)
+            guessing = DraftSteps(drafter, self.state, draws, self.room.places.pages)
         for group in (1, 2, 4, 8):
             buffers = self.room.first(group)
             ending = speculation.accept(library, buffers.choice, self.state, self.room.places, group), draft

@@ -8,7 +8,7 @@ beginning, as many tokens as the round verifies.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from engine.execution.graph_decode.row_exchange import RING, told, words
 from engine.execution.mailbox import Mailbox
 from engine.execution.patience import Patience
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
+from engine.execution.speculation.captured.followed import granted
 from engine.execution.speculation.captured.layout import Layout
 from engine.execution.speculation.captured.rounds import GROUPS, MOST_AHEAD
 from engine.kernels import sampling, speculation
@@ -33,6 +34,7 @@ from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_layers, prepare_step
 from engine.loading.progress import Progress
+from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
 _TIMINGS, _TOGETHER = 2, 8  # rounds timed at warm-up: so often so many
@@ -81,7 +83,8 @@ class CapturedRounds:
         self._state = layout.state(self._mail.arrived)
         self._state.newest.fill_(-1)
         room = allocate(weights, layout.rows, 1, 1)
-        choice = replace(room.choice, temperature=self._state.temperature, noise_key=self._state.noise_key)
+        verifying, *guessing = self._state.draws
+        choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
         places = RowPages(room.places.position, layout.pages(self._mail.arrived))
         self._room: StepBuffers = replace(room, choice=choice, places=places)
         self._verified: Verified = replace(
@@ -94,7 +97,9 @@ class CapturedRounds:
             stops=self._state.stops,
             count=self._state.count,
         )
-        self._guessing = None if draft is None else DraftSteps(draft.weights, self._verified, choice, places.pages)
+        self._guessing: DraftSteps | None = None
+        if draft is not None:
+            self._guessing = DraftSteps(draft.weights, self._verified, tuple(guessing), places.pages)
         self._ring = words(self._verified.ring)
         self._start: Launch | None = None
         self._sampling: Sampling = (
@@ -129,16 +134,19 @@ class CapturedRounds:
             laid = self._guessing.drafted(self._library, self._room.places, first, count)
         return self._guessing.launches(self._library, plan, count, laid)
 
+    def _plan(self, group: int, longest: int) -> ChainPlan:
+        gpu = self._library.gpu
+        return ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT, longest=longest)
+
     def _chains(self, group: int) -> Round:
-        library, gpu = self._library, self._library.gpu
+        library = self._library
         rows = self._layout.sequences * group
         buffers = self._room.first(rows)
         accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group)
         ending = (accept,) if self._guessing else (accept, self._propose())
         lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
 
-        plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT)
-        plans = [replace(plan, longest=longest) for longest in lengths]
+        plans = [self._plan(group, longest) for longest in lengths]
         layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
 
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
@@ -185,6 +193,23 @@ class CapturedRounds:
         return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
     def _seconds(self, group: int, drafts: int, at: int) -> float:
+        return self._timed(lambda longest: self.launch(group, longest), at, drafts)
+
+    def guessing_seconds(self, group: int) -> float:
+        """What a draft model takes of that, for drafts as long as the group allows."""
+        return sum(self._guessing_seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
+
+    def _guessing_seconds(self, group: int, at: int) -> float:
+        longest = next(steps.longest for steps in self._rounds[group].plain if steps.longest >= self._reach(at))
+        guess = self._guess(self._plan(group, longest), group - 1)
+        if not guess:
+            return 0.0
+        graph = self._recorder.record(lambda: self._launcher.enqueue(guess))
+        return self._timed(lambda _: graph.replay(), at, group - 1)
+
+    def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
+        """Of one of some in a row, for sequences of nobody's that stand `at`. It is told how many tokens each may come
+        to hold."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
         found = []
@@ -192,7 +217,7 @@ class CapturedRounds:
             longest = self._pretend(at, drafts)
             begin.record()
             for _ in range(_TOGETHER):
-                self.launch(group, longest)
+                launch(longest)
             end.record()
             end.synchronize()
             found.append(float(begin.elapsed_time(end)) / 1e3 / _TOGETHER)
@@ -208,6 +233,10 @@ class CapturedRounds:
             part.fill_(value)
         state.last_position.fill_(self._max_context)
         self._enqueue_start()
+        return self._reach(at)
+
+    def _reach(self, at: int) -> int:
+        """Tokens that a sequence which stands `at` may come to hold while it is timed."""
         return min(at + (_TOGETHER + 1) * self._layout.laid, self._max_context)
 
     def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
@@ -233,13 +262,18 @@ class CapturedRounds:
             self._verified.ring.zero_()
         if self._draft is not None:
             for row in rows:
-                self._draft.compute(row.sequence, row.position - 1)
+                self._draft.compute(row.sequence, granted(row.position))
         self._mail.send(self._layout.of(rows, most_drafts, number, known), self._layout.others(known))
         self._draws = any(sampled.needed(row.sequence) for row in rows)
         if self._draws:
             for at in range(len(rows) * self._layout.laid):
                 sampled.place(self._sampling, at, rows[at // self._layout.laid].sequence)
         self._enqueue_start()
+
+    def left(self, sequence: SequenceState, stands: int) -> None:
+        """See `rounds.RoundDevice`."""
+        if self._draft is not None:
+            self._draft.computed(sequence, granted(stands))
 
     def add_pages(self, index: int, first: int, pages: Sequence[int], *, cut: bool) -> None:
         """Pages [first, …) of a row. Where its draft may have been `cut`, all are made again."""

@@ -4,7 +4,6 @@ captured passes over the draft model, as those of prompts over the target."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,23 +12,16 @@ from engine.api import GREEDY, Stopping
 from engine.execution.capture import Recorder
 from engine.execution.graph_prefill.captured_passes import CapturedPasses
 from engine.execution.graph_prefill.passes import Chunk, Pass, passes
+from engine.execution.speculation.captured.followed import Followed
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Admitted, Row
-from engine.scheduling.sequence_state import SequenceState, begin
+from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import begin as begin_sequence
 from engine.settings import PAGE_SIZE
 
 SIZES = (32, 128, 512)  # tokens of a graph
 _TIMINGS = 3  # of which the shortest counts
-
-
-@dataclass(slots=True)
-class Seen:
-    """How far a sequence was computed."""
-
-    sequence: SequenceState
-    exchanges: int
-    tokens: int = 0
 
 
 class CatchingUp:
@@ -39,7 +31,7 @@ class CatchingUp:
         """`draft`: the draft model as if it were served, with the target's sequences."""
         self._parts = draft
         self._passes = CapturedPasses(draft, SIZES, (1,))
-        self._seen: dict[int, Seen] = {}  # by slot
+        self.followed = Followed()
         self._seconds = dict.fromkeys(SIZES, 0.0)  # of a pass
 
     def ask(self) -> None:
@@ -55,7 +47,7 @@ class CatchingUp:
 
     def _timed(self, count: int) -> float:
         """Of a pass of so many tokens of nobody."""
-        nobody = begin(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
+        nobody = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
         nobody.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
         row = Row(0, 0, 0, count, False)
         began = time.perf_counter()
@@ -65,7 +57,7 @@ class CatchingUp:
 
     def seconds(self, sequence: SequenceState) -> float:
         """What `compute` of the whole sequence takes."""
-        missing = len(sequence.token_ids) - self._of(sequence).tokens
+        missing = len(sequence.token_ids) - self.followed.tokens(sequence)
         whole, rest = divmod(max(missing, 0), SIZES[-1])
         last = next(self._seconds[size] for size in SIZES if rest <= size) if rest else 0.0
         return whole * self._seconds[SIZES[-1]] + last
@@ -73,22 +65,14 @@ class CatchingUp:
     def compute(self, sequence: SequenceState, until: int) -> None:
         """Keys and values of its first `until` tokens, as far as they are not there. Where that fails, it has computed
         nothing."""
-        seen = self._of(sequence)
-        if until <= seen.tokens:
+        begin = self.followed.tokens(sequence)
+        if until <= begin:
             return
-        row = Row(sequence.key, sequence.slot, seen.tokens, until - seen.tokens, False)
-        del self._seen[sequence.slot]
+        row = Row(sequence.key, sequence.slot, begin, until - begin, False)
+        self.followed.forget(sequence)
         for one in passes((row,), self._parts.sequences, SIZES, self._parts.model.config.vocab_size):
             self._passes.replay(one)
-        seen.tokens = until
-        self._seen[sequence.slot] = seen
-
-    def _of(self, sequence: SequenceState) -> Seen:
-        """Anew where the slot has changed hands or the sequence other pages."""
-        one = self._seen.get(sequence.slot)
-        if one is None or one.sequence is not sequence or one.exchanges != sequence.exchanges:
-            one = self._seen[sequence.slot] = Seen(sequence, sequence.exchanges)
-        return one
+        self.followed.computed(sequence, until)
 
     def close(self) -> None:
         """Gives the graphs back."""

@@ -13,8 +13,8 @@ from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
 from engine.scheduling.sequence_state import SequenceState
 
-_SOON = 64  # tokens within which a draft model's catching up must be won back, the first time
-_TRYING = 0.03  # of the time in plain steps that catching up may cost, after that
+SOON = 64  # tokens within which a draft model's catching up must be won back, the first time
+TRYING = 0.03  # of the time in plain steps that catching up may cost, after that
 
 
 def fits_rounds(sequence: SequenceState) -> bool:
@@ -69,13 +69,21 @@ class PaidDepths:
         """A draft model must catch up with the sequence first."""
         if self._behind is None:
             return True
-        cost, plain, left = self._behind(sequence), self._costs.seconds(1), self._left.get(sequence.slot)
+        cost, plain, left = self.behind(sequence), self._costs.seconds(1), self._left.get(sequence.slot)
         if left is not None and left.sequence is sequence:
-            return cost <= _TRYING * plain * (len(sequence.token_ids) - left.length)
-        rate = self._control.rate(Candidate(sequence, self._proposer, depth))
+            return cost <= TRYING * plain * (len(sequence.token_ids) - left.length)
+        rate = self.rate(sequence)
         saved = plain - self._costs.seconds(1 + depth) / sum(rate**place for place in range(1 + depth))  # a token
         rest = sequence.stopping.max_tokens - sequence.output_length
-        return cost <= max(saved * min(rest, _SOON), _TRYING * plain * sequence.output_length)
+        return cost <= max(saved * min(rest, SOON), TRYING * plain * sequence.output_length)
+
+    def rate(self, sequence: SequenceState) -> float:
+        """How likely the next guess for it is thought to be right."""
+        return self._control.rate(Candidate(sequence, self._proposer, 1))
+
+    def behind(self, sequence: SequenceState) -> float:
+        """Seconds until its first round can begin."""
+        return 0.0 if self._behind is None else self._behind(sequence)
 
     def left(self, sequence: SequenceState) -> None:
         """See `single.Depths`."""

@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.execution.speculation.captured.layout import DRAFT_ROWS, Draws
 from engine.kernels import speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch
 from engine.kernels.speculation import Guessing, Verified
 from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_layers, prepare_step
-from engine.kernels.tokens import Choice, FirstNorm
+from engine.kernels.tokens import FirstNorm
 from engine.scheduling.sequence_state import SequenceState
-
-_ROWS = 2  # of its first step: the two newest tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +24,26 @@ class DeviceDraft:
 
     weights: StepWeights
     compute: Callable[[SequenceState, int], None]  # keys and values of so many tokens of a sequence
+    computed: Callable[[SequenceState, int], None]  # rounds have done so
 
 
 class DraftSteps:
     """The launches, and what they live in."""
 
-    def __init__(self, weights: StepWeights, state: Verified, choice: Choice, pages: torch.Tensor) -> None:
-        """`choice`: of the target's rows, which draw with the same noise. `pages`: its table of pages, of one line."""
+    def __init__(self, weights: StepWeights, state: Verified, draws: tuple[Draws, ...], pages: torch.Tensor) -> None:
+        """`draws`: what the rows of each kind of step choose by. `pages`: the target's table, a line a sequence."""
         self._weights = weights
         self._state = state
-        room = allocate(weights, _ROWS, 1, 1)
-        own = replace(room.choice, temperature=choice.temperature[:_ROWS], noise_key=choice.noise_key[:_ROWS])
-        self._room: StepBuffers = replace(room, choice=own, places=RowPages(room.places.position, pages))
-        guesses = torch.full((1, state.laid - 1), -1, dtype=torch.int32, device=pages.device)
-        self._guessing = Guessing(own, self._room.places, first_norm(weights, room), guesses)
+        sequences = pages.shape[0]
+        room = allocate(weights, sequences * DRAFT_ROWS[0], 1, 1)
+        room = replace(room, places=RowPages(room.places.position, pages))
+        self._rooms: dict[int, StepBuffers] = {}  # by rows of a sequence
+        for rows, each in zip(DRAFT_ROWS, draws, strict=True):
+            part = room.first(sequences * rows)
+            choice = replace(part.choice, temperature=each.temperature, noise_key=each.noise_key)
+            self._rooms[rows] = replace(part, choice=choice)
+        guesses = torch.full((sequences, state.laid - 1), -1, dtype=torch.int32, device=pages.device)
+        self._guessing = Guessing(room.choice, room.places, first_norm(weights, room), guesses)
 
     def launches(self, library: Kernels, how: ChainPlan, count: int, ending: Launch) -> list[Launch]:
         """`count` guesses; `ending` lays out the target's rows."""
@@ -51,7 +56,7 @@ class DraftSteps:
             if number < count:
                 taken = speculation.guess(library, self._state, self._guessing, rows, number)
             plan = replace(how, group=rows, two_pass=self._weights.coarse is not None)
-            room = self._room.first(rows)
+            room = self._rooms[rows]
             if rows not in layers:
                 layers[rows] = prepare_layers(library, self._weights, room, plan)
             found += prepare_step(library, self._weights, room, plan, None, (taken,), layers[rows])
@@ -63,5 +68,5 @@ class DraftSteps:
 
     @staticmethod
     def _rows(number: int) -> int:
-        """Of the step that makes a guess."""
-        return _ROWS if number == 1 else 1
+        """Of a sequence, in the step that makes a guess: the two newest tokens, or the last guess."""
+        return DRAFT_ROWS[number > 1]

@@ -1,10 +1,10 @@
-"""The executor of captured rounds on a GPU, with drafts that never leave it: of one sequence that decodes alone, for
-which a draft model guesses where there is one, else prompt lookup; and by prompt lookup of two to four together."""
+"""The executor of captured rounds on a GPU, with drafts that never leave it: of one sequence that decodes alone,
+or of two to four together. A draft model guesses where there is one, else prompt lookup."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -19,6 +19,7 @@ from engine.execution.speculation.captured.catching_up import CatchingUp
 from engine.execution.speculation.captured.claiming import RoundRows, Way
 from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
+from engine.execution.speculation.captured.outlook import DraftOutlook, LookupOutlook, Outlook
 from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, ahead_of
 from engine.execution.speculation.captured.single import PATIENCE, Alone, group_of
 from engine.execution.speculation.captured.together import Together
@@ -38,10 +39,8 @@ why_not = graph_decode.why_not
 
 def ask(parts: Parts) -> None:
     """Asks for every kernel that it will have; of shapes alone."""
-    read, _ = weights.shared(parts)
     behind = _catching_up(parts)
-    alone = CapturedRounds(parts.kernels, read, parts.max_context, draft=_draft(parts, behind))
-    for device in (alone, *(one for _, one in _several(parts, alone))):
+    for device in _devices(parts, behind).values():
         device.build()
     if behind is not None:
         behind.ask()
@@ -71,22 +70,27 @@ def _draft(parts: Parts, behind: CatchingUp | None) -> DeviceDraft | None:
     if parts.draft is None or behind is None:
         return None
     read, _ = weights.shared(_of_draft(parts, parts.draft))
-    return DeviceDraft(read, behind.compute)
+    return DeviceDraft(read, behind.compute, behind.followed.computed)
 
 
-def _several(parts: Parts, alone: CapturedRounds) -> Iterator[tuple[int, CapturedRounds]]:
-    """By the most sequences of each. A draft model guesses for one only."""
-    if why_no_draft(parts) is None:
-        return
+def _devices(parts: Parts, behind: CatchingUp | None) -> dict[int, CapturedRounds]:
+    """By the most sequences of each."""
     read, _ = weights.shared(parts)
+    draft = _draft(parts, behind)
+    alone = CapturedRounds(parts.kernels, read, parts.max_context, draft=draft)
+    found = {1: alone}
     for sequences, group in SEVERAL.items():
         if parts.max_sequences > sequences // 2:
-            yield (
-                sequences,
-                CapturedRounds(
-                    parts.kernels, read, parts.max_context, sequences=sequences, groups=(group,), beside=alone
-                ),
+            found[sequences] = CapturedRounds(
+                parts.kernels,
+                read,
+                parts.max_context,
+                draft=draft,
+                sequences=sequences,
+                groups=(group,),
+                beside=alone,
             )
+    return found
 
 
 class CapturedSpeculation:
@@ -97,15 +101,13 @@ class CapturedSpeculation:
         self.costs = known  # of rounds, their drafts included; None until they are measured
         with torch.inference_mode():
             try:
-                read, self._why_one_pass = weights.shared(parts)
+                _, self._why_one_pass = weights.shared(parts)
                 self._behind = _catching_up(parts)
-                draft = _draft(parts, self._behind)
-                alone = CapturedRounds(parts.kernels, read, parts.max_context, draft=draft)
-                alone.build(GROUPS[:1])
-                self._devices = {1: alone, **dict(_several(parts, alone))}  # by the most sequences of each
+                self._devices = _devices(parts, self._behind)
+                self._devices[1].build(GROUPS[:1])
             except (BuildError, torch.OutOfMemoryError) as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
-        self._guesser = None if draft is None else parts.draft
+        self._guesser = None if self._behind is None else parts.draft
         self._recorder = Recorder(parts.model.placement.device)
         self._sequences = parts.sequences
         self.pipelines = {  # by the most sequences of each
@@ -121,7 +123,7 @@ class CapturedSpeculation:
                 self._behind.warmup(self._recorder, progress)
             for device in self._devices.values():
                 device.warmup(progress)
-            alone = self._measured()
+            alone, plain = self._measured()
             several = {
                 most: device.seconds(SEVERAL[most], SEVERAL[most] - 1)
                 for most, device in self._devices.items()
@@ -131,25 +133,29 @@ class CapturedSpeculation:
         lookup = PromptLookup()
         proposer: Proposer = lookup if self._guesser is None else self._guesser
         depths = PaidDepths(self.costs, proposer, None if self._behind is None else self._behind.seconds)
+        outlook: Outlook = LookupOutlook(lookup) if self._guesser is None else DraftOutlook(depths)
+        plain_steps = known or Costs(plain)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
         ways = {1: Way(self.pipelines[1], Alone(depths, PATIENCE if self._guesser is None else 0))}
         for most, seconds in several.items():
             paid = seconds if known is None else known.seconds(GROUPS[-1])
-            # A plain step of a few costs no less than a round of as many rows of one, which reads fewer pages.
-            ways[most] = Way(self.pipelines[most], Together(SEVERAL[most], paid, self.costs.seconds, lookup))
+            ways[most] = Way(self.pipelines[most], Together(SEVERAL[most], paid, plain_steps.seconds, outlook))
         for most, seconds in {1: alone[1], **several}.items():
             self.pipelines[most].ahead = ahead_of(seconds)
         self._rows = RoundRows(ways, self._sequences)
         self._apply()
 
-    def _measured(self) -> dict[int, float]:
-        """Seconds of a round by its rows, newest token and draft. Those of a group cost the same, but for a draft
-        model's steps."""
-        device = self._devices[1]
-        if self._guesser is not None:
-            return {1 + depth: device.seconds(group_of(depth), depth) for depth in range(GROUPS[-1])}
-        groups = {group: device.seconds(group, group - 1) for group in GROUPS}
-        return {1 + depth: groups[group_of(depth)] for depth in range(GROUPS[-1])}
+    def _measured(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds of a round of one sequence by its rows, newest token and draft, and of a plain step of as many
+        sequences, which costs no less than the round without its guesses: that reads fewer pages."""
+        device, places = self._devices[1], range(GROUPS[-1])
+        if self._guesser is None:  # those of a group cost the same
+            groups = {group: device.seconds(group, group - 1) for group in GROUPS}
+            found = {1 + depth: groups[group_of(depth)] for depth in places}
+            return found, found
+        guessing = {group: device.guessing_seconds(group) for group in GROUPS}
+        found = {1 + depth: device.seconds(group_of(depth), depth) for depth in places}
+        return found, {1 + depth: found[1 + depth] - guessing[group_of(depth)] for depth in places}
 
     @property
     def lookahead_tokens(self) -> int:

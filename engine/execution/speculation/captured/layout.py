@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
 from engine.settings import PAGE_SIZE
 
+DRAFT_ROWS: Final = (2, 1)  # of a sequence in a draft model's first step, and in its others
 _EVEN = 64  # words; what begins at a multiple of 256 bytes lies as memory of its own would
 
 
@@ -20,12 +23,18 @@ def _even(words: int) -> int:
     return -(-words // _EVEN) * _EVEN
 
 
+class Draws(NamedTuple):
+    """What rows choose by; all of a sequence alike."""
+
+    noise_key: torch.Tensor  # int64 [rows]
+    temperature: torch.Tensor  # float32 [rows]
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """What the host writes of sequences, beside their pages and tokens."""
 
-    noise_key: torch.Tensor  # int64 [rows], all of a sequence alike
-    temperature: torch.Tensor  # float32 [rows], all of a sequence alike
+    draws: tuple[Draws, ...]  # of a verifying step's rows, and of each kind of a draft model's steps (DRAFT_ROWS)
     newest: torch.Tensor  # int32 [sequences], and those after it
     held: torch.Tensor
     last_position: torch.Tensor
@@ -48,9 +57,19 @@ class Layout:
         return self.sequences * self.laid
 
     @property
+    def _kinds(self) -> tuple[int, ...]:
+        """Where the rows of each kind of step begin among all that draw, and where they end."""
+        return tuple(accumulate((self.sequences * each for each in (self.laid, *DRAFT_ROWS)), initial=0))
+
+    @property
+    def _stands(self) -> int:
+        """Words before those of sequences: three for each row that draws."""
+        return 3 * self._kinds[-1]
+
+    @property
     def block(self) -> int:
         """Words of the block, behind which pages lie."""
-        return _even(3 * self.rows + (5 + MOST_STOPS) * self.sequences)
+        return _even(self._stands + (5 + MOST_STOPS) * self.sequences)
 
     @property
     def most_pages(self) -> int:
@@ -69,17 +88,17 @@ class Layout:
 
     def state(self, words: torch.Tensor) -> State:
         """The parts of int32 [size]; views."""
-        rows, each = self.rows, self.sequences
-        newest, held, last_position, most_drafts, count = (words[3 * rows + at * each :][:each] for at in range(5))
+        kinds, first, each = self._kinds, self._stands, self.sequences
+        keys, temperatures = words[: 2 * kinds[-1]].view(torch.int64), words[2 * kinds[-1] : first].view(torch.float32)
+        newest, held, last_position, most_drafts, count = (words[first + at * each :][:each] for at in range(5))
         return State(
-            noise_key=words[: 2 * rows].view(torch.int64),
-            temperature=words[2 * rows : 3 * rows].view(torch.float32),
+            draws=tuple(Draws(keys[a:b], temperatures[a:b]) for a, b in pairwise(kinds)),
             newest=newest,
             held=held,
             last_position=last_position,
             most_drafts=most_drafts,
             count=count,
-            stops=words[3 * rows + 5 * each :][: each * MOST_STOPS].view(each, MOST_STOPS),
+            stops=words[first + 5 * each :][: each * MOST_STOPS].view(each, MOST_STOPS),
         )
 
     def pages(self, words: torch.Tensor) -> torch.Tensor:
@@ -96,15 +115,17 @@ class Layout:
         """What the device is sent of these rows, whose tokens are `known`; those of the first at its end, and of the
         others not: each has a place of its own for them."""
         words = np.zeros(self.tokens + len(known[0]), dtype=np.int32)
-        keys, temperatures = words[: 2 * self.rows].view(np.int64), words[2 * self.rows :][: self.rows].view(np.float32)
-        stands = words[3 * self.rows :][: 5 * self.sequences].reshape(5, self.sequences)
+        kinds, first, each = self._kinds, self._stands, self.sequences
+        keys, temperatures = words[: 2 * kinds[-1]].view(np.int64), words[2 * kinds[-1] : first].view(np.float32)
+        stands = words[first:][: 5 * each].reshape(5, each)
         stands[0] = -1
-        stops = words[3 * self.rows + 5 * self.sequences :][: self.sequences * MOST_STOPS].reshape(-1, MOST_STOPS)
+        stops = words[first + 5 * each :][: each * MOST_STOPS].reshape(-1, MOST_STOPS)
         stops[:] = -1
         pages = words[self.block : self.tokens].reshape(self.sequences, -1)
         for at, (row, most) in enumerate(zip(rows, most_drafts, strict=True)):
-            mine = slice(at * self.laid, (at + 1) * self.laid)
-            keys[mine], temperatures[mine] = row.noise_key, row.temperature
+            for begin, count in zip(kinds, (self.laid, *DRAFT_ROWS), strict=False):
+                mine = slice(begin + at * count, begin + (at + 1) * count)
+                keys[mine], temperatures[mine] = row.noise_key, row.temperature
             stands[:, at] = row.position, len(row.pages) * PAGE_SIZE, row.last_position, most, number
             stops[at, : len(row.stops)] = row.stops
             pages[at, : len(row.pages)] = row.pages

@@ -63,6 +63,9 @@ class RoundDevice(Protocol):
         """These rows and no others. The entries of each are numbered from `number` + 1 on; 0: all numbers may come
         again."""
 
+    def left(self, sequence: SequenceState, stands: int) -> None:
+        """It goes on elsewhere with its newest token at `stands`, all of its rounds read."""
+
     def add_pages(self, index: int, first: int, pages: list[int], *, cut: bool) -> None:
         """Pages [first, …) of a row. `cut`: the draft that is laid out may have ended where its pages did."""
 
@@ -162,6 +165,9 @@ class RoundPipeline:
             if not self._read_round():
                 self._device.wait()
         found = self._report()
+        for own in self._held:
+            if not own.ended:
+                self._device.left(own.sequence, own.stands)
         self.leave()
         return found
 

@@ -1,9 +1,5 @@
-"""When rounds are the way to go on for several sequences: where what is looked up brings each of them as much as plain
-steps do, and all together more. Torch-free.
-
-While they go on in plain steps, the host looks up what a round would have guessed and sees what comes: so it knows what
-rounds would bring, and nobody is made to try them.
-"""
+"""When rounds are the way to go on for several sequences: where drafts bring each of them as much as plain steps do,
+and all together more. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,19 +7,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from engine.execution.speculation.captured.depths import fits_rounds
+from engine.execution.speculation.captured.depths import SOON, TRYING, fits_rounds
+from engine.execution.speculation.captured.outlook import Outlook
 from engine.execution.speculation.captured.rounds import RoundTold
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import Draft, Wish
 from engine.scheduling.sequence_state import SequenceState
 
 _MEMORY = 0.9  # of what a round brought, after the next
-_NONE = 2.0  # rounds that brought one token each, as which a new sequence counts
+_PRIOR = 2.0  # rounds, as which what is taken for granted counts
 _MARGIN = 1.1  # how much faster all must be by the table to begin: the plain steps under way are lost
 _OTHERS = 1.05  # how much slower one may be for the others' sake
 _TO_GO = 32  # tokens that each must have before it
 _FIRST_REST, _LAST_REST = 128, 512  # tokens in plain steps, once rounds did not pay
-_LONGEST_PAUSE = 31  # tokens between two looks at a text that repeats nothing: a look takes the host some microseconds
 
 
 @dataclass(slots=True)
@@ -31,13 +25,9 @@ class Record:
     """What rounds bring a sequence, or would."""
 
     sequence: SequenceState
-    tokens: float = _NONE
-    rounds: float = _NONE
+    tokens: float
+    rounds: float = _PRIOR
     fits: bool = False  # rounds can choose its tokens
-    guess: Draft = ()  # what would have been drafted
-    guessed_at: int = 0  # length of the sequence then; 0: nothing was
-    pause: int = 0  # tokens after a guess that was wrong
-    looks_at: int = 0  # length of the sequence at the next look
     rest: int = _FIRST_REST
     resumes_at: int = 0  # length of the sequence before which it is in no rounds
 
@@ -51,27 +41,16 @@ class Record:
         self.tokens = self.tokens * _MEMORY + tokens
         self.rounds = self.rounds * _MEMORY + 1
 
-    def compare(self) -> None:
-        """Takes in what the guess would have brought, once that is known."""
-        came = self.sequence.token_ids[self.guessed_at : self.guessed_at + len(self.guess)]
-        pairs = enumerate(zip(came, self.guess, strict=False))
-        right = next((at for at, (token, guessed) in pairs if token != guessed), len(came))
-        if right < len(came) or right == len(self.guess):
-            self.add(1 + right)
-            self.pause = 0 if right else min(2 * self.pause + 1, _LONGEST_PAUSE)
-            self.looks_at = len(self.sequence.token_ids) + self.pause
-            self.guessed_at = 0
-
 
 class Together:
     """A `claiming.Chooser` for a few sequences, whose rounds all are of one group."""
 
-    def __init__(self, group: int, seconds: float, plain: Callable[[int], float], lookup: PromptLookup) -> None:
+    def __init__(self, group: int, seconds: float, plain: Callable[[int], float], outlook: Outlook) -> None:
         """`seconds` of a round, and of a plain step of so many rows."""
         self._group = group
         self._seconds = seconds
         self._plain = plain
-        self._lookup = lookup
+        self._outlook = outlook
         self._records: dict[int, Record] = {}  # by slot
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
@@ -84,13 +63,17 @@ class Together:
         if continues:
             if self._pays(records, 1.0):
                 return self._group
-            for record in records:
-                self._rest(record)
+            self._rest(records)
             return 0
         for record in records:
             self._watch(record)
-        ready = all(self._ready(record) for record in records)
-        return self._group if ready and self._pays(records, _MARGIN) else 0
+        if not all(self._ready(record) for record in records):
+            return 0
+        if self._pays(records, _MARGIN) and self._won_back(records):
+            return self._group
+        if self._outlook.tried:
+            self._rest(records)
+        return 0
 
     def most(self, sequence: SequenceState) -> int:
         """What it asks for, within the group."""
@@ -101,7 +84,7 @@ class Together:
         """Of rounds without a draft, too."""
         record = self._record(sequence)
         record.add(1 + one.accepted)
-        record.guessed_at = 0
+        self._outlook.told(sequence, one)
 
     def _pays(self, records: Items[Record], margin: float) -> bool:
         """Whether rounds bring all of them so many times what plain steps do, and each of them about as much."""
@@ -109,29 +92,37 @@ class Together:
         faster = sum(brings) * plain > margin * len(records) * self._seconds
         return faster and min(brings) * plain * _OTHERS > self._seconds
 
+    def _won_back(self, records: Items[Record]) -> bool:
+        """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
+        behind = self._outlook.behind([record.sequence for record in records])
+        brings = sum(record.brings for record in records) / len(records)
+        plain, tokens = self._plain(len(records)), min(record.sequence.output_length for record in records)
+        return behind <= max(SOON * (plain - self._seconds / brings), TRYING * plain * tokens)
+
     def _ready(self, record: Record) -> bool:
         sequence = record.sequence
         to_go = sequence.stopping.max_tokens - sequence.output_length
         return to_go >= _TO_GO and len(sequence.token_ids) >= record.resumes_at
 
-    def _rest(self, record: Record) -> None:
-        record.resumes_at = len(record.sequence.token_ids) + record.rest
-        record.rest = min(2 * record.rest, _LAST_REST)
+    def _rest(self, records: Items[Record]) -> None:
+        """None of them is in rounds for a while."""
+        for record in records:
+            sequence = record.sequence
+            record.resumes_at = len(sequence.token_ids) + record.rest
+            record.rest = min(2 * record.rest, _LAST_REST)
+            if self._outlook.tried:
+                record.tokens, record.rounds = self._outlook.hope(sequence, self.most(sequence)) * _PRIOR, _PRIOR
 
     def _watch(self, record: Record) -> None:
-        """In plain steps: what a draft would have brought, and the next one."""
-        sequence = record.sequence
-        length = len(sequence.token_ids)
-        if record.guessed_at and length > record.guessed_at:
-            record.compare()
-        if not record.guessed_at and length >= record.looks_at:
-            most = self.most(sequence)
-            record.guess = self._lookup.propose((Wish(sequence, most),))[0] if most else ()
-            record.guessed_at = length
+        """In plain steps: takes in what a draft would have brought."""
+        found = self._outlook.seen(record.sequence, self.most(record.sequence))
+        if found is not None:
+            record.add(found)
 
     def _record(self, sequence: SequenceState) -> Record:
         record = self._records.get(sequence.slot)
         if record is None or record.sequence is not sequence:
-            record = self._records[sequence.slot] = Record(sequence)
+            tokens = self._outlook.first(sequence, self.most(sequence)) * _PRIOR
+            record = self._records[sequence.slot] = Record(sequence, tokens)
         record.fits = record.fits or fits_rounds(sequence)  # for good: what is counted before `min_tokens` only ends
         return record

@@ -11,6 +11,7 @@ from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD as STEPS_AHEAD
 from engine.execution.graph_decode.pipeline import DecodePipeline, RowState, can_sample
 from engine.execution.speculation.captured.claiming import RoundRows, Way
+from engine.execution.speculation.captured.followed import Followed, granted
 from engine.execution.speculation.captured.rounds import (
     GROUPS,
     MORE,
@@ -47,11 +48,39 @@ class DeviceSequence:
     laid: list[int] = field(default_factory=list)  # the newest token and its draft
 
 
-class SlowRounds(SlowMemory):
-    """A `RoundDevice` that does what it was told when it feels like it. Its drafts are right as often as `chance`."""
+class SlowDraft:
+    """A draft model's own memory, under the target's pages by number."""
 
-    def __init__(self, seed: int, beside: SlowMemory, sick: int, chance: float, sequences: int = 1) -> None:
+    def __init__(self, pages: int) -> None:
+        self.slots = [[-1] * PAGE_SIZE for _ in range(pages)]
+        self.followed = Followed()
+        self.fed = 0  # tokens, to catch up
+
+    def compute(self, ids: list[int], pages: dict[int, int], places: range) -> None:
+        for at in places:
+            self.slots[pages[at // PAGE_SIZE]][at % PAGE_SIZE] = ids[at]
+
+    def check(self, own: DeviceSequence) -> None:
+        """It reads all of the sequence."""
+        there = [self.slots[own.pages[at // PAGE_SIZE]][at % PAGE_SIZE] for at in range(own.newest + 1)]
+        assert there == own.history[: own.newest + 1], "it lacks tokens"
+
+
+class SlowRounds(SlowMemory):
+    """A `RoundDevice` that does what it was told when it feels like it. Its drafts are right as often as `chance`; of
+    a `draft` model, they are fed to it."""
+
+    def __init__(
+        self,
+        seed: int,
+        beside: SlowMemory,
+        sick: int,
+        chance: float,
+        sequences: int = 1,
+        draft: SlowDraft | None = None,
+    ) -> None:
         super().__init__(seed, len(beside.slots), sick, beside)
+        self.drafting = draft
         self.own = [DeviceSequence() for _ in range(sequences)]
         self.laid, self.chance, self.silence = LAID // sequences, chance, 0.1
         self.ring: dict[tuple[int, int], tuple[int, int]] = {}
@@ -69,12 +98,29 @@ class SlowRounds(SlowMemory):
         if number == 0:
             self.flush()
             self.ring.clear()
+        for own, row in zip(fresh, rows, strict=False):
+            self.catch_up(own, row.sequence)
 
         def write() -> None:
             self.own = fresh
             self.lay()
 
         self.queue.append(write)
+
+    def catch_up(self, own: DeviceSequence, sequence: SequenceState) -> None:
+        if self.drafting is not None:
+            draft, ids, pages = self.drafting, [*own.history], {**own.pages}
+            places = range(draft.followed.tokens(sequence), granted(own.newest))
+            draft.followed.computed(sequence, granted(own.newest))
+            draft.fed += len(places)
+            self.queue.append(lambda: draft.compute(ids, pages, places))
+
+    def left(self, sequence: SequenceState, stands: int) -> None:
+        self.flush()
+        known = [*sequence.token_ids]
+        assert any(own.newest == stands and own.history[: len(known)] == known for own in self.own)
+        if self.drafting is not None:
+            self.drafting.followed.computed(sequence, granted(stands))
 
     def add_pages(self, index: int, first: int, pages: list[int], *, cut: bool) -> None:
         added = dict(enumerate(pages, first))
@@ -108,7 +154,8 @@ class SlowRounds(SlowMemory):
     def draft(self, own: DeviceSequence) -> list[int]:
         rows = max(min(own.held, own.last) - own.newest, 0)
         known = [*own.history]
-        if self.random.random() < self.silence:  # nothing comes to mind
+        fed = self.drafting is None or own.newest > 0  # its first step feeds two tokens
+        if not fed or self.random.random() < self.silence:  # nothing comes to mind
             rows = min(rows, 1)
         for _ in range(self.laid - 1):
             right = self.random.random() < self.chance
@@ -133,6 +180,11 @@ class SlowRounds(SlowMemory):
             self.parked += 1
             return self.tell(index, PARKED << 24)
         assert own.newest + len(fed) <= longest, "a row outgrew its launch"
+        if self.drafting is not None and own.newest > 0:
+            self.drafting.compute(own.history, own.pages, range(own.newest - 1, own.newest + 1))
+            self.drafting.check(own)
+            guesses = [*own.history[: own.newest + 1], *fed[1:]]
+            self.drafting.compute(guesses, own.pages, range(own.newest + 1, own.newest + len(fed) - 1))
         for at, token in enumerate(fed, own.newest):
             page, place = self.slot(own, at)
             page[place] = token
@@ -229,10 +281,13 @@ class RoundsLife(Life):
         shared: bool = False,
         together: Rows[int] = (),
         sequences: int | None = None,
+        drafted: bool = False,
     ) -> None:
-        """`together`: the most sequences that rounds for several take. `sequences`: at once, not one or `most`."""
+        """`together`: the most sequences that rounds for several take. `sequences`: at once, not one or `most`.
+        `drafted`: by a model."""
         steps, table = SlowDevice(seed, pages, sick), SequenceTable()
-        self.device = SlowRounds(seed, steps, sick, chance)
+        self.draft = SlowDraft(pages) if drafted else None
+        self.device = SlowRounds(seed, steps, sick, chance, draft=self.draft)
         self.whims = Whims(seed, depths)
         limits = Limits(
             max_sequences=sequences or random.Random(seed).choice((1, most)),
@@ -243,8 +298,8 @@ class RoundsLife(Life):
         )
         self.pipeline = RoundPipeline(self.device, table, limits.max_context)
         self.pipeline.ahead = ahead_of(random.Random(seed).choice((1e-6, 1e-4, 1.0)))
-        alone = Alone(self.whims, random.Random(seed).choice((0, PATIENCE)))
-        self.devices = {most: SlowRounds(seed, steps, sick, chance, most) for most in together}
+        alone = Alone(self.whims, 0 if drafted else random.Random(seed).choice((0, PATIENCE)))
+        self.devices = {most: SlowRounds(seed, steps, sick, chance, most, self.draft) for most in together}
         self.choosers = {most: WhimsTogether(seed, LAID // most) for most in together}
         ways = {1: Way(self.pipeline, alone)}
         for most in together:

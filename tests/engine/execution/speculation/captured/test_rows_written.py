@@ -20,8 +20,8 @@ def test_each_part_lies_where_the_device_looks_for_it(stops: tuple[int, ...]) ->
     layout = Layout(1, 8, 2000)
     words = layout.of([row], [4], 77, [np.array([5, 6, 7], dtype=np.int32)])
     state = layout.state(torch.from_numpy(words))
-    assert state.noise_key.tolist() == [-(1 << 62)] * 8
-    assert state.temperature.tolist() == [0.5] * 8
+    assert [one.noise_key.tolist() for one in state.draws] == [[-(1 << 62)] * rows for rows in (8, 2, 1)]
+    assert [one.temperature.tolist() for one in state.draws] == [[0.5] * rows for rows in (8, 2, 1)]
     stand = (state.newest, state.held, state.last_position, state.most_drafts, state.count)
     assert [part.item() for part in stand] == [2, 32, 40, 4, 77]
     assert state.stops.tolist() == [[*stops, *[-1] * (8 - len(stops))]]
@@ -43,8 +43,9 @@ def test_several_sequences_have_places_of_their_own(sequences: int, laid: int) -
     memory = torch.from_numpy(words)
     state, each = layout.state(memory), range(sequences - 1)
     assert state.newest.tolist() == [*(2 + at for at in each), -1]
-    assert state.noise_key.view(sequences, laid)[:-1].tolist() == [[7 + at] * laid for at in each]
-    assert state.temperature.view(sequences, laid)[:-1].tolist() == [[0.5 + at] * laid for at in each]
+    for one, rows in zip(state.draws, (laid, 2, 1), strict=True):
+        assert one.noise_key.view(sequences, rows)[:-1].tolist() == [[7 + at] * rows for at in each]
+        assert one.temperature.view(sequences, rows)[:-1].tolist() == [[0.5 + at] * rows for at in each]
     assert state.last_position.tolist()[:-1] == [40 + at for at in each]
     assert state.most_drafts.tolist()[:-1] == [at % laid for at in each]
     assert state.count.tolist()[:-1] == [77 for _ in each]

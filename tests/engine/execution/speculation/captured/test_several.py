@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,13 +23,15 @@ PROMPTS = [5, 6, 7], [8, 9], [1], [2, 3, 4, 5, 6]
     ahead=some.sampled_from((0, 3, 31)),
     sick=some.sampled_from((-1, SICK)),
     chance=some.sampled_from((0.0, 0.5, 0.9, 1.0)),
-    together=some.sampled_from(((2,), (2, 4), (4,))),
+    together=some.sampled_from(((), (2,), (2, 4), (4,))),
+    drafted=some.booleans(),
+    shared=some.booleans(),
 )
-@examples(max_examples=40)
+@examples(max_examples=80)
 def test_whatever_happens_each_answer_is_its_own(
-    seed: int, pages: int, ahead: int, sick: int, chance: float, together: tuple[int, ...]
+    seed: int, pages: int, ahead: int, sick: int, chance: float, together: Sequence[int], drafted: bool, shared: bool
 ) -> None:
-    life = RoundsLife(seed, pages, ahead, sick, chance, (0, 3, 7), 4, together=together)
+    life = RoundsLife(seed, pages, ahead, sick, chance, (0, 3, 7), 4, together=together, drafted=drafted, shared=shared)
     life.live(6)
     life.check()
 
@@ -156,6 +158,22 @@ def test_pages_of_accepted_runs_are_found_by_the_next_request(sequences: int) ->
         to_the_end(life)
         for key, prompt in enumerate(PROMPTS[:sequences]):
             assert life.cached[sequences + key] == (len(prompt) + tokens - 1) // 16 * 16
+
+
+def test_a_draft_model_computes_each_token_once() -> None:
+    """Whoever comes and goes: what it has seen in rounds it need not catch up with."""
+    life = RoundsLife(3, 60, 40, -1, 0.7, (7,), 4, together=(2, 4), sequences=3, drafted=True)
+    for device in life.devices.values():
+        device.silence = 0.0
+    for chooser in life.choosers.values():
+        chooser.stays = 1.0
+    for key in range(6):
+        life.take(request([7, 8, key], max_tokens=40 + 20 * key))
+    to_the_end(life)
+    assert life.draft is not None
+    made = sum(map(len, life.got))
+    assert sum(device.written for device in life.devices.values()) > 4
+    assert life.draft.fed < made / 2
 
 
 def test_switched_fifty_times_while_others_come_and_go() -> None:
