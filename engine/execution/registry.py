@@ -23,15 +23,16 @@ from engine.execution.batched import executor as batched
 from engine.execution.constrained import executor as constrained
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_prefill import executor as graph_prefill
+from engine.execution.sharing import Claiming
 from engine.execution.speculation import executor as speculation
 from engine.execution.speculation.captured import executor as captured
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
-from engine.scheduling.plan import Row, RowResult
 
 
-class Executor(Protocol):
-    """Does rows of steps on one model."""
+class Executor(Claiming, Protocol):
+    """Does rows of steps on one model. `run` is called in torch's inference mode, after the sequences' slots and pages
+    were brought up to date."""
 
     def warmup(self, progress: Progress) -> None:
         """What must be ready before the first request."""
@@ -43,13 +44,6 @@ class Executor(Protocol):
     @property
     def max_tokens_per_row(self) -> int:
         """The most ids that it brings a row."""
-
-    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Those of the rows that it does, in their order."""
-
-    def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
-        """One step of rows that it claimed; by key, what those that sample brought. Called in torch's inference
-        mode, after the sequences' slots and pages were brought up to date."""
 
     @property
     def switches(self) -> Mapping[str, str | None]:

@@ -7,9 +7,10 @@ import torch
 from engine.api import ModelInfo
 from engine.errors import Unsupported
 from engine.execution.registry import Executor
+from engine.execution.sharing import Sharing
 from engine.execution.step_state import Parts
 from engine.kv.page_transfer import PoolPages
-from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan, StepResult
 
 
 class ModelRunner:
@@ -19,7 +20,8 @@ class ModelRunner:
         self._info = info
         self._sequences = parts.sequences
         self._constraints = parts.constraints
-        self._executors = executors  # each does what it claims of what those before it left; the last claims all
+        self._executors = executors
+        self._sharing = Sharing(executors)  # the last claims all that is left
         self._pages = PoolPages(parts.pool)
 
     @property
@@ -37,13 +39,7 @@ class ModelRunner:
         self._sequences.apply(plan)
         self._constraints.begin(plan)
         with torch.inference_mode():
-            results: dict[int, RowResult] = {}
-            left = plan.rows
-            for executor in self._executors:
-                claimed = executor.claims(left) if left else ()
-                if claimed:
-                    results |= executor.run(claimed)
-                    left = _without(left, claimed)
+            results, _ = self._sharing.run(plan.rows)
         results = self._constraints.follow(plan.rows, results)
         self._sequences.append(plan.rows, results)
         return StepResult(results)
@@ -61,10 +57,3 @@ class ModelRunner:
         for executor in self._executors:
             executor.close()
         self._constraints.close()
-
-
-def _without(rows: tuple[Row, ...], claimed: tuple[Row, ...]) -> tuple[Row, ...]:
-    if len(claimed) == len(rows):
-        return ()
-    keys = {row.key for row in claimed}
-    return tuple(row for row in rows if row.key not in keys)

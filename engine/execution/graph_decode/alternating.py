@@ -53,6 +53,11 @@ class AlternatingPipelines:
     def _under_way(self, rows: Rows[Row]) -> list[Row]:
         return [row for pipeline in self._pipelines for row in pipeline.under_way(rows)]
 
+    def hand_over(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        """See `sharing.HandingOver`: of as many rows as one pipeline has."""
+        first = self._pipelines[0]
+        return first.drain(rows) if len(rows) <= BUCKETS[-1] and first.under_way(rows) else {}
+
     def step(self, rows: Rows[Row]) -> dict[int, RowResult]:
         """At least one id for each row, and whatever else has come."""
         found: dict[int, RowResult] = {}

@@ -80,6 +80,11 @@ class GraphDecode:
         """One token or several a row."""
         return self._pipelines.step(rows)
 
+    def hand_over(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        """See `sharing.HandingOver`."""
+        of = self._sequences.of
+        return self._pipelines.hand_over(rows) if all(can_sample(of(row)) for row in rows) else {}
+
     @property
     def switches(self) -> Mapping[str, str | None]:
         """A step as a graph, kernels of our own, and a coarse copy of the head where there is one."""

@@ -132,16 +132,24 @@ class DecodePipeline:
 
     def under_way(self, rows: Rows[Row]) -> list[Row]:
         """Those of the rows that steps under way move on from where the plan takes them up."""
-        if self._launched == self._read:
+        if not self._held or self._launched == self._read:
             return []
         by_key = {own.sequence.key: own for own in self._held if not own.ended}
         return [row for row in rows if (own := by_key.get(row.key)) is not None and self._continues(own, row)]
 
     def drain(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        """All that is under way for these rows, which then leave."""
-        kept = self._settle(rows)
-        self.leave()
-        return {key: _report(own) for key, own in kept.items()}
+        """All that is under way for these rows, and at least one id for each; they then leave."""
+        try:
+            kept = self._settle(rows)
+            held = list(kept.values())
+            if len(kept) < len(rows) or not all(own.unreported or own.ended for own in held):
+                held = self._write(rows, kept)
+                self._ahead = 1
+                self._send(held)
+                self._receive(held)
+        finally:
+            self.leave()
+        return {own.sequence.key: _report(own) for own in held}
 
     def leave(self) -> None:
         """None of its rows goes on; nobody wants what is under way."""

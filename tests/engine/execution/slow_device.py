@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.pipeline import RowState, bucket
+from engine.execution.sharing import Claiming, Sharing
 from engine.fake.checker import PlanChecker
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
@@ -131,7 +131,7 @@ class SlowDevice(SlowMemory):
         self.buckets = {size: [DeviceRow() for _ in range(size)] for size in (1, 2, 4, 8)}
         self.rings: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.here = 1  # as the host knows
-        self.written = self.launched = 0
+        self.written = self.launched = self.moved = 0
         self.sizes: list[int] = []
 
     # What the pipeline asks for
@@ -179,24 +179,17 @@ class SlowDevice(SlowMemory):
             if own.position >= 0:
                 assert own.position < longest, "a row outgrew its launch"
                 entry = self.move_on(own)
+                self.moved += 1
                 self.rings[width, at, (own.count - 1) % RING] = own.count, entry
-
-
-class Decoding(Protocol):
-    """What decodes rows of one token on a slow device."""
-
-    def claims(self, rows: Rows[Row]) -> Rows[Row]: ...
-
-    def run(self, rows: Rows[Row]) -> dict[int, RowResult]: ...
 
 
 class SlowRunner:
     """Shares rows between what decodes and prefill as the runner does. `before`: prompts come first."""
 
     def __init__(
-        self, memory: SlowMemory, decoding: Rows[Decoding], sequences: SequenceTable, *, before: bool = False
+        self, memory: SlowMemory, decoding: Rows[Claiming], sequences: SequenceTable, *, before: bool = False
     ) -> None:
-        self.memory, self.decoding, self.sequences, self.before = memory, decoding, sequences, before
+        self.memory, self.sharing, self.sequences, self.before = memory, Sharing(decoding), sequences, before
         self.checker, self.checked = PlanChecker(len(memory.slots), 64), True
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -216,13 +209,9 @@ class SlowRunner:
         if self.before:
             results |= self._prefill([row for row in left if row.count > 1])
             left = [row for row in left if row.count == 1]
-        for each in self.decoding:
-            claimed = each.claims(left) if left else ()
-            if claimed:
-                results |= each.run(claimed)
-                keys = {row.key for row in claimed}
-                left = [row for row in left if row.key not in keys]
-        results |= self._prefill(left)
+        found, rest = self.sharing.run(tuple(left))
+        results |= found
+        results |= self._prefill(rest)
         self.sequences.append(plan.rows, results)
         return StepResult(results)
 

@@ -264,6 +264,9 @@ class Steps:
     def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
         return self.alternating.step(rows)
 
+    def hand_over(self, rows: Rows[Row]) -> dict[int, RowResult]:
+        return self.alternating.hand_over(rows)
+
 
 class RoundsLife(Life):
     """Sequences that are fed in rounds while one decodes alone, and where there are rounds for several, together."""
@@ -286,6 +289,7 @@ class RoundsLife(Life):
         """`together`: the most sequences that rounds for several take. `sequences`: at once, not one or `most`.
         `drafted`: by a model."""
         steps, table = SlowDevice(seed, pages, sick), SequenceTable()
+        self.steps = steps
         self.draft = SlowDraft(pages) if drafted else None
         self.device = SlowRounds(seed, steps, sick, chance, draft=self.draft)
         self.whims = Whims(seed, depths)

@@ -84,7 +84,7 @@ def test_switched_fifty_times(neighbours: bool) -> None:
     """While texts follow one another; with neighbours that come now and then, and end the rounds for a while."""
     life = life_of()
     for turn in range(50):
-        life.rounds.enabled = turn % 2 == 1
+        life.rounds.enabled = turn % 4 > 1  # a step to hand over, and one of rounds
         if not life.scheduler.live:
             life.take(request([5, len(life.asked)], max_tokens=140))
         if neighbours and turn % 9 == 3:

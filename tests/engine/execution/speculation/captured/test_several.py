@@ -160,6 +160,26 @@ def test_pages_of_accepted_runs_are_found_by_the_next_request(sequences: int) ->
             assert life.cached[sequences + key] == (len(prompt) + tokens - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_computed_twice_on_the_way_to_rounds_and_back(sequences: int, seed: int) -> None:
+    """Each plain step brought every row a token, as often as they go over."""
+    life = RoundsLife(seed, 60, 40, -1, 0.5, (7,), 4, together=(2, 4), sequences=sequences)
+    for prompt in PROMPTS[:sequences]:
+        life.take(request(prompt, max_tokens=120))
+    turn = 0
+    while life.step():
+        turn += 1
+        life.rounds.enabled = turn % 12 > 6
+    life.check()
+    told = [*life.whims.told_of, *(one for chooser in life.choosers.values() for _, one in chooser.told_of)]
+    in_rounds = sum(1 + one.accepted for one in told)
+    made = sum(map(len, life.got)) - sequences  # but for the prompts' own
+    assert min(in_rounds, made - in_rounds) > 20
+    # One that stood behind a last page is computed again, once there is another.
+    assert life.steps.moved <= made - in_rounds + sequences
+
+
 def test_a_draft_model_computes_each_token_once() -> None:
     """Whoever comes and goes: what it has seen in rounds it need not catch up with."""
     life = RoundsLife(3, 60, 40, -1, 0.7, (7,), 4, together=(2, 4), sequences=3, drafted=True)
