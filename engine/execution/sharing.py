@@ -1,7 +1,7 @@
 """How the rows of a step are shared out among executors. Torch-free.
 
-What one launched ahead of its tokens would be lost where another takes its rows. So it brings that first: a step in
-which a better executor claims them is still done by the one that has them, and leaves nothing under way.
+What one launched ahead of its tokens is lost where another takes its rows, or is brought first: then the step in which
+a better executor claims them is still done by the one that has them, and leaves nothing under way.
 """
 
 from __future__ import annotations
@@ -32,26 +32,38 @@ class HandingOver(Protocol):
         do all of them: then another may do the step."""
 
 
+@runtime_checkable
+class TakingOver(Protocol):
+    """One that may claim rows of executors behind it."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether what they launched ahead is brought first."""
+
+
 class Sharing:
     """Executors, best first."""
 
     def __init__(self, executors: Items[Claiming]) -> None:
-        self._executors = [
-            (one, [below for below in executors[at + 1 :] if isinstance(below, HandingOver)])
-            for at, one in enumerate(executors)
-        ]
+        self._executors = tuple(executors)
+        self._ahead = [one for one in executors if isinstance(one, HandingOver)]
 
     def run(self, rows: tuple[Row, ...]) -> tuple[dict[int, RowResult], tuple[Row, ...]]:
         """One step: what came of rows that were claimed, and the others."""
         results: dict[int, RowResult] = {}
         left = rows
-        for executor, below in self._executors:
+        for executor in self._executors:
             claimed = executor.claims(left) if left else ()
             if claimed:
-                handed = next((found for one in below if (found := one.hand_over(claimed))), None)
-                results |= executor.run(claimed) if handed is None else handed
+                results |= self._handed_over(executor, claimed) or executor.run(claimed)
                 left = _without(left, claimed)
         return results, left
+
+    def _handed_over(self, to: Claiming, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
+        """A step of the executor that has the rows, if another is to have them that waits."""
+        if not (isinstance(to, TakingOver) and to.waits):
+            return {}
+        return next((found for one in self._ahead if (found := one.hand_over(rows))), {})
 
 
 def _without(rows: tuple[Row, ...], claimed: tuple[Row, ...]) -> tuple[Row, ...]:

@@ -61,8 +61,14 @@ def test_nobody_is_asked_for_nothing() -> None:
     assert second.did == []
 
 
+class Patient(Worker):
+    """Waits for what others launched ahead."""
+
+    waits = True
+
+
 def test_rows_are_taken_over_once_what_is_under_way_was_brought() -> None:
-    better, other = Worker(lambda key: key < 3), Ahead(everything, {1})
+    better, other = Patient(lambda key: key < 3), Ahead(everything, {1})
     sharing = Sharing([better, other])
     results, left = sharing.run(ROWS)
     assert better.did == []
@@ -71,6 +77,12 @@ def test_rows_are_taken_over_once_what_is_under_way_was_brought() -> None:
     assert left == ()
     sharing.run(ROWS)
     assert better.did == [[0, 1, 2]]
+
+
+def test_who_does_not_wait_takes_them_at_once() -> None:
+    better, other = Worker(lambda key: key < 3), Ahead(everything, {1})
+    Sharing([better, other]).run(ROWS)
+    assert (better.did, other.handed) == ([[0, 1, 2]], [])
 
 
 def test_who_comes_first_hands_over_by_itself() -> None:

@@ -20,7 +20,7 @@ from engine.execution.speculation.captured.claiming import RoundRows, Way
 from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
 from engine.execution.speculation.captured.outlook import DraftOutlook, LookupOutlook, Outlook
-from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, ahead_of
+from engine.execution.speculation.captured.rounds import GROUPS, TURN, RoundPipeline, ahead_of
 from engine.execution.speculation.captured.single import PATIENCE, Alone, group_of
 from engine.execution.speculation.captured.together import Together
 from engine.execution.speculation.costs import Costs
@@ -114,6 +114,7 @@ class CapturedSpeculation:
             most: RoundPipeline(device, parts.sequences, parts.max_context) for most, device in self._devices.items()
         }
         self._rows: RoundRows | None = None  # until costs are known
+        self.waits = False  # see `sharing.TakingOver`: while a host takes a turn, short steps come to little
         self._switches = {"speculation": True, "fused_kernels": True}
 
     def warmup(self, progress: Progress) -> None:
@@ -135,6 +136,7 @@ class CapturedSpeculation:
         depths = PaidDepths(self.costs, proposer, None if self._behind is None else self._behind.seconds)
         outlook: Outlook = LookupOutlook(lookup) if self._guesser is None else DraftOutlook(depths)
         plain_steps = known or Costs(plain)
+        self.waits = plain[1] >= TURN
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
         ways = {1: Way(self.pipelines[1], Alone(depths, PATIENCE if self._guesser is None else 0))}
         for most, seconds in several.items():

@@ -42,21 +42,23 @@ class Alone:
         """`patience`: tokens without a draft until the sequence goes back."""
         self._patience = patience
         self._depths = depths
-        self._until = 0  # the length of the sequence at which it goes back
+        self._sequence: SequenceState | None = None  # that has gone over, or is about to
+        self._until = 0  # its length at which it goes back
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
         """See `claiming.Chooser`."""
         (sequence,) = sequences
         if not self._depths.most(sequence):
             return 0
-        depth = self._depths.depth(sequence)
-        if depth and (continues or self._depths.worth(sequence, depth)):
-            self._until = len(sequence.token_ids) + self._patience
+        length, depth = len(sequence.token_ids), self._depths.depth(sequence)
+        stays = continues or (self._sequence is sequence and length < self._until)
+        if depth and (stays or self._depths.worth(sequence, depth)):
+            self._sequence, self._until = sequence, length + self._patience
             return group_of(depth)
-        if continues and len(sequence.token_ids) >= self._until:
+        if stays and length >= self._until:
             self._depths.left(sequence)
             return 0
-        return int(continues)
+        return int(stays)
 
     def most(self, sequence: SequenceState) -> int:
         """See `claiming.Chooser`."""

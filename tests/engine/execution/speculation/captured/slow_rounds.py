@@ -268,6 +268,12 @@ class Steps:
         return self.alternating.hand_over(rows)
 
 
+class PatientRows(RoundRows):
+    """As the executor that has them."""
+
+    waits = True
+
+
 class RoundsLife(Life):
     """Sequences that are fed in rounds while one decodes alone, and where there are rounds for several, together."""
 
@@ -285,9 +291,10 @@ class RoundsLife(Life):
         together: Rows[int] = (),
         sequences: int | None = None,
         drafted: bool = False,
+        waits: bool = True,
     ) -> None:
         """`together`: the most sequences that rounds for several take. `sequences`: at once, not one or `most`.
-        `drafted`: by a model."""
+        `drafted`: by a model. `waits`: for plain steps under way."""
         steps, table = SlowDevice(seed, pages, sick), SequenceTable()
         self.steps = steps
         self.draft = SlowDraft(pages) if drafted else None
@@ -310,6 +317,7 @@ class RoundsLife(Life):
             pipeline = RoundPipeline(self.devices[most], table, limits.max_context)
             pipeline.ahead = self.pipeline.ahead
             ways[most] = Way(pipeline, self.choosers[most])
-        self.rounds = RoundRows(ways, table)
+        self.rounds = PatientRows(ways, table)
+        self.rounds.waits = waits
         runner = SlowRunner(steps, [self.rounds, Steps(steps, table)], table)
         super().__init__(seed, runner, limits, shared=shared)

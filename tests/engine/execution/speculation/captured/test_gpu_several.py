@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.execution.runner import ModelRunner
+from engine.execution.speculation.captured import executor
 from engine.execution.speculation.captured.executor import SEVERAL, CapturedSpeculation
 from engine.execution.speculation.captured.together import Together
 from tests.engine.execution.graph_decode.test_gpu_executor import save, texts
@@ -44,6 +45,7 @@ def eager_to() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Together, "_pays", lambda *_: True)
         patch.setattr(Together, "_won_back", lambda *_: True)
+        patch.setattr(executor, "TURN", 0.0)  # steps of models this small would not be waited for
         yield
 
 

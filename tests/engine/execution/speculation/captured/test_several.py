@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,12 +27,22 @@ PROMPTS = [5, 6, 7], [8, 9], [1], [2, 3, 4, 5, 6]
     together=some.sampled_from(((), (2,), (2, 4), (4,))),
     drafted=some.booleans(),
     shared=some.booleans(),
+    waits=some.booleans(),
 )
 @examples(max_examples=80)
 def test_whatever_happens_each_answer_is_its_own(
-    seed: int, pages: int, ahead: int, sick: int, chance: float, together: Sequence[int], drafted: bool, shared: bool
+    seed: int,
+    pages: int,
+    ahead: int,
+    sick: int,
+    chance: float,
+    together: Sequence[int],
+    drafted: bool,
+    shared: bool,
+    waits: bool,
 ) -> None:
-    life = RoundsLife(seed, pages, ahead, sick, chance, (0, 3, 7), 4, together=together, drafted=drafted, shared=shared)
+    how: dict[str, Any] = {"together": together, "drafted": drafted, "shared": shared, "waits": waits}
+    life = RoundsLife(seed, pages, ahead, sick, chance, (0, 3, 7), 4, **how)
     life.live(6)
     life.check()
 
