@@ -45,25 +45,24 @@ class Sharing:
     """Executors, best first."""
 
     def __init__(self, executors: Items[Claiming]) -> None:
-        self._executors = tuple(executors)
+        self._executors = [(one, one if isinstance(one, TakingOver) else None) for one in executors]
         self._ahead = [one for one in executors if isinstance(one, HandingOver)]
 
     def run(self, rows: tuple[Row, ...]) -> tuple[dict[int, RowResult], tuple[Row, ...]]:
         """One step: what came of rows that were claimed, and the others."""
         results: dict[int, RowResult] = {}
         left = rows
-        for executor in self._executors:
+        for executor, taking in self._executors:
             claimed = executor.claims(left) if left else ()
             if claimed:
-                results |= self._handed_over(executor, claimed) or executor.run(claimed)
+                handed = self._handed_over(claimed) if taking is not None and taking.waits else None
+                results |= handed or executor.run(claimed)
                 left = _without(left, claimed)
         return results, left
 
-    def _handed_over(self, to: Claiming, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
-        """A step of the executor that has the rows, if another is to have them that waits."""
-        if not (isinstance(to, TakingOver) and to.waits):
-            return {}
-        return next((found for one in self._ahead if (found := one.hand_over(rows))), {})
+    def _handed_over(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult] | None:
+        """A step of the executor that has something under way for these rows, if one has."""
+        return next((found for one in self._ahead if (found := one.hand_over(rows))), None)
 
 
 def _without(rows: tuple[Row, ...], claimed: tuple[Row, ...]) -> tuple[Row, ...]:
