@@ -142,13 +142,19 @@ class RelayedCalls:
         self._calls: dict[int, tuple[RelayedCall, asyncio.Task[None]]] = {}
         self._loop = asyncio.get_running_loop()
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def begin(self, came: Came, link: Link[Report]) -> None:
         """Its handler runs from now on."""
         call = RelayedCall(came, link.send)
         found = self._handlers.service(cast(grpc.HandlerCallDetails, Details(came.method, came.metadata)))
         assert found is not None, "a port has a handler for what it does not know"
         body = cast(Body, found.stream_stream if found.response_streaming else found.stream_unary)
-        self._calls[came.call] = call, self._loop.create_task(self._handle(came.call, call, body))
+        task = self._loop.create_task(self._handle(came.call, call, body))
+        self._calls[came.call] = call, task
+        # Not by the task itself: one that is cancelled before its first turn runs no `finally`.
+        task.add_done_callback(lambda _: self._calls.pop(came.call))
 
     def on(self, report: Message | Taken | Gone) -> None:
         """For one of them, unless it has ended."""
@@ -182,5 +188,3 @@ class RelayedCalls:
             # As gRPC would. Its text may be anything.
             _log.error("a handler raised %s", type(error).__name__)
             call.end(Abort(number, _UNKNOWN))
-        finally:
-            del self._calls[number]

@@ -78,9 +78,9 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                 await context.write(b"%d" % number)
 
     async def hold(self, _: object, context: Context) -> None:
-        await context.write(b"held")
-        self.holding.set()
         try:
+            await context.write(b"held")  # its reader may go before it returns
+            self.holding.set()
             await self.going.wait()
             self.events.append("done")
         except asyncio.CancelledError:
