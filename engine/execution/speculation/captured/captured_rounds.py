@@ -189,7 +189,7 @@ class CapturedRounds:
 
     def seconds(self, group: int, drafts: int) -> float:
         """What a round of this group costs sequences of some lengths on average, where drafts are so long and one token
-        is right; in a row. Overwrites pages."""
+        is right; in a row. Overwrites the first page."""
         return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
     def _seconds(self, group: int, drafts: int, at: int) -> float:
@@ -226,10 +226,8 @@ class CapturedRounds:
 
     def _pretend(self, at: int, most_drafts: int) -> int:
         """Places sequences of nobody's; how many tokens each may come to hold."""
-        state, pool = self._state, self._weights.layers[0].attention.keys.shape[0]
+        state = self._state
         self._mail.arrived.zero_()
-        pages = self._room.places.pages  # as many as a text has: one alone would be read from a nearer cache
-        pages.copy_((torch.arange(pages.numel(), device=pages.device) % pool).view_as(pages))
         state.stops.fill_(-1)
         for part, value in ((state.newest, at), (state.held, self._max_context), (state.most_drafts, most_drafts)):
             part.fill_(value)
