@@ -21,7 +21,7 @@ from engine.execution.speculation.captured.depths import PaidDepths
 from engine.execution.speculation.captured.draft_steps import DeviceDraft
 from engine.execution.speculation.captured.outlook import DraftOutlook, LookupOutlook, Outlook
 from engine.execution.speculation.captured.rounds import GROUPS, TURN, RoundPipeline, ahead_of
-from engine.execution.speculation.captured.single import PATIENCE, Alone, group_of
+from engine.execution.speculation.captured.single import BEGINNING, PATIENCE, Alone, group_of
 from engine.execution.speculation.captured.together import Together
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
@@ -137,8 +137,10 @@ class CapturedSpeculation:
         outlook: Outlook = LookupOutlook(lookup) if self._guesser is None else DraftOutlook(depths)
         plain_steps = known or Costs(plain)
         self.waits = plain[1] >= TURN
-        # A draft model sees what is fed in its rounds, and nothing of rounds without a draft.
-        ways = {1: Way(self.pipelines[1], Alone(depths, PATIENCE if self._guesser is None else 0))}
+        # A draft model sees what is fed in its rounds, and nothing of rounds without a draft. Whoever waits for plain
+        # steps under way loses none by beginning with them.
+        patience = PATIENCE if self._guesser is None else 0
+        ways = {1: Way(self.pipelines[1], Alone(depths, patience, 0 if self.waits else min(patience, BEGINNING)))}
         for most, seconds in several.items():
             paid = seconds if known is None else known.seconds(GROUPS[-1])
             ways[most] = Way(self.pipelines[most], Together(SEVERAL[most], paid, plain_steps.seconds, outlook))

@@ -9,6 +9,7 @@ from engine.execution.speculation.captured.rounds import GROUPS, RoundTold
 from engine.scheduling.sequence_state import SequenceState
 
 PATIENCE = 64  # tokens: to come and go costs about a step each time
+BEGINNING = 16  # tokens: most texts that repeat anything have done so by then
 
 
 class Depths(Protocol):
@@ -38,9 +39,11 @@ def group_of(depth: int) -> int:
 class Alone:
     """A `claiming.Chooser` for one sequence, which it keeps for a while in rounds without a draft."""
 
-    def __init__(self, depths: Depths, patience: int = PATIENCE) -> None:
-        """`patience`: tokens without a draft until the sequence goes back."""
+    def __init__(self, depths: Depths, patience: int = PATIENCE, beginning: int = 0) -> None:
+        """`patience`: tokens without a draft until the sequence goes back. `beginning`: so many tokens of an answer
+        come in rounds whether or not there is a draft."""
         self._patience = patience
+        self._beginning = beginning
         self._depths = depths
         self._sequence: SequenceState | None = None  # that has gone over, or is about to
         self._until = 0  # its length at which it goes back
@@ -51,6 +54,8 @@ class Alone:
         if not self._depths.most(sequence):
             return 0
         length, depth = len(sequence.token_ids), self._depths.depth(sequence)
+        if self._sequence is not sequence and sequence.output_length <= 1:
+            self._sequence, self._until = sequence, length + self._beginning
         stays = continues or (self._sequence is sequence and length < self._until)
         if depth and (stays or self._depths.worth(sequence, depth)):
             self._sequence, self._until = sequence, length + self._patience

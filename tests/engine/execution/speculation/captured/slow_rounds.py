@@ -21,7 +21,7 @@ from engine.execution.speculation.captured.rounds import (
     RoundTold,
     ahead_of,
 )
-from engine.execution.speculation.captured.single import PATIENCE, Alone
+from engine.execution.speculation.captured.single import BEGINNING, PATIENCE, Alone
 from engine.kernels.reference import verified
 from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.scheduler import Limits
@@ -309,7 +309,8 @@ class RoundsLife(Life):
         )
         self.pipeline = RoundPipeline(self.device, table, limits.max_context)
         self.pipeline.ahead = ahead_of(random.Random(seed).choice((1e-6, 1e-4, 1.0)))
-        alone = Alone(self.whims, 0 if drafted else random.Random(seed).choice((0, PATIENCE)))
+        patience, beginning = random.Random(seed).choice(((0, 0), (PATIENCE, 0), (PATIENCE, BEGINNING)))
+        alone = Alone(self.whims, 0) if drafted else Alone(self.whims, patience, beginning)
         self.devices = {most: SlowRounds(seed, steps, sick, chance, most, self.draft) for most in together}
         self.choosers = {most: WhimsTogether(seed, LAID // most) for most in together}
         ways = {1: Way(self.pipeline, alone)}
