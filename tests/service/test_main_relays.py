@@ -129,7 +129,8 @@ def test_a_relay_logs_as_the_server_does(serve: Serve) -> None:
     with shared(serve, "--log.format=json") as server:
         rogue = Rogue(server.data, GENERATE.encode(), ((b"x-token", b"a secret\xff"),))
         rogue.socket.sendall(rogue.call(b"", ended=True))
-        wait_for(lambda: '"process": "relay"' in server.log.read_text())
+        said = ['"process": "relay"', '"logger": "access"']
+        wait_for(lambda: all(each in server.log.read_text() for each in said))
         rogue.finish()
         log = server.log.read_text()
         lines = [json.loads(line) for line in log[log.index("ready: ") :].splitlines()[1:]]
