@@ -67,6 +67,11 @@ class SharedGeneration:
         """Whether more may come."""
         return not self.over and self.error is None
 
+    def forget_leader(self) -> None:
+        """Once it has ended: the two refer to each other, and all of the leader's call would wait for a collection."""
+        if not self.busy:
+            self._leader = None
+
     def close(self) -> None:
         """Ends it, if it has not ended: readers get Unfinished."""
         if self.busy:
@@ -233,5 +238,6 @@ class SingleFlight:
             self._drop(key.name, shared)
 
     def _drop(self, name: str, shared: SharedGeneration) -> None:
+        shared.forget_leader()
         if self._shared.get(name) is shared and not shared.busy:
             del self._shared[name]

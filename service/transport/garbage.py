@@ -36,7 +36,8 @@ class Garbage:
         since = clock()
         while True:
             await asyncio.sleep(_EVERY)
-            quiet = not live() and gc.get_count()[0] > _SOME
-            if quiet or clock() - since > _LONGEST or resident() > self._least + _GROWN:
+            if clock() - since > _LONGEST or resident() > self._least + _GROWN:
                 gc.collect()
                 since, self._least = clock(), resident()
+            elif not live() and gc.get_count()[0] > _SOME:
+                gc.collect(0)  # what was made since the last one: somebody may come meanwhile

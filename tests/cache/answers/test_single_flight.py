@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from cache.answers.resume import Skipper, resume
 from cache.answers.single_flight import SingleFlight
-from cache.api import AnswerPart, CacheKey, Diverged, Kind, Unfinished
+from cache.api import AnswerPart, CacheKey, Diverged, Generation, Kind, Unfinished
 from cache.open.counters import Counters
 from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask
 from tests.cache.waiting import until
@@ -243,3 +245,22 @@ async def test_a_replacement_that_says_something_else_is_refused(other: str) -> 
     with pytest.raises(Diverged):
         async with aclosing(resume(delivered, fresh())) as rest:
             [part async for part in rest]
+
+
+async def test_an_answer_that_was_read_waits_for_no_collection(counters: Counters) -> None:
+    """A call's objects hang on its leader: thousands of them would wait for each other."""
+    flights, model = SingleFlight(counters, linger=0.02), Model(pause=0)
+    generations: list[weakref.ref[Generation]] = []
+
+    def generate() -> Generation:
+        made = model.generate()
+        generations.append(weakref.ref(made))
+        return made
+
+    gc.disable()
+    try:
+        assert [await ask(flights, generate), await ask(flights, generate)] == [TEXT, TEXT]
+        await until(lambda: asyncio.sleep(0, len(flights) == 0))
+        assert [one() for one in generations] == [None]
+    finally:
+        gc.enable()
