@@ -53,9 +53,10 @@ def entry_digest(partitions: Partitions, question: Question, max_tokens: int | N
 
 
 def entry_digests(partitions: Partitions, question: Question, limits: Sequence[int | None]) -> list[str]:
-    """The same for several limits at once, since encoding the question is the larger part of the work."""
-    parts = (encode_ids(question.token_ids), encode(question.parameters))
-    return [partitions.digest(question.tenant, b"response", *parts, encode(limit)) for limit in limits]
+    """The same for several limits at once."""
+    if not question.encoded:  # the larger part of the work, and an answer is looked up, shared and kept
+        question.encoded.extend((encode_ids(question.token_ids), encode(question.parameters)))
+    return [partitions.digest(question.tenant, b"response", *question.encoded, encode(limit)) for limit in limits]
 
 
 class ExactCache:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 Scalar = bool | int | float | str | bytes | None
@@ -125,6 +125,8 @@ class Question:
     max_tokens: int
     deterministic: bool  # greedy, or with a seed of the caller's
     max_age: float | None = None  # older answers are misses
+    # What the names of its answers are made of, once the cache has worked that out.
+    encoded: list[bytes] = field(init=False, default_factory=list, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,11 +65,12 @@ class Partitions:
     def __init__(self, keyring: Keyring, identity: ModelIdentity) -> None:
         self._names = keyring.names
         self._model = (identity.weights.encode(), identity.tokenizer.encode(), identity.adapter.encode())
-        # Every request asks for both, and most for the same ones as the last.
+        # Every request asks for all of them, and most for the same ones as the last.
         self._tenant_key = lru_cache(KNOWN_EPOCHS)(self._derive_tenant_key)
         self.of = lru_cache(KNOWN_EPOCHS)(self._of)
+        self.epoch_key = lru_cache(KNOWN_EPOCHS)(self._epoch_key)
 
-    def epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
+    def _epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
         """The entry that holds a tenant's epoch. The same for all models, so that one purge covers all."""
         name = mac(self._tenant_key(tenant), purpose).hex()
         return CacheKey(Kind.EPOCH, name[:32], name[32:])

@@ -71,7 +71,8 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counting]:
     try:
         end = time.monotonic() + 2 * PATIENCE
         while (match := re.search(r"^ready: data (\S+)", log.read_text(), re.MULTILINE)) is None:
-            assert time.monotonic() < end and process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            assert process.poll() is None, log.read_text()
             time.sleep(0.02)
         made = Counting(process, log, match[1])
         made.stub.Generate(ask("the first of all"), timeout=PATIENCE)
