@@ -12,13 +12,13 @@ from service.transport.relays.calls import RelayedCalls
 from service.transport.relays.frames import Came, Gone, Link, Order, Report, Taken
 
 
-class _Echo(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Writes once, and notes how often its body began."""
+class _Once:
+    """Handlers of one method, which writes one message; notes how often it began."""
 
     def __init__(self) -> None:
         self.begun = 0
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:  # type: ignore[type-arg]
+    def service(self, details: grpc.HandlerCallDetails) -> object:
         return grpc.stream_stream_rpc_method_handler(cast(Any, self.body))
 
     async def body(self, _: object, context: Context) -> None:
@@ -43,8 +43,8 @@ async def _turns() -> None:
 
 
 async def test_a_call_that_ends_is_forgotten() -> None:
-    handler, sent = _Echo(), _Sent()
-    calls = RelayedCalls(handler)
+    handler, sent = _Once(), _Sent()
+    calls = RelayedCalls(cast(Any, handler))
     _begin(calls, sent)
     await _turns()
     assert len(calls) == 1
@@ -56,8 +56,8 @@ async def test_a_call_that_ends_is_forgotten() -> None:
 
 async def test_a_caller_that_comes_and_goes_at_once_leaves_nothing() -> None:
     """Both told by one read of the socket, so that the call's task is cancelled before its first turn."""
-    handler, sent = _Echo(), _Sent()
-    calls = RelayedCalls(handler)
+    handler, sent = _Once(), _Sent()
+    calls = RelayedCalls(cast(Any, handler))
     _begin(calls, sent)
     calls.on(Gone(7, late=False))
     await _turns()
