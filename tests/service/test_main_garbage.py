@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
 
 from cache.api import LINGER
 from service.pb.whippet.v1 import generation_pb2_grpc
-from tests.service.conftest import PATIENCE, all_flags, ask, ask_stream
+from tests.service.conftest import PATIENCE, Server, ask, ask_stream
+from tests.service.forked import Template
 
 # Looks only when it is told to, and says how much it found.
 COUNTING = """
@@ -36,50 +38,42 @@ Garbage.run = run
 sys.exit(serve(sys.argv[1:]))
 """
 CALLS = 40
-OF_GRPC = 8  # objects a call, at most; what it leaves in a server of its own
+MOST = 16  # objects: of two calls, of which gRPC leaves five each
 Stub = generation_pb2_grpc.GenerationServiceStub
 
 
-class Counting:
-    """A server that says on request what it finds."""
+class Interpreter:
+    """Starts servers that count, as `forked.Template` starts others."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path, address: str) -> None:
-        self._process = process
-        self._log = log
-        self.stub = Stub(grpc.insecure_channel(address))
+    def start(self, flags: list[str], environ: dict[str, str], out: Path, err: Path) -> subprocess.Popen[bytes]:
+        with out.open("w") as log:
+            return subprocess.Popen([sys.executable, "-c", COUNTING, *flags], env=environ, stdout=log, stderr=log)
 
-    def found(self) -> int:
-        """Objects, since it was last asked."""
-        before = len(self._said())
-        self._process.send_signal(signal.SIGUSR1)
-        end = time.monotonic() + PATIENCE
-        while len(said := self._said()) == before:
-            assert time.monotonic() < end, "it says nothing"
-            time.sleep(0.01)
-        return said[-1]
 
-    def _said(self) -> list[int]:
-        return [int(one) for one in re.findall(r"^found (\d+)$", self._log.read_text(), re.MULTILINE)]
+def found(server: Server) -> int:
+    """Objects in circles, since it was last asked."""
+    before = len(said(server))
+    server.process.send_signal(signal.SIGUSR1)
+    end = time.monotonic() + PATIENCE
+    while len(numbers := said(server)) == before:
+        assert time.monotonic() < end, "it says nothing"
+        time.sleep(0.01)
+    return numbers[-1]
+
+
+def said(server: Server) -> list[int]:
+    return [int(one) for one in re.findall(r"^found (\d+)$", server.log.read_text(), re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
-def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counting]:
-    log = tmp_path_factory.mktemp("counting") / "log"
-    flags = all_flags("--optimizations.response-cache=true", "--fake.step-time=0.001", "--scheduler.max-sequences=4")
-    with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-c", COUNTING, *flags], stdout=out, stderr=out, text=True)
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = "--optimizations.response-cache=true", "--fake.step-time=0.001", "--scheduler.max-sequences=4"
+    server = Server(cast(Template, Interpreter()), *flags, log=tmp_path_factory.mktemp("counting") / "log")
     try:
-        end = time.monotonic() + 2 * PATIENCE
-        while (match := re.search(r"^ready: data (\S+)", log.read_text(), re.MULTILINE)) is None:
-            assert time.monotonic() < end, log.read_text()
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.02)
-        made = Counting(process, log, match[1])
-        made.stub.Generate(ask("the first of all"), timeout=PATIENCE)
-        yield made
+        server.generation.Generate(ask("the first of all"), timeout=PATIENCE)
+        yield server
     finally:
-        process.terminate()
-        process.wait(PATIENCE)
+        server.close()
 
 
 def streamed(stub: Stub, number: int) -> None:
@@ -113,9 +107,9 @@ def wrong(stub: Stub, number: int) -> None:
 
 
 @pytest.mark.parametrize("call", [streamed, whole, kept, shared, left, wrong])
-def test_calls_leave_nothing_of_ours_in_circles(counting: Counting, call: Callable[[Stub, int], None]) -> None:
-    counting.found()
+def test_calls_leave_nothing_of_ours_in_circles(counting: Server, call: Callable[[Stub, int], None]) -> None:
+    found(counting)
     for number in range(CALLS):
-        call(counting.stub, number)
+        call(counting.generation, number)
     time.sleep(1.5 * LINGER)  # an answer that has just ended may still be joined
-    assert counting.found() <= 2 * OF_GRPC * CALLS
+    assert found(counting) <= MOST * CALLS
