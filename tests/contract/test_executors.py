@@ -35,10 +35,17 @@ class Counted:
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.rows = self.sampled = self.widest = 0
-        self.lookahead_tokens = inner.lookahead_tokens
-        self.max_tokens_per_row = inner.max_tokens_per_row
         self.switches = inner.switches
         self.warmup, self.claims, self.switch, self.close = inner.warmup, inner.claims, inner.switch, inner.close
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """Some know it once they are warm."""
+        return self.inner.lookahead_tokens
+
+    @property
+    def max_tokens_per_row(self) -> int:
+        return self.inner.max_tokens_per_row
 
     def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
         self.rows += len(rows)

@@ -87,7 +87,7 @@ def words(ring: torch.Tensor) -> memoryview:
     return memoryview(held).cast("B").cast("q")
 
 
-def told(ring: memoryview, row: int, number: int) -> int | None:
-    """What the device wrote as that entry of a row, None where it has not come."""
-    entry = ring[row * RING + (number - 1) % RING]
+def told(ring: memoryview, row: int, number: int, size: int = RING) -> int | None:
+    """What the device wrote as that entry of a row, None where it has not come. `size`: entries of a row."""
+    entry = ring[row * size + (number - 1) % size]
     return entry & 0xFFFFFFFF if entry >> 32 == number else None

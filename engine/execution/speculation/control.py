@@ -13,6 +13,7 @@ from engine.scheduling.sequence_state import SequenceState
 
 PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
 _MEMORY = 0.9  # of what a round told, after the next
+_LONG_MEMORY = 0.995  # of what it told of a proposer
 _MARGIN = 1.04  # how much faster it must be by the table, which is not exact
 _OTHERS = 1.05  # how much longer a step may be by the table for those that have no draft; by the clock up to twice that
 _FIRST_REST, _LAST_REST = 8, 512  # tokens until it is tried again
@@ -45,12 +46,23 @@ class Record:
         return self.accepted / self.tried
 
 
+@dataclass(slots=True)
+class Usual:
+    """How a proposer has done on all sequences."""
+
+    accepted: float = PRIOR[0]
+    tried: float = PRIOR[1]
+
+
 class Control:
     """Decides before each step, and is told after it."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, *, learns: bool = False) -> None:
+        """`learns`: where those before did worse than `PRIOR`, no more is expected of a new sequence."""
         self._costs = costs
+        self._learns = learns
         self._records: dict[tuple[str, int], Record] = {}  # by proposer and slot
+        self._usual: dict[str, Usual] = {}  # by proposer
 
     def depths(self, candidates: Items[Candidate], rows: int, tokens: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that feeds `tokens` in `rows` rows without any."""
@@ -69,6 +81,10 @@ class Control:
         record = self._record(one)
         record.tried = record.tried * _MEMORY + accepted + (accepted < proposed)
         record.accepted = record.accepted * _MEMORY + accepted
+        if self._learns:
+            usual = self._usual.setdefault(one.proposer.name, Usual())
+            usual.tried = usual.tried * _LONG_MEMORY + accepted + (accepted < proposed)
+            usual.accepted = usual.accepted * _LONG_MEMORY + accepted
         if record.probing and not accepted:
             record.rest = min(2 * record.rest, _LAST_REST)
             record.resumes_at = len(one.sequence.token_ids) + record.rest
@@ -105,7 +121,9 @@ class Control:
         at = one.proposer.name, one.sequence.slot
         record = self._records.get(at)
         if record is None or record.sequence is not one.sequence:
+            usual = self._usual.get(one.proposer.name, Usual())
             record = self._records[at] = Record(one.sequence)
+            record.accepted = record.tried * min(record.rate, usual.accepted / usual.tried)
         return record
 
     def _best(self, candidates: Items[Candidate], records: Items[Record], rows: int, tokens: int) -> list[int]:

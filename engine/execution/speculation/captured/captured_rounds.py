@@ -8,6 +8,7 @@ beginning, as many tokens as the round verifies.
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinct
 from engine.execution.graph_decode.pipeline import RowState
-from engine.execution.graph_decode.row_exchange import RING, told, words
+from engine.execution.graph_decode.row_exchange import told, words
 from engine.execution.mailbox import Mailbox
 from engine.execution.patience import Patience
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
@@ -37,10 +38,10 @@ from engine.loading.progress import Progress
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
-_TIMINGS, _TOGETHER = 2, 8  # rounds timed at warm-up: so often so many
+_TIMINGS, _BEFORE = 16, 8  # rounds of a kind at warm-up, of which the median counts; and before them
 _RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
 _TYPICAL = 256, 768  # tokens of sequences whose rounds are timed: of two reaches of attention
-assert MOST_AHEAD * GROUPS[-1] <= RING  # half of it under way, half of a row that has left
+_RING = 2 * MOST_AHEAD * GROUPS[-1]  # entries of a row: half of them under way, half of a row that has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class CapturedRounds:
         places = RowPages(room.places.position, layout.pages(self._mail.arrived))
         self._room: StepBuffers = replace(room, choice=choice, places=places)
         self._verified: Verified = replace(
-            speculation.allocate(sequences, layout.laid, 1, RING, device),
+            speculation.allocate(sequences, layout.laid, 1, _RING, device),
             history=layout.history(self._mail.arrived),
             newest=self._state.newest,
             held=self._state.held,
@@ -188,8 +189,8 @@ class CapturedRounds:
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int, drafts: int) -> float:
-        """What a round of this group costs sequences of some lengths on average, where drafts are so long and one token
-        is right; in a row. Overwrites the first page."""
+        """What a round of this group costs sequences of some lengths on average, where drafts are so long. Overwrites
+        the first page."""
         return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
     def _seconds(self, group: int, drafts: int, at: int) -> float:
@@ -208,36 +209,43 @@ class CapturedRounds:
         return self._timed(lambda _: graph.replay(), at, group - 1)
 
     def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
-        """Of one of some in a row, for sequences of nobody's that stand `at`. It is told how many tokens each may come
-        to hold."""
+        """Of one, for sequences of nobody's that stand `at`. It is told how many tokens each may come to hold."""
         event: type[torch.cuda.Event] = torch.cuda.Event
-        begin, end = event(enable_timing=True), event(enable_timing=True)
+        longest = self._pretend(at, drafts)
+        for _ in range(_BEFORE):  # of rows that nobody has: while they run, the host gets ahead
+            launch(longest)
         found = []
         for _ in range(_TIMINGS):
-            longest = self._pretend(at, drafts)
+            self._stand(at)
+            begin, end = event(enable_timing=True), event(enable_timing=True)
             begin.record()
-            for _ in range(_TOGETHER):
-                launch(longest)
+            launch(longest)
             end.record()
-            end.synchronize()
-            found.append(float(begin.elapsed_time(end)) / 1e3 / _TOGETHER)
+            found.append((begin, end))
+        torch.cuda.synchronize()
         self._state.newest.fill_(-1)
-        return min(found)
+        return statistics.median(float(begin.elapsed_time(end)) / 1e3 for begin, end in found)
 
     def _pretend(self, at: int, most_drafts: int) -> int:
-        """Places sequences of nobody's; how many tokens each may come to hold."""
+        """Writes sequences of nobody's; how many tokens each may come to hold in a round."""
         state = self._state
         self._mail.arrived.zero_()
-        state.stops.fill_(-1)
-        for part, value in ((state.newest, at), (state.held, self._max_context), (state.most_drafts, most_drafts)):
+        for part in (state.newest, state.stops):
+            part.fill_(-1)
+        for part, value in ((state.held, self._max_context), (state.most_drafts, most_drafts)):
             part.fill_(value)
         state.last_position.fill_(self._max_context)
-        self._enqueue_start()
         return self._reach(at)
+
+    def _stand(self, at: int) -> None:
+        """Places them, with all tokens alike: so there is something to look up, and every row of a round is fed."""
+        self._state.newest.fill_(at)
+        self._verified.history[:, at : self._reach(at)].zero_()
+        self._enqueue_start()
 
     def _reach(self, at: int) -> int:
         """Tokens that a sequence which stands `at` may come to hold while it is timed."""
-        return min(at + (_TOGETHER + 1) * self._layout.laid, self._max_context)
+        return min(at + 1 + self._layout.laid, self._max_context)
 
     def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
         found = steps.graphs.get(1)
@@ -302,7 +310,7 @@ class CapturedRounds:
 
     def poll(self, index: int, number: int) -> int | None:
         """proposed << 28 | flags << 24 | token of the entry, None where it has not come."""
-        return told(self._ring, index, number)
+        return told(self._ring, index, number, _RING)
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""

@@ -14,7 +14,7 @@ from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
 from engine.scheduling.sequence_state import SequenceState
 
 SOON = 64  # tokens within which a draft model's catching up must be won back, the first time
-TRYING = 0.03  # of the time in plain steps that catching up may cost, after that
+TRYING = 0.03  # of the time in plain steps that trying again may cost, after that
 
 
 def fits_rounds(sequence: SequenceState) -> bool:
@@ -24,12 +24,13 @@ def fits_rounds(sequence: SequenceState) -> bool:
     return can_sample(sequence) and not (row is not None and row.marked)
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A sequence that has gone back to plain steps."""
+@dataclass(slots=True)
+class Stay:
+    """Of a sequence in rounds with a draft model."""
 
     sequence: SequenceState
-    length: int  # that it had
+    lost: float = 0.0  # seconds against plain steps since it was furthest ahead of them
+    left_at: int = 0  # length with which it went back to plain steps; 0: it has not
 
 
 class PaidDepths:
@@ -37,15 +38,20 @@ class PaidDepths:
     a round or two further on."""
 
     def __init__(
-        self, costs: Costs, proposer: Proposer, behind: Callable[[SequenceState], float] | None = None
+        self,
+        costs: Costs,
+        proposer: Proposer,
+        behind: Callable[[SequenceState], float] | None = None,
+        turn: float = 0.0,
     ) -> None:
         """`costs` of a round, its draft included. `behind`: seconds that a draft model needs to catch up with a
-        sequence."""
+        sequence. `turn`: seconds for which a sequence stands still when it comes from plain steps, or goes back."""
         self._costs = costs
-        self._control = Control(costs)
+        self._control = Control(costs, learns=behind is not None)
         self._behind = behind
+        self._turn = turn
         self._proposer = proposer
-        self._left: dict[int, Left] = {}  # by slot
+        self._stays: dict[int, Stay] = {}  # by slot
 
     def most(self, sequence: SequenceState) -> int:
         """See `single.Depths`."""
@@ -55,27 +61,41 @@ class PaidDepths:
 
     def depth(self, sequence: SequenceState) -> int:
         """See `single.Depths`."""
-        reach = min(self.most(sequence), self._proposer.reach(sequence))
+        reach = self._reach(sequence)
         if reach < 1:
             return 0
         (depth,) = self._control.depths([Candidate(sequence, self._proposer, reach)], 1, 1)
         return depth
 
+    def _reach(self, sequence: SequenceState) -> int:
+        return min(self.most(sequence), self._proposer.reach(sequence))
+
     def told(self, sequence: SequenceState, one: RoundTold) -> None:
         """See `single.Depths`."""
         self._control.told(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
+        if self._behind is not None:
+            stay, plain = self._stay(sequence), self._costs.seconds(1)
+            stay.lost = max(0.0, stay.lost + self._costs.seconds(1 + one.proposed) - (1 + one.accepted) * plain)
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
         """A draft model must catch up with the sequence first."""
         if self._behind is None:
             return True
-        cost, plain, left = self.behind(sequence), self._costs.seconds(1), self._left.get(sequence.slot)
-        if left is not None and left.sequence is sequence:
-            return cost <= TRYING * plain * (len(sequence.token_ids) - left.length)
+        plain, stay = self._costs.seconds(1), self._stay(sequence)
+        if stay.left_at:  # as much as it takes to come and go may be lost before it goes
+            return 2 * self._switching(sequence) <= TRYING * plain * (len(sequence.token_ids) - stay.left_at)
         rate = self.rate(sequence)
         saved = plain - self._costs.seconds(1 + depth) / sum(rate**place for place in range(1 + depth))  # a token
         rest = sequence.stopping.max_tokens - sequence.output_length
+        # No plain step precedes an answer's first round.
+        cost = self._switching(sequence) if sequence.output_length > 1 else self.behind(sequence)
         return cost <= max(saved * min(rest, SOON), TRYING * plain * sequence.output_length)
+
+    def holds(self, sequence: SequenceState) -> bool:
+        """See `single.Depths`: as long as it has lost less than it would by going back and coming again."""
+        if self._behind is None or self._reach(sequence) < 1:
+            return False
+        return self._stay(sequence).lost < self._switching(sequence)
 
     def rate(self, sequence: SequenceState) -> float:
         """How likely the next guess for it is thought to be right."""
@@ -87,4 +107,16 @@ class PaidDepths:
 
     def left(self, sequence: SequenceState) -> None:
         """See `single.Depths`."""
-        self._left[sequence.slot] = Left(sequence, len(sequence.token_ids))
+        stay = self._stay(sequence)
+        stay.lost, stay.left_at = 0.0, len(sequence.token_ids)
+
+    def _switching(self, sequence: SequenceState) -> float:
+        """Seconds that it takes to come over, and to go back."""
+        return self.behind(sequence) + 2 * self._turn
+
+    def _stay(self, sequence: SequenceState) -> Stay:
+        """Anew where the slot has changed hands."""
+        stay = self._stays.get(sequence.slot)
+        if stay is None or stay.sequence is not sequence:
+            stay = self._stays[sequence.slot] = Stay(sequence)
+        return stay

@@ -133,17 +133,18 @@ class CapturedSpeculation:
         known, self.costs = self.costs, self.costs or Costs(alone)
         lookup = PromptLookup()
         proposer: Proposer = lookup if self._guesser is None else self._guesser
-        depths = PaidDepths(self.costs, proposer, None if self._behind is None else self._behind.seconds)
-        outlook: Outlook = LookupOutlook(lookup) if self._guesser is None else DraftOutlook(depths)
         plain_steps = known or Costs(plain)
         self.waits = plain[1] >= TURN
+        turn = 0.0 if self.waits else TURN
+        depths = PaidDepths(self.costs, proposer, None if self._behind is None else self._behind.seconds, turn)
+        outlook: Outlook = LookupOutlook(lookup) if self._guesser is None else DraftOutlook(depths)
         # A draft model sees what is fed in its rounds, and nothing of rounds without a draft. Whoever waits for plain
         # steps under way loses none by beginning with them.
         patience = PATIENCE if self._guesser is None else 0
         ways = {1: Way(self.pipelines[1], Alone(depths, patience, 0 if self.waits else min(patience, BEGINNING)))}
         for most, seconds in several.items():
             paid = seconds if known is None else known.seconds(GROUPS[-1])
-            ways[most] = Way(self.pipelines[most], Together(SEVERAL[most], paid, plain_steps.seconds, outlook))
+            ways[most] = Way(self.pipelines[most], Together(SEVERAL[most], paid, plain_steps.seconds, outlook, turn))
         for most, seconds in {1: alone[1], **several}.items():
             self.pipelines[most].ahead = ahead_of(seconds)
         self._rows = RoundRows(ways, self._sequences)

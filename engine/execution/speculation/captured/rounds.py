@@ -31,6 +31,7 @@ from engine.settings import PAGE_SIZE
 GROUPS = (1, 2, 4, 8)  # rows of a round
 AHEAD = 2  # rounds launched and not yet read: what comes of one decides how long the next but one may be
 MOST_AHEAD = 8  # where rounds are so short that the host would not come to launch the next in time
+LEAD = 500e-6  # seconds that rounds under way should last: a host on a busy machine is late at times
 TURN = 250e-6  # seconds until the host comes by again, a guess
 MORE = 8  # flag of an entry: the round tells another
 PARKED = MORE | NO_TOKEN  # nothing was fed: there was no page
@@ -49,8 +50,8 @@ class Ahead:
 
 def ahead_of(seconds: float) -> Ahead:
     """For rounds that take so long."""
-    rounds = min(max(AHEAD, math.ceil(TURN / seconds)), MOST_AHEAD)
-    tokens = min(rounds, MOST_AHEAD // 2) * GROUPS[-1]
+    rounds = min(max(AHEAD, math.ceil(LEAD / seconds)), MOST_AHEAD)
+    tokens = rounds * GROUPS[-1]
     # Between a plan and the launches that follow it, as much may be read as was under way. Long rounds can wait for the
     # next plan, which comes before they end.
     return Ahead(rounds, tokens, (tokens if rounds == AHEAD else 2 * tokens) - 1)

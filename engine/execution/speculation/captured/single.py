@@ -27,6 +27,9 @@ class Depths(Protocol):
     def worth(self, sequence: SequenceState, depth: int) -> bool:
         """Whether to begin rounds with drafts of `depth` tokens is worth what it costs."""
 
+    def holds(self, sequence: SequenceState) -> bool:
+        """Whether it should go on with short drafts, though none is expected to pay."""
+
     def left(self, sequence: SequenceState) -> None:
         """It goes on in plain steps."""
 
@@ -61,6 +64,8 @@ class Alone:
             self._sequence, self._until = sequence, length + self._patience
             return group_of(depth)
         if stays and length >= self._until:
+            if self._depths.holds(sequence):
+                return group_of(1)
             self._depths.left(sequence)
             return 0
         return int(stays)

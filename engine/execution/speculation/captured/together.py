@@ -45,12 +45,16 @@ class Record:
 class Together:
     """A `claiming.Chooser` for a few sequences, whose rounds all are of one group."""
 
-    def __init__(self, group: int, seconds: float, plain: Callable[[int], float], outlook: Outlook) -> None:
-        """`seconds` of a round, and of a plain step of so many rows."""
+    def __init__(
+        self, group: int, seconds: float, plain: Callable[[int], float], outlook: Outlook, turn: float = 0.0
+    ) -> None:
+        """`seconds` of a round, and of a plain step of so many rows. `turn`: seconds for which sequences stand still
+        when they come from plain steps, or go back."""
         self._group = group
         self._seconds = seconds
         self._plain = plain
         self._outlook = outlook
+        self._turn = turn
         self._records: dict[int, Record] = {}  # by slot
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
@@ -94,7 +98,7 @@ class Together:
 
     def _won_back(self, records: Items[Record]) -> bool:
         """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
-        behind = self._outlook.behind([record.sequence for record in records])
+        behind = self._outlook.behind([record.sequence for record in records]) + 2 * self._turn
         brings = sum(record.brings for record in records) / len(records)
         plain, tokens = self._plain(len(records)), min(record.sequence.output_length for record in records)
         return behind <= max(SOON * (plain - self._seconds / brings), TRYING * plain * tokens)

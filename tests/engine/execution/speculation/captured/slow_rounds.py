@@ -29,7 +29,7 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import Life, SlowDevice, SlowMemory, SlowRunner, after
 
-LAID, RING = GROUPS[-1], 64
+LAID, RING = GROUPS[-1], 128
 MOST_CONTEXT = 150
 
 
@@ -224,6 +224,9 @@ class Whims:
     def worth(self, sequence: SequenceState, depth: int) -> bool:
         return True
 
+    def holds(self, sequence: SequenceState) -> bool:
+        return self.random.random() < 0.2
+
     def left(self, sequence: SequenceState) -> None:
         """It comes back when it likes."""
 
@@ -305,7 +308,7 @@ class RoundsLife(Life):
             max_batch_tokens=random.Random(seed).choice((5, 64)),
             max_context=min(MOST_CONTEXT, pages * PAGE_SIZE),
             lookahead_tokens=lookahead,
-            max_tokens_per_row=max(MOST_AHEAD // 2 * LAID, 2 * STEPS_AHEAD),
+            max_tokens_per_row=max(MOST_AHEAD * LAID, 2 * STEPS_AHEAD),
         )
         self.pipeline = RoundPipeline(self.device, table, limits.max_context)
         self.pipeline.ahead = ahead_of(random.Random(seed).choice((1e-6, 1e-4, 1.0)))

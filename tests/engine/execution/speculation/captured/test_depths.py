@@ -74,6 +74,9 @@ class Eager(DraftModel):
     def reach(self, sequence: SequenceState) -> int:
         return 7
 
+    def seconds(self, rows: int, depth: int) -> float:
+        return 0.0
+
 
 def behind(seconds: float) -> PaidDepths:
     """With a draft model that takes so many seconds to catch up."""
@@ -104,3 +107,69 @@ def test_who_comes_and_goes_spends_little_of_the_time_on_it() -> None:
     depths.left(state)
     assert not depths.worth(state, 7)
     assert depths.worth(sequence(range(9)), 7), "another sequence begins anew"
+
+
+def short_steps(turn: float = 250.0, passes: float = 110.0) -> PaidDepths:
+    """The demo pair on an H100, microseconds: as long as the host does not come by, the device has nothing to do."""
+    costs = Costs({1: 59.0, 2: 79.0, 4: 120.0, 8: 212.0})
+    return PaidDepths(costs, Eager(), lambda sequence: passes, turn)
+
+
+def test_short_steps_are_left_for_rounds_where_the_host_s_turns_are_won_back_too() -> None:
+    state = sequence(range(9))
+    assert short_steps().worth(state, 3), "before an answer there are no plain steps"
+    state.token_ids += [5, 5]
+    assert short_steps().worth(state, 3)
+    assert not short_steps(turn=500.0).worth(state, 3)
+    state.token_ids += [5] * 700
+    assert short_steps(turn=500.0).worth(state, 3), "little beside what has been done"
+
+
+def test_rounds_that_lose_a_little_are_held_on_to() -> None:
+    """As long as they have lost no more than it takes to go back and come again; what they win is no credit."""
+    depths, state = short_steps(), sequence(range(9))
+    assert depths.worth(state, 3)
+    for _ in range(20):
+        depths.told(state, RoundTold(2, 1, 1))
+    wrong = 0
+    while depths.holds(state):
+        depths.told(state, RoundTold(2, 1, 0))
+        wrong += 1
+    assert wrong == 31  # of 20 microseconds each, 610 in all
+    depths.told(state, RoundTold(2, 1, 1))
+    assert depths.holds(state), "one that was right makes up for two that were not"
+
+
+def test_who_tries_again_has_paid_for_it_before() -> None:
+    """Coming and going, and as much lost meanwhile: at most 3 % of the plain steps since the last try."""
+    depths, state, tries = short_steps(), sequence(range(9)), []
+    assert depths.worth(state, 3)
+    depths.left(state)
+    for _ in range(4000):
+        state.token_ids.append(1)
+        if depths.worth(state, 1):
+            tries.append(len(state.token_ids))
+            while depths.holds(state):
+                depths.told(state, RoundTold(2, 1, 0))
+            depths.left(state)
+    assert 4 <= len(tries) <= 4000 * 59 * 0.03 / (2 * 610)
+
+
+def test_a_lookup_holds_on_to_nothing() -> None:
+    assert not PaidDepths(H100, PromptLookup()).holds(sequence())
+
+
+def test_a_draft_model_that_is_never_right_begins_no_further_answer() -> None:
+    """By what other sequences have told; those of a good one begin with the same hope as ever."""
+    wrong, right = short_steps(), short_steps()
+    for _ in range(40):
+        wrong.told(sequence(range(9)), RoundTold(4, 3, 0))
+        right.told(sequence(range(9)), RoundTold(4, 3, 3))
+    state = sequence(range(9))
+    assert wrong.depth(state) == 0
+    assert right.depth(state) == short_steps().depth(state) > 0
+    looked_up = PaidDepths(H100, PromptLookup())
+    for _ in range(40):
+        looked_up.told(sequence(), RoundTold(4, 3, 0))
+    other = sequence()
+    assert looked_up.depth(other) > 0, "what one text repeats says nothing of another"

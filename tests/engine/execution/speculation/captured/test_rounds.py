@@ -88,7 +88,7 @@ def test_max_tokens_inside_an_accepted_run(most: int) -> None:
 
 
 def test_off_delivers_what_is_under_way_and_goes_on_alike() -> None:
-    life = RoundsLife(1, 40, 40, -1, 0.8, (7,), 1)
+    life = RoundsLife(1, 40, 40, -1, 0.3, (7,), 1)
     life.take(request([5, 6, 7], max_tokens=140))
     for at in range(60):
         life.rounds.enabled = at % 3 != 0
@@ -104,13 +104,13 @@ def test_a_group_holds_no_longer_draft_than_asked_for() -> None:
     assert [group_of(depth) for depth in range(8)] == [1, 2, 4, 4, 8, 8, 8, 8]
 
 
-@pytest.mark.parametrize(("depth", "rounds"), [(0, 8), (1, 8), (3, 8), (7, 4)])
+@pytest.mark.parametrize(("depth", "rounds"), [(0, 8), (1, 8), (3, 8), (7, 8)])
 def test_short_rounds_are_launched_further_ahead(monkeypatch: pytest.MonkeyPatch, depth: int, rounds: int) -> None:
     """So that the device has work until the host comes again; and never more than their pages may hold."""
-    found = [ahead_of(seconds) for seconds in (1e-6, 100e-6, 500e-6, 1.0)]
+    found = [ahead_of(seconds) for seconds in (1e-6, 100e-6, 300e-6, 1.0)]
     assert [(one.rounds, one.tokens, one.lookahead) for one in found] == [
-        (8, 32, 63),
-        (3, 24, 47),
+        (8, 64, 127),
+        (5, 40, 79),
         (AHEAD, 16, 15),
         (AHEAD, 16, 15),
     ]
@@ -131,12 +131,12 @@ def test_short_rounds_are_launched_further_ahead(monkeypatch: pytest.MonkeyPatch
 
 def test_a_draft_is_made_again_only_where_pages_had_cut_it() -> None:
     """It costs the device a launch and the host a third of its turn."""
-    assert alone(1.0, (7,), lookahead=63, max_tokens=120).device.cut == 0
+    assert alone(1.0, (7,), lookahead=127, max_tokens=120).device.cut == 0
     assert alone(1.0, (7,), lookahead=0, max_tokens=120).device.cut > 0
 
 
 def test_a_device_without_an_end_is_told() -> None:
-    life = RoundsLife(1, 40, 40, -1, 1.0, (7,), 1)
+    life = RoundsLife(1, 40, 40, -1, 0.3, (7,), 1)
     life.take(request([5, 6, 7], max_tokens=140))
     life.step()
     life.step()

@@ -15,6 +15,7 @@ class Said:
     def __init__(self) -> None:
         self.next = 0
         self.gone = 0
+        self.held = False
 
     def depth(self, sequence: SequenceState) -> int:
         return self.next
@@ -27,6 +28,9 @@ class Said:
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
         return True
+
+    def holds(self, sequence: SequenceState) -> bool:
+        return self.held
 
     def left(self, sequence: SequenceState) -> None:
         self.gone += 1
@@ -83,6 +87,18 @@ def test_without_a_beginning_the_first_draft_begins_rounds() -> None:
     assert depths.gone == 0
     depths.next = 1
     assert groups(alone, state, 1) == [2]
+
+
+def test_who_holds_on_has_short_drafts() -> None:
+    depths, state = Said(), answering(1)
+    depths.next = 3
+    alone = Alone(depths, 0)
+    assert groups(alone, state, 1) == [4]
+    depths.next, depths.held = 0, True
+    assert [alone.group([state], continues=True) for _ in range(3)] == [2, 2, 2]
+    depths.held = False
+    assert alone.group([state], continues=True) == 0
+    assert depths.gone == 1
 
 
 def test_the_next_sequence_has_a_beginning_of_its_own() -> None:
