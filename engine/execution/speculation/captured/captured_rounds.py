@@ -235,6 +235,7 @@ class CapturedRounds:
         for part, value in ((state.held, self._max_context), (state.most_drafts, most_drafts)):
             part.fill_(value)
         state.last_position.fill_(self._max_context)
+        self._enqueue_start()
         return self._reach(at)
 
     def _stand(self, at: int) -> None:

@@ -82,14 +82,17 @@ class PaidDepths:
         if self._behind is None:
             return True
         plain, stay = self._costs.seconds(1), self._stay(sequence)
-        if stay.left_at:  # as much as it takes to come and go may be lost before it goes
-            return 2 * self._switching(sequence) <= TRYING * plain * (len(sequence.token_ids) - stay.left_at)
+        tokens = len(sequence.token_ids) - (stay.left_at or sequence.prompt_length)  # in plain steps
+        if 2 * self._switching(sequence) <= TRYING * plain * tokens:  # as much as that may be lost before it goes
+            return True
+        if stay.left_at:
+            return False
         rate = self.rate(sequence)
         saved = plain - self._costs.seconds(1 + depth) / sum(rate**place for place in range(1 + depth))  # a token
         rest = sequence.stopping.max_tokens - sequence.output_length
         # No plain step precedes an answer's first round.
         cost = self._switching(sequence) if sequence.output_length > 1 else self.behind(sequence)
-        return cost <= max(saved * min(rest, SOON), TRYING * plain * sequence.output_length)
+        return cost <= saved * min(rest, SOON)
 
     def holds(self, sequence: SequenceState) -> bool:
         """See `single.Depths`: as long as it has lost less than it would by going back and coming again."""

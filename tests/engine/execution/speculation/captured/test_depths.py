@@ -121,7 +121,7 @@ def test_short_steps_are_left_for_rounds_where_the_host_s_turns_are_won_back_too
     state.token_ids += [5, 5]
     assert short_steps().worth(state, 3)
     assert not short_steps(turn=500.0).worth(state, 3)
-    state.token_ids += [5] * 700
+    state.token_ids += [5] * 1300
     assert short_steps(turn=500.0).worth(state, 3), "little beside what has been done"
 
 
