@@ -160,7 +160,8 @@ class CapturedSpeculation:
             return found, found
         guessing = {group: device.guessing_seconds(group) for group in GROUPS}
         found = {1 + depth: device.seconds(group_of(depth), depth) for depth in places}
-        return found, {1 + depth: found[1 + depth] - guessing[group_of(depth)] for depth in places}
+        plain = {1 + depth: found[1 + depth] - guessing[group_of(depth)] for depth in places}
+        return found | {1: plain[1]}, plain  # without a draft, it is not worth a round
 
     @property
     def lookahead_tokens(self) -> int:
