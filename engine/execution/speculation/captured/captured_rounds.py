@@ -39,6 +39,7 @@ from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
 _TIMINGS, _BEFORE = 16, 8  # rounds of a kind at warm-up, of which the median counts; and before them
+_GUESSES = 8  # in a row: a launch of its own takes longer than a short one
 _RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
 _TYPICAL = 256, 768  # tokens of sequences whose rounds are timed: of two reaches of attention
 _RING = 2 * MOST_AHEAD * GROUPS[-1]  # entries of a row: half of them under way, half of a row that has left
@@ -205,8 +206,8 @@ class CapturedRounds:
         guess = self._guess(self._plan(group, longest), group - 1)
         if not guess:
             return 0.0
-        graph = self._recorder.record(lambda: self._launcher.enqueue(guess))
-        return self._timed(lambda _: graph.replay(), at, group - 1)
+        graph = self._recorder.record(lambda: self._launcher.enqueue(guess * _GUESSES))
+        return self._timed(lambda _: graph.replay(), at, group - 1) / _GUESSES
 
     def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
         """Of one, for sequences of nobody's that stand `at`. It is told how many tokens each may come to hold."""

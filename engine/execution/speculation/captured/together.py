@@ -18,6 +18,7 @@ _MARGIN = 1.1  # how much faster all must be by the table to begin: the plain st
 _OTHERS = 1.05  # how much slower one may be for the others' sake
 _TO_GO = 32  # tokens that each must have before it
 _FIRST_REST, _LAST_REST = 128, 512  # tokens in plain steps, once rounds did not pay
+_WATCHED_REST = 32  # the first, where the host sees by itself what rounds would bring
 
 
 @dataclass(slots=True)
@@ -26,9 +27,10 @@ class Record:
 
     sequence: SequenceState
     tokens: float
+    rest: int  # tokens, the next time
     rounds: float = _PRIOR
+    lost: float = 0.0  # seconds in rounds against plain steps since it was furthest ahead of them
     fits: bool = False  # rounds can choose its tokens
-    rest: int = _FIRST_REST
     resumes_at: int = 0  # length of the sequence before which it is in no rounds
 
     @property
@@ -56,16 +58,18 @@ class Together:
         self._outlook = outlook
         self._turn = turn
         self._records: dict[int, Record] = {}  # by slot
+        self._step = 0.0  # seconds of a plain step of those that were asked about last
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
         """See `claiming.Chooser`."""
         if self._group * self._plain(len(sequences)) < self._seconds * _MARGIN:
             return 0  # not even if all were right
+        self._step = self._plain(len(sequences))
         records = [self._record(one) for one in sequences]
         if not all(record.fits for record in records):
             return 0
         if continues:
-            if self._pays(records, 1.0):
+            if self._pays(records, 1.0) or self._holds(records):
                 return self._group
             self._rest(records)
             return 0
@@ -74,6 +78,8 @@ class Together:
         if not all(self._ready(record) for record in records):
             return 0
         if self._pays(records, _MARGIN) and self._won_back(records):
+            for record in records:
+                record.lost = 0.0
             return self._group
         if self._outlook.tried:
             self._rest(records)
@@ -88,6 +94,7 @@ class Together:
         """Of rounds without a draft, too."""
         record = self._record(sequence)
         record.add(1 + one.accepted)
+        record.lost = max(0.0, record.lost + self._seconds - (1 + one.accepted) * self._step)
         self._outlook.told(sequence, one)
 
     def _pays(self, records: Items[Record], margin: float) -> bool:
@@ -98,10 +105,17 @@ class Together:
 
     def _won_back(self, records: Items[Record]) -> bool:
         """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
-        behind = self._outlook.behind([record.sequence for record in records]) + 2 * self._turn
         brings = sum(record.brings for record in records) / len(records)
         plain, tokens = self._plain(len(records)), min(record.sequence.output_length for record in records)
-        return behind <= max(SOON * (plain - self._seconds / brings), TRYING * plain * tokens)
+        return self._switching(records) <= max(SOON * (plain - self._seconds / brings), TRYING * plain * tokens)
+
+    def _holds(self, records: Items[Record]) -> bool:
+        """Whether each has lost less than it would by going back and coming again."""
+        return max(record.lost for record in records) < self._switching(records)
+
+    def _switching(self, records: Items[Record]) -> float:
+        """Seconds that it takes to come over, and to go back."""
+        return self._outlook.behind([record.sequence for record in records]) + 2 * self._turn
 
     def _ready(self, record: Record) -> bool:
         sequence = record.sequence
@@ -127,6 +141,7 @@ class Together:
         record = self._records.get(sequence.slot)
         if record is None or record.sequence is not sequence:
             tokens = self._outlook.first(sequence, self.most(sequence)) * _PRIOR
-            record = self._records[sequence.slot] = Record(sequence, tokens)
+            rest = _FIRST_REST if self._outlook.tried else _WATCHED_REST
+            record = self._records[sequence.slot] = Record(sequence, tokens, rest)
         record.fits = record.fits or fits_rounds(sequence)  # for good: what is counted before `min_tokens` only ends
         return record

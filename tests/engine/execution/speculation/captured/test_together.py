@@ -184,3 +184,13 @@ def test_what_was_learned_of_a_sequence_alone_counts() -> None:
     for _ in range(20):
         depths.told(states[0], RoundTold(4, 3, 0))
     assert steps(choose, {slot: fresh(300) for slot in range(2)}, states) == 128, "it is tried all the same"
+
+
+def test_rounds_of_short_steps_are_left_once_that_costs_no_more() -> None:
+    """Two sequences whose rounds take 1.5 plain steps of 50 microseconds: of one that guesses nothing, each loses 25.
+    To go back and come again takes 500, so it stays for 20."""
+    costs = Costs({1: 50.0, 2: 50.0, 4: 75.0, 8: 75.0})
+    choose = Together(4, 75.0, costs.seconds, LookupOutlook(PromptLookup()), turn=250.0)
+    states = [sequence(slot) for slot in range(2)]
+    assert rounds(choose, states, [3, 3]) == 60
+    assert rounds(choose, states, [3, 0]) == 20
