@@ -34,6 +34,7 @@ from engine.scheduling.plan import Row, RowResult
 
 NO_DRAFT = "draft-model names none"
 SEVERAL: Final = {2: 4, 4: 2}  # sequences: rows of each. Products keep a row's sums up to eight rows
+_PLAIN = 0.9  # of a round without a draft: a plain step takes no less. What one short kernel takes is timed badly
 why_not = graph_decode.why_not
 
 
@@ -161,7 +162,8 @@ class CapturedSpeculation:
         guessing = {group: device.guessing_seconds(group) for group in GROUPS}
         found = {1 + depth: device.seconds(group_of(depth), depth) for depth in places}
         plain = {1 + depth: found[1 + depth] - guessing[group_of(depth)] for depth in places}
-        return found | {1: plain[1]}, plain  # without a draft, it is not worth a round
+        # Without a draft, a sequence goes on in plain steps.
+        return found | {1: max(plain[1], _PLAIN * found[1])}, plain
 
     @property
     def lookahead_tokens(self) -> int:
