@@ -92,7 +92,7 @@ def test_those_near_their_end_do_not_begin() -> None:
 def test_rounds_that_bring_nothing_end_and_rest_ever_longer() -> None:
     choose, states = chooser(4), [sequence(slot, LOOP, max_tokens=10_000) for slot in range(2)]
     rests = []
-    for _ in range(5):
+    for _ in range(6):
         rests.append(steps(choose, dict.fromkeys(range(2), copying(2000)), states))
         rounds = 0
         while choose.group(states, continues=True):
