@@ -13,7 +13,7 @@ from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
 from engine.scheduling.sequence_state import SequenceState
 
-SOON = 64  # tokens within which a draft model's catching up must be won back, the first time
+SOON = 64  # tokens within which what it takes to come over must be won back, the first time
 TRYING = 0.03  # of the time in plain steps that trying again may cost, after that
 
 

@@ -62,9 +62,9 @@ class Together:
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
         """See `claiming.Chooser`."""
-        if self._group * self._plain(len(sequences)) < self._seconds * _MARGIN:
-            return 0  # not even if all were right
         self._step = self._plain(len(sequences))
+        if self._group * self._step < self._seconds * _MARGIN:
+            return 0  # not even if all were right
         records = [self._record(one) for one in sequences]
         if not all(record.fits for record in records):
             return 0
@@ -99,14 +99,14 @@ class Together:
 
     def _pays(self, records: Items[Record], margin: float) -> bool:
         """Whether rounds bring all of them so many times what plain steps do, and each of them about as much."""
-        plain, brings = self._plain(len(records)), [record.brings for record in records]
+        plain, brings = self._step, [record.brings for record in records]
         faster = sum(brings) * plain > margin * len(records) * self._seconds
         return faster and min(brings) * plain * _OTHERS > self._seconds
 
     def _won_back(self, records: Items[Record]) -> bool:
         """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
         brings = sum(record.brings for record in records) / len(records)
-        plain, tokens = self._plain(len(records)), min(record.sequence.output_length for record in records)
+        plain, tokens = self._step, min(record.sequence.output_length for record in records)
         return self._switching(records) <= max(SOON * (plain - self._seconds / brings), TRYING * plain * tokens)
 
     def _holds(self, records: Items[Record]) -> bool:
