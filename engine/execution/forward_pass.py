@@ -117,7 +117,8 @@ class ForwardPass:
 
     def _room(self, sizes: tuple[int, ...]) -> torch.Tensor:
         """For any product of so many tokens."""
-        most = max(self.products.bytes_of(one, size) for one in linears_of(self._parts) for size in sizes if size)
+        layers = self._parts.model.weights.layers
+        most = max(self.products.layer_bytes(layer, size) for size in sizes if size for layer in layers)
         return torch.zeros(most, dtype=torch.uint8, device=self._parts.model.placement.device)
 
     def _allocate(self, tokens: int, room: torch.Tensor) -> Buffers:
@@ -194,5 +195,4 @@ class ForwardPass:
         self.go(attention.attend(own, buffers.queries, buffers.attended, products.order(layer.output, tokens)))
         output = products(layer.output, buffers.attended, room)
         self.go(ops.add_norm(library, output, layer.mlp_norm.weight, self._stream(buffers, layer.gate_up)))
-        wide = products(layer.gate_up, buffers.x, room)
-        self.go(ops.gate(library, wide, buffers.inner, products.order(layer.down, tokens)))
+        products.gated(layer.gate_up, buffers.x, room, buffers.inner, products.order(layer.down, tokens))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels import gated_product
 from engine.kernels import gemm as many
 from engine.kernels import prefill as ops
 from engine.kernels.build import Kernels
 from engine.kernels.gpu import GpuShape
-from engine.kernels.launch import Enqueues
+from engine.kernels.launch import Enqueues, Launch
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear, Linear
 from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
 from engine.linear.plain_copies import PlainCopies
+from engine.model.weights import Layer
 
 
 def why_not(linear: Linear) -> str | None:
@@ -78,6 +80,30 @@ class Products:
             torch.addmm(dense.bias, x, dense.weight.t(), out=out)
         return ops.Parts(out)
 
+    def gated(self, linear: Linear, x: torch.Tensor, room: torch.Tensor, inner: torch.Tensor, order: Format) -> None:
+        """inner bfloat16 [tokens, half], columns in the order named, = silu(gate) · up of x · Wᵀ, W gates then ups."""
+        if not self._gates_itself(linear, x.shape[0]):
+            self._enqueue(ops.gate(self._library, self(linear, x, room), inner, order))
+            return
+        if order is not Format.BF16:
+            raise ValueError("a product that gates its results leaves them as they come")
+        weight = _dense(self._plain.of(linear, x.shape[0])).weight
+        self._enqueue(gated_product.gated_product(self._library, x, weight, inner))
+
+    def layer_bytes(self, layer: Layer, tokens: int) -> int:
+        """What the products of a layer take in the room, one at a time."""
+        left = [layer.qkv, layer.output, layer.down]
+        if not self._gates_itself(layer.gate_up, tokens):
+            left.append(layer.gate_up)
+        return max(self.bytes_of(linear, tokens) for linear in left)
+
+    def _gates_itself(self, linear: Linear, tokens: int) -> bool:
+        """Whether product and gate are one kernel."""
+        linear = self._plain.of(linear, tokens)
+        if not isinstance(linear, DenseLinear) or linear.bias is not None:
+            return False
+        return gated_product.why_not(linear.weight, tokens, self._gpu) is None
+
     def _quantized(self, linear: CudaLinear, x: torch.Tensor, room: torch.Tensor, how: many.Division) -> ops.Parts:
         matrix, tokens = linear.matrix, x.shape[0]
         if how.slices == 1:
@@ -99,7 +125,9 @@ class Products:
         return found
 
     def _go(self, matrix: Matrix, batch: many.Batch, how: many.Division) -> None:
-        launch = many.gemm(self._library, matrix, batch, how)
+        self._enqueue(many.gemm(self._library, matrix, batch, how))
+
+    def _enqueue(self, launch: Launch) -> None:
         self._launcher.enqueue((launch if self._overlap else launch.alone(),))
 
 

@@ -30,7 +30,7 @@ SOURCES = Path(__file__).parent
 MINIMUM_CAPABILITY = (8, 0)
 OVERLAP_CAPABILITY = (9, 0)  # from here on launches of a chain may overlap
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
-_SCALARS = ("int", "u32", "float")
+_VALUES = ("int", "u32", "float", "Map")
 MOST_THREADS = 16  # that compile: each takes some 200 MB for as long as it does
 SLOW = ("batch_sampling", "sampling", "prefill_attention_wide", "rows")  # a second and more: what begins last ends last
 Definitions = tuple[tuple[str, int], ...]
@@ -49,10 +49,12 @@ class Parameter:
     """One parameter of a kernel as its source declares it."""
 
     name: str
-    type: str  # "int", "u32", "float", or "pointer"
+    type: str  # "int", "u32", "float", "Map", or "pointer"
 
-    def encode(self, value: int | float) -> Any:
+    def encode(self, value: Any) -> Any:
         """The value as the launcher wants it."""
+        if self.type == "Map":
+            return value
         if self.type == "float":
             return ctypes.c_float(value)
         whole = int(value)
@@ -67,7 +69,7 @@ class Kernel:
     parameters: tuple[Parameter, ...]
     handle: Any  # cuda.core's
 
-    def arguments(self, values: Mapping[str, int | float]) -> tuple[Any, ...]:
+    def arguments(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Values by parameter name, in the order of the source. Raises BuildError where the names differ."""
         names = {parameter.name for parameter in self.parameters}
         if names != set(values):
@@ -103,8 +105,8 @@ def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
     parameters = []
     for declared in found.group(1).split(","):
         words, name = declared.strip().rsplit(None, 1)
-        kind = "pointer" if "*" in words or name.startswith("*") else words
-        if kind != "pointer" and kind not in _SCALARS:
+        kind = "pointer" if "*" in words or name.startswith("*") else words.removeprefix("const __grid_constant__ ")
+        if kind != "pointer" and kind not in _VALUES:
             raise BuildError(f"kernel {entry}: parameter type {kind} is not known")
         parameters.append(Parameter(name.lstrip("*"), kind))
     return tuple(parameters)

@@ -11,7 +11,30 @@ import torch
 
 from engine.kernels.build import Kernel
 
-Argument = torch.Tensor | int | float | None
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """A bfloat16 matrix that the copy engine reads in boxes of so many rows by 64 columns, permuted as `wgmma` reads
+    them."""
+
+    matrix: torch.Tensor
+    rows: int
+
+    def map(self) -> Any:
+        """What the driver makes of it; nothing where it does not lie on a GPU."""
+        if not self.matrix.is_cuda:
+            return None
+        from cuda.core import TensorMapDescriptorOptions as Options
+        from cuda.core.utils import StridedMemoryView
+
+        # The enumerations have no public name of their own; the defaults are of their types.
+        swizzle, promotion = type(Options.swizzle).SWIZZLE_128B, type(Options.l2_promotion).L2_256B
+        view = StridedMemoryView.from_any_interface(self.matrix.view(torch.uint16), stream_ptr=-1)
+        return view.as_tensor_map((self.rows, _BOX_COLUMNS), swizzle=swizzle, l2_promotion=promotion)
+
+
+_BOX_COLUMNS = 64
+Argument = torch.Tensor | Boxes | int | float | None
 
 
 class Trigger(IntEnum):
@@ -37,7 +60,7 @@ class Launch:
 
     kernel: Kernel
     shape: Shape
-    values: Mapping[str, int | float]
+    values: Mapping[str, Any]  # numbers and maps
     holds: tuple[torch.Tensor, ...]
     dependent: bool = True  # may start before its predecessor has ended
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # values as the driver takes them
@@ -58,12 +81,15 @@ class Launch:
 def prepare(kernel: Kernel, shape: Shape, values: Mapping[str, Argument]) -> Launch:
     """A launch from tensors and numbers by parameter name. Raises BuildError where the names differ."""
     plain = {name: _plain(value) for name, value in values.items()}
-    return Launch(kernel, shape, plain, tuple(v for v in values.values() if isinstance(v, torch.Tensor)))
+    held = (value.matrix if isinstance(value, Boxes) else value for value in values.values())
+    return Launch(kernel, shape, plain, tuple(one for one in held if isinstance(one, torch.Tensor)))
 
 
-def _plain(value: Argument) -> int | float:
+def _plain(value: Argument) -> Any:
     if value is None:
         return 0
+    if isinstance(value, Boxes):
+        return value.map()
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 

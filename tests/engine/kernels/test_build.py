@@ -24,6 +24,7 @@ from engine.kernels.build import (
 from engine.kernels.gpu import GpuShape
 
 ENTRIES = {
+    "gated_product.cu": ["gated_product"],
     "linear.cu": ["linear"],
     "linear_residual.cu": ["linear_residual"],
     "gate_up.cu": ["gate_up"],
@@ -98,10 +99,11 @@ def test_sources_stand_alone(name: str) -> None:
 
 def test_parameters_as_declared() -> None:
     source = (
-        'extern "C" __global__ void __launch_bounds__(32)\n    f(const u16* x, float eps,\n      int n, u32 m) {\n}'
+        'extern "C" __global__ void __launch_bounds__(32)\n    f(const u16* x, float eps,\n      int n, u32 m, '
+        "const __grid_constant__ Map w) {\n}"
     )
     found = [(parameter.name, parameter.type) for parameter in parameters_of(source, "f")]
-    assert found == [("x", "pointer"), ("eps", "float"), ("n", "int"), ("m", "u32")]
+    assert found == [("x", "pointer"), ("eps", "float"), ("n", "int"), ("m", "u32"), ("w", "Map")]
     with pytest.raises(BuildError, match="no kernel g"):
         parameters_of(source, "g")
     with pytest.raises(BuildError, match="double"):

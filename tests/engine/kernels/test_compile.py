@@ -16,7 +16,7 @@ import torch
 
 from engine.execution.speculation.captured.draft_steps import DraftSteps
 from engine.execution.speculation.captured.layout import DRAFT_ROWS, Draws
-from engine.kernels import batch_attention, batch_sampling, gemm, prefill, sampling, speculation
+from engine.kernels import batch_attention, batch_sampling, gated_product, gemm, prefill, sampling, speculation
 from engine.kernels import rows as row_states
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import compile_with_nvrtc, source_text
@@ -220,6 +220,16 @@ def test_the_head_in_two_passes_compiles(
     for name, _, defines, shared in recorder.asked:
         assert shared + FIXED <= LARGEST_BLOCK
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("tile", gated_product.TILES)
+def test_a_product_that_gates_its_results_compiles(recorder: Any, compiler: Compiler, tile: int) -> None:
+    x, weight, out = (torch.empty(shape, device="meta") for shape in ((600, 1024), (6144, 1024), (600, 3072)))
+    how = gated_product.division(tile, 600, 3072, GpuShape(132, 227 << 10, warpgroups=True))
+    gated_product.gated_product(recorder, x, weight, out, how)
+    for name, _, defines, shared in recorder.asked:
+        assert shared <= LARGEST_BLOCK
+        assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, "sm_90a").startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=str)
