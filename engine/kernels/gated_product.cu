@@ -134,7 +134,7 @@ extern "C" __global__ void __cluster_dims__(kPeers, 1, 1) __launch_bounds__(kThr
     gated_product(const __grid_constant__ Map x, const __grid_constant__ Map weights, u16* out, int tokens, int trigger) {
     extern __shared__ __align__(1024) u8 stages[];
     __shared__ Barriers barriers;
-    const int warp = threadIdx.x / 32, group = warp / 4;
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), group = warp / 4;  // alike in a warp, as is what follows
     if (trigger == 0) let_next_start();
     barriers.init();
     Tiles tile(tokens);
@@ -144,18 +144,18 @@ extern "C" __global__ void __cluster_dims__(kPeers, 1, 1) __launch_bounds__(kThr
     } else {
         wait_for_previous();  // who may still read `out`
         if (trigger == 1) let_next_start();
+        const u64 first = operand(stages, 16);  // counts 16 bytes
         Place place;
         for (; tile.left(); tile.next()) {
             float sums[kTile / 2];
             int before = 0;
             for (int unit = 0; unit < kUnits; ++unit, place.next()) {
-                const u8* stage = stages + place.stage * kStage;
+                const u64 stage = first + u32(place.stage) * (kStage / 16), rows = stage + kTokenBytes / 16;
                 wait_barrier(barriers.full[place.stage], place.round);
                 before_products();
 #pragma unroll
                 for (int i = 0; i < kSpan / 16; ++i)
-                    multiply(sums, operand(stage + group * 64 * 128 + i * 32, 16), operand(stage + kTokenBytes + i * 32, 16),
-                             unit > 0 || i > 0);
+                    multiply(sums, stage + group * (64 * 128 / 16) + i * 2, rows + i * 2, unit > 0 || i > 0);
                 end_products();
                 if (unit > 0) {
                     wait_products<1>();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,18 @@ import torch
 from engine.errors import Unsupported
 from engine.execution import products
 from engine.execution.graph_prefill import executor as stage
+from engine.execution.products import Products
 from engine.execution.step_state import Unfit
+from engine.kernels.build import WantedKernels
+from engine.kernels.gpu import GpuShape
+from engine.kernels.launch import Launch
 from engine.kernels.weights import Format, Matrix
 from engine.linear import DenseLinear
+from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
+from engine.linear.plain_copies import PlainCopies
+from engine.model.norm import RmsNorm
+from engine.model.weights import Layer
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
 
@@ -63,3 +72,47 @@ def test_linears_that_no_kernel_multiplies_by_are_named() -> None:
     assert products.why_not(DenseLinear(torch.ones(2, 2))) is None
     matrix = Matrix(Format.INT8, 8, 64, torch.zeros(8, 64, dtype=torch.int8), row_scale=torch.ones(8))
     assert products.why_not(CudaLinear(matrix, None)) is None
+
+
+class Chain:
+    """Kernels' names, as they are enqueued."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def enqueue(self, launches: Iterable[Launch]) -> None:
+        self.names += [launch.kernel.name for launch in launches]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens", "bias", "chain"),
+    [
+        (28672, 4096, 256, False, ["gated_product"]),
+        (28672, 4096, 384, False, ["gate"]),
+        (28672, 4096, 256, True, ["gate"]),
+        (6144, 1024, 512, False, ["gated_product"]),
+        (6144, 1024, 64, False, ["gate"]),
+    ],
+)
+def test_a_product_and_its_gate_are_one_kernel_where_that_is_faster(
+    rows: int, columns: int, tokens: int, bias: bool, chain: list[str]
+) -> None:
+    gpu, launched = GpuShape(132, 227 << 10, warpgroups=True), Chain()
+    found = Products(WantedKernels(gpu), launched, gpu, True, PlainCopies(), ChosenProducts())
+
+    def nowhere(*size: int) -> torch.Tensor:
+        return torch.empty(size, device="meta", dtype=torch.bfloat16)
+
+    def linear(outputs: int, inputs: int) -> DenseLinear:
+        return DenseLinear(nowhere(outputs, inputs), nowhere(outputs) if bias else None)
+
+    gate_up, other = linear(rows, columns), linear(columns, columns)
+    norm = RmsNorm(nowhere(columns), 1e-6)
+    layer = Layer(norm, other, None, other, norm, gate_up, other, None)
+    room = torch.empty(tokens * rows * 2, device="meta", dtype=torch.uint8)
+    found.gated(gate_up, nowhere(tokens, columns), room, nowhere(tokens, rows // 2), Format.BF16)
+    assert launched.names == chain
+    assert found.layer_bytes(layer, tokens) == tokens * 2 * (columns if chain == ["gated_product"] else rows)
+    if chain == ["gated_product"]:
+        with pytest.raises(ValueError, match="as they come"):
+            found.gated(gate_up, nowhere(tokens, columns), room, nowhere(tokens, rows // 2), Format.INT4)

@@ -18,6 +18,8 @@ from engine.execution.eager import Eager
 from engine.execution.forward_pass import why_not
 from engine.execution.graph_prefill.executor import GraphPrefill
 from engine.execution.step_state import Parts
+from engine.kernels import gated_product
+from engine.linear import DenseLinear
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
@@ -57,8 +59,8 @@ def watch(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
 
 
-def prepared(folder: Path, family: str, dtype: Any = "bfloat16") -> Prepared:
-    config = {**BASE, **FAMILIES[family]}
+def prepared(folder: Path, family: str, dtype: Any = "bfloat16", **changes: Any) -> Prepared:
+    config = {**BASE, **FAMILIES[family], **changes}
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text(json.dumps(config))
         generator = torch.Generator().manual_seed(2)
@@ -154,6 +156,28 @@ def test_chunks_in_graphs_are_as_right_as_eager(family: str, tmp_path: Path) -> 
         # and a step of decoding reads what the graphs left
         one.token_ids.append(7)
         assert len(run(eager, parts, (one, size, 1, True))[one.key].token_ids) == 1
+
+
+def test_products_that_gate_their_results_are_as_right_as_eager(tmp_path: Path) -> None:
+    wide = {"intermediate_size": 1024, "max_position_embeddings": 4096}
+    exact_parts = prepared(tmp_path, "qwen3", "float32", **wide).parts
+    parts = prepared(tmp_path, "qwen3", **wide).parts
+    stage, eager, exact = GraphPrefill(parts, (64, 2048)), Eager(parts), Eager(exact_parts)
+    linear = parts.model.weights.layers[0].gate_up
+    assert isinstance(linear, DenseLinear)
+    assert gated_product.why_not(linear.weight, 2048, parts.kernels.gpu) is None
+    stage.warmup(watch)
+    generator = torch.Generator().manual_seed(4)
+    for size, cuts in ((2048, []), (1900, []), (2100, [2048]), (2400, [1200])):
+        ids = torch.randint(0, 320, (size,), generator=generator).tolist()
+        held = torch.randperm(160, generator=generator).tolist()[: size // 16 + 1]
+        truth = told(exact, exact_parts, sequence(ids, held), cuts)
+        theirs = told(eager, parts, sequence(ids, held), cuts)
+        their_cache = kept(parts, sequence(ids, held))
+        ours = told(stage, parts, sequence(ids, held), cuts)
+        cache = kept(parts, sequence(ids, held))
+        assert float((cache - their_cache).norm() / their_cache.norm()) < 0.02
+        assert float((ours - truth).norm()) < 1.5 * float((theirs - truth).norm()) + 0.05
 
 
 def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
