@@ -11,7 +11,8 @@ import random
 from pathlib import Path
 
 Work = list[tuple[int, int]]  # of each request, tokens in and out
-NAMES = ("device", "model", "path", "workload", "revision")  # of a record; two of the same are of one measurement
+# Of a record; two of the same are of one measurement. Flags are there where a server was started with any.
+NAMES = ("device", "model", "path", "workload", "revision", "flags")
 
 
 def workload(name: str, prompt: int, tokens: int) -> Work:
@@ -31,6 +32,10 @@ def workload(name: str, prompt: int, tokens: int) -> Work:
 def append(path: Path, records: list[dict[str, object]], names: tuple[str, ...] = NAMES) -> None:
     """Adds to the list in a file, in place of what it has of the same names."""
     held = json.loads(path.read_text()) if path.exists() else []
-    fresh = {tuple(one[name] for name in names) for one in records}
-    kept = [one for one in held if tuple(one.get(name) for name in names) not in fresh]
+
+    def named(one: dict[str, object]) -> str:
+        return json.dumps([one.get(name) for name in names])
+
+    fresh = set(map(named, records))
+    kept = [one for one in held if named(one) not in fresh]
     path.write_text("[\n" + ",\n".join(json.dumps(one) for one in [*kept, *records]) + "\n]\n")

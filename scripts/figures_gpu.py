@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from scripts.cells import fixed, joined, percent, table, whole
@@ -122,22 +122,24 @@ def streams(results: Results, model: tuple[str, str], engine: str) -> Mapping[st
     return {str(count): float(rate) for count, rate in found["streams"].items()}
 
 
-def measured(
-    results: Results, model: tuple[str, str], path: str, workload: str, revision: str | None = None
-) -> Mapping[str, Any] | None:
-    """The newest record of Whippet's on an H100 without flags, or that of a commit; `path` is offline or grpc."""
+def records(results: Results, model: tuple[str, str], path: str, workload: str) -> list[Mapping[str, Any]]:
+    """Whippet's on an H100 without flags, the newest first; `path` is offline or grpc."""
     folder = model[0] + ("-awq" if model[1].startswith("awq") else "")
     wanted = (folder, path, workload)
-    plain = [one for one in results["throughput-h100"] if "flags" not in one]
-    found = [one for one in plain if (one["model"], one["path"], one["workload"]) == wanted]
-    return next(
-        (one for one in reversed(found) if "H100" in one["device"] and revision in (None, one["revision"])), None
-    )
+    plain = [one for one in results["throughput-h100"] if "flags" not in one and "H100" in one["device"]]
+    return [one for one in reversed(plain) if (one["model"], one["path"], one["workload"]) == wanted]
 
 
-def rate_of(record: Mapping[str, Any] | None, unit: str = "output_tokens_per_second") -> str:
+def measured(results: Results, model: tuple[str, str], path: str, workload: str) -> Mapping[str, Any] | None:
+    """The newest of `records`."""
+    return next(iter(records(results, model, path, workload)), None)
+
+
+def rate_of(
+    record: Mapping[str, Any] | None, unit: str = "output_tokens_per_second", form: Callable[[float], str] = whole
+) -> str:
     """Of a record, where there is one."""
-    return "" if record is None else whole(float(record[unit]))
+    return "" if record is None else form(float(record[unit]))
 
 
 def streams_h100(results: Results) -> str:
@@ -154,12 +156,14 @@ def streams_h100(results: Results) -> str:
 
 
 def first_h100(results: Results) -> str:
-    """First token by length of the prompt, beside vLLM in one run."""
-    rows = results["streams-h100"]["first_token_ms"]
-    cells = [
-        [f"{MODELS[row['model'], row['weights']]}: {row['engine']}", *(f"{row['prompt'][c]:g}" for c in CONTEXTS)]
-        for row in rows
-    ]
+    """First token by length of the prompt: vLLM's, and Whippet's newest."""
+    rows = [row for row in results["streams-h100"]["first_token_ms"] if row["engine"] == VLLM]
+    cells = []
+    for row in rows:
+        model = (row["model"], row["weights"])
+        ours = (measured(results, model, "offline", f"first{context}") for context in CONTEXTS)
+        cells.append([f"{MODELS[model]}: {VLLM}", *(f"{row['prompt'][context]:g}" for context in CONTEXTS)])
+        cells.append([f"{MODELS[model]}: {OURS}", *(rate_of(one, "ttft_ms_p95", fixed) for one in ours)])
     return table(["tokens of the prompt", *(f"{int(c):,}" for c in CONTEXTS)], cells)
 
 
@@ -197,14 +201,16 @@ def kept_h100(results: Results) -> str:
     rows = []
     for model in (QWEN, MISTRAL_AWQ):
         for title, (workload, unit) in KEPT_WORKLOADS.items():
-            found = measured(results, model, "offline", f"{workload}-fp8")
+            plain = {one["revision"]: one for one in records(results, model, "offline", workload)}
+            narrow = records(results, model, "offline", f"{workload}-fp8")
+            found = next((one for one in narrow if one["revision"] in plain), None)
             if found is not None:
-                beside = measured(results, model, "offline", workload, found["revision"])
-                rates = (rate_of(beside, unit), rate_of(found, unit))
-                rows.append([f"{MODELS[model]}: {title}", *rates, found["revision"]])
+                revision = found["revision"]
+                rates = (rate_of(plain[revision], unit), rate_of(found, unit))
+                rows.append([f"{MODELS[model]}: {title}", *rates, revision])
     runs = results["kept-h100"]
     for context in CONTEXTS:
-        plain, narrow = (
+        bf16, fp8 = (
             joined(
                 whole(run["engine"]["contexts"][context]["tokens_per_second"])
                 for run in runs
@@ -213,7 +219,7 @@ def kept_h100(results: Results) -> str:
             for kept in ("auto", "fp8")
         )
         title = f"{MODELS[QWEN]}: one stream behind {int(context):,} tokens, two processes each"
-        rows.append([title, plain, narrow, runs[0]["revision"]])
+        rows.append([title, bf16, fp8, runs[0]["revision"]])
     return table(["output tokens/s", "bf16", "fp8", "commit"], rows)
 
 
