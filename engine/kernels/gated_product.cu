@@ -12,9 +12,9 @@ constexpr int kPeers = 2, kReaders = 2, kReaderWarps = 4 * kReaders, kThreads = 
 constexpr int kTokens = 64 * kReaders, kTile = OP_TILE, kStages = OP_STAGES;
 constexpr int kSpan = 64, kUnits = ceil_div(OP_COLUMNS, kSpan);  // columns of a stage; stages of a tile
 constexpr int kOut = kTile / 2;                                  // numbers of a token that a tile gives
-constexpr int kTokenBytes = kTokens * 128, kHalfBytes = kOut * 128, kStage = kTokenBytes + 2 * kHalfBytes;
+constexpr int kTokenBytes = kTokens * 128, kHalfBytes = kOut * 128, kStage = kTokenBytes + kPeers * kHalfBytes;
 constexpr int kOutRow = 256;  // bytes of a token's results on their way
-constexpr int kGroup = 8;  // pairs of blocks' tokens that one stretch of rows is gone through for: they stay in the L2
+constexpr int kGroup = 8;     // clusters' tokens that all rows are gone through for before the next: they stay in the L2
 static_assert(kTile % 32 == 0 && kOut * 2 <= kOutRow && OP_HALF % 8 == 0, "tile");
 
 struct Barriers {

@@ -11,8 +11,8 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 
-_PEERS, _TOKENS = 2, 128  # blocks of a cluster; tokens of a block
 TILES = (256, 224, 192, 160, 128)  # rows of a block, half of them gates
+_PEERS, _TOKENS, _THREADS = 2, 128, 288  # blocks of a cluster; tokens and threads of a block
 _SPAN, _ROW_BYTES = 64, 128  # columns of a stage, and their bytes
 _RESULTS, _BARRIERS = 32 << 10, 1 << 10  # bytes of shared memory beside the stages
 _MOST_STAGES = 8
@@ -81,7 +81,7 @@ def gated_product(
     how = how or divide(tokens, half, columns, library.gpu)
     defines = {"OP_HALF": half, "OP_COLUMNS": columns, "OP_TILE": how.tile, "OP_STAGES": how.stages}
     kernel = library.kernel("gated_product", "gated_product", defines, how.shared)
-    shape = Shape((_PEERS * how.clusters, 1, 1), 32 * 9, how.shared)
+    shape = Shape((_PEERS * how.clusters, 1, 1), _THREADS, how.shared)
     values: dict[str, Argument] = {
         "x": Boxes(x, _TOKENS),
         "weights": Boxes(weight, how.tile // 2),

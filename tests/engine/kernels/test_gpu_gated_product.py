@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.kernels import gated_product as kernel
 from engine.kernels.build import KernelLibrary
 from engine.kernels.gated_product import TILES, Division, division, gated_product
 from engine.kernels.launch import Launcher
@@ -87,19 +86,3 @@ def test_one_launch_after_another_in_a_graph(library: KernelLibrary, launcher: L
         gate, up = (x.float() @ weight.float().T).split(half, dim=1)
         x = (functional.silu(gate) * up).bfloat16()
     assert float((eager.float() - x.float()).norm() / x.float().norm()) < 0.05
-
-
-def test_what_serves_is_what_was_measured(library: KernelLibrary) -> None:
-    """Mistral's and Qwen's sizes of 256 tokens and more, but for those that leave a quarter of the blocks in vain."""
-    mistral = torch.empty(28672, 4096, device="meta", dtype=torch.bfloat16)
-    qwen = torch.empty(6144, 1024, device="meta", dtype=torch.bfloat16)
-    served = {
-        (name, tokens)
-        for name, weight in (("mistral", mistral), ("qwen", qwen))
-        for tokens in (192, 256, 384, 512, 1024, 2048, 4096)
-        if kernel.why_not(weight, tokens, library.gpu) is None
-    }
-    assert served == {
-        *(("mistral", tokens) for tokens in (256, 512, 1024, 2048, 4096)),
-        *(("qwen", tokens) for tokens in (512, 1024, 2048, 4096)),
-    }
