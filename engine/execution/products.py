@@ -82,25 +82,23 @@ class Products:
 
     def gated(self, linear: Linear, x: torch.Tensor, room: torch.Tensor, inner: torch.Tensor, order: Format) -> None:
         """inner bfloat16 [tokens, half], columns in the order named, = silu(gate) · up of x · Wᵀ, W gates then ups."""
-        if not self._gates_itself(linear, x.shape[0]):
+        if not self._gates_itself(linear, x.shape[0], order):
             self._enqueue(ops.gate(self._library, self(linear, x, room), inner, order))
             return
-        if order is not Format.BF16:
-            raise ValueError("a product that gates its results leaves them as they come")
         weight = _dense(self._plain.of(linear, x.shape[0])).weight
         self._enqueue(gated_product.gated_product(self._library, x, weight, inner))
 
     def layer_bytes(self, layer: Layer, tokens: int) -> int:
         """What the products of a layer take in the room, one at a time."""
         left = [layer.qkv, layer.output, layer.down]
-        if not self._gates_itself(layer.gate_up, tokens):
+        if not self._gates_itself(layer.gate_up, tokens, self.order(layer.down, tokens)):
             left.append(layer.gate_up)
         return max(self.bytes_of(linear, tokens) for linear in left)
 
-    def _gates_itself(self, linear: Linear, tokens: int) -> bool:
-        """Whether product and gate are one kernel."""
+    def _gates_itself(self, linear: Linear, tokens: int, order: Format) -> bool:
+        """Whether product and gate are one kernel, which leaves its columns as they come."""
         linear = self._plain.of(linear, tokens)
-        if not isinstance(linear, DenseLinear) or linear.bias is not None:
+        if order is not Format.BF16 or not isinstance(linear, DenseLinear) or linear.bias is not None:
             return False
         return gated_product.why_not(linear.weight, tokens, self._gpu) is None
 
