@@ -18,6 +18,20 @@ __device__ __forceinline__ void arrive_when_copied(u64& barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
+// What earlier kernels wrote is seen by the copy engine.
+__device__ __forceinline__ void publish_to_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// Where in a ring of stages one is.
+template <int STAGES>
+struct RingPlace {
+    int stage = 0;
+    u32 round = 0;  // odd or even
+
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, round ^= 1;
+    }
+};
+
 __device__ __forceinline__ Quad load_quad(const void* p) { return *reinterpret_cast<const Quad*>(p); }
 
 // Four 8×8 matrices of 16-bit values; lane 8i + r names row r of matrix i, and lane (g, t) gets row g, columns 2t and

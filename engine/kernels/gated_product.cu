@@ -6,6 +6,7 @@
 // copies half of the rows to both. A warp copies, stage by stage; two warpgroups multiply 64 tokens each. A cluster goes
 // from tile to tile, and its stages of the next are copied while the last one's results are worked out.
 #include "copies.cuh"
+#include "gating.cuh"
 #include "panels.cuh"
 
 constexpr int kPeers = 2, kReaders = 2, kReaderWarps = 4 * kReaders, kThreads = 32 * (kReaderWarps + 1);
@@ -35,15 +36,7 @@ struct Barriers {
     }
 };
 
-// Where in the ring of stages one is.
-struct Place {
-    int stage = 0;
-    u32 round = 0;  // odd or even
-
-    __device__ __forceinline__ void next() {
-        if (++stage == kStages) stage = 0, round ^= 1;
-    }
-};
+using Place = RingPlace<kStages>;
 
 // The tiles of a cluster, one after the other: tokens first, in groups.
 struct Tiles {
@@ -91,7 +84,7 @@ struct Copies {
         if (tile.left())  // weights do not wait for what is before
             for (int unit = 0; unit < kFirst; ++unit) weights_of(tile, unit, unit);
         wait_for_previous();
-        asm volatile("fence.proxy.async.global;" ::: "memory");  // what earlier kernels wrote is seen by the copy engine
+        publish_to_copies();
         if (tile.left())
             for (int unit = 0; unit < kFirst; ++unit) tokens_of(tile, unit, unit);
         Place place;
@@ -105,8 +98,6 @@ struct Copies {
             }
     }
 };
-
-__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
 // A warp's results of sixteen tokens, put together in `room`, which is its own.
 __device__ __forceinline__ void store(const float (&sums)[kTile / 2], u8* room, u16* out, int token0, int out0, int tokens) {

@@ -61,9 +61,6 @@ struct Weights {
     }
 };
 
-// What earlier kernels wrote is seen by the copy engine.
-__device__ __forceinline__ void publish_to_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
 // The block's tokens, stage by stage.
 struct Tokens {
     u64 full[OP_STAGES], empty[OP_STAGES];

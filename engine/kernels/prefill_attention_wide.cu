@@ -13,14 +13,7 @@ constexpr int kPanel = kKeys * 128, kTile = kDim / 64 * kPanel;  // bytes of 64 
 constexpr int kSegments = kDim / 8, kAtOnce = 128 / kSegments;  // of a row; rows that the copying threads copy at once
 static_assert(kDim == 64 || kDim == 128, "head");
 
-// Where in a ring of stages one is.
-struct Place {
-    int stage = 0, round = 0;  // round: odd or even
-
-    __device__ __forceinline__ void next() {
-        if (++stage == kStages) stage = 0, round ^= 1;
-    }
-};
+using Place = RingPlace<kStages>;
 
 struct Barriers {
     u64 full[2][kStages], empty[2][kStages];  // of keys, of values

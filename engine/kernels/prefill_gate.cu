@@ -1,4 +1,5 @@
 // out[token] = silu(gate) · up, gate the first half of a product's row, up the second.
+#include "gating.cuh"
 #include "order.cuh"
 #include "parts.cuh"
 
@@ -6,7 +7,6 @@ constexpr int kThreads = 256;
 constexpr int kColumns = !OP_SLICES && OP_ORDER == kBf16 && OP_HALF % 8 == 0 ? 8 : 2;  // of a thread
 static_assert(OP_HALF % 2 == 0, "columns");
 
-__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 __device__ __forceinline__ u32 gated(u32 gate, u32 up) {
     return pack_bf16(gated(bf16_to_float(u16(gate)), bf16_to_float(u16(up))),
                      gated(bf16_to_float(u16(gate >> 16)), bf16_to_float(u16(up >> 16))));
