@@ -5,6 +5,7 @@
 // neither is ever written. Two blocks form a cluster: they have the same rows and the tokens below each other, and each
 // copies half of the rows to both. A warp copies, stage by stage; two warpgroups multiply 64 tokens each. A cluster goes
 // from tile to tile, and its stages of the next are copied while the last one's results are worked out.
+#include "boxes.cuh"
 #include "copies.cuh"
 #include "gating.cuh"
 #include "panels.cuh"

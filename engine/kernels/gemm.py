@@ -6,25 +6,31 @@ capability 9.0; it wants its tokens laid out as `ordered` does it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.kernels.build import Kernels
 from engine.kernels.gpu import GpuShape
-from engine.kernels.launch import Argument, Launch, Shape, prepare
+from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN, weight_values
-from engine.kernels.weights import Format, Matrix
+from engine.kernels.weights import INT4_SPAN, Format, Matrix
 
 BLOCK_ROWS = 128
 TILES = (16, 32, 64, 128)  # tokens of a block
 MOST_SLICES = 8
 WIDE_TILES = (64, 128)  # of a warpgroup's products
+_THREADS, _WIDE_THREADS = 256, 384
 _STAGES = 4
 _MOST_STAGES = 8
 _BARRIERS = 1024  # bytes of shared memory that a block of the wide kernel has beside its stages
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
 _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
+# Of the wide kernel, µs on an H100, about (docs/perf-log.md):
+_WIDE_STAGE = {(Format.INT4, 64): 0.55, (Format.INT4, 128): 0.75, (Format.INT8, 64): 0.42, (Format.INT8, 128): 0.46}
+WIDE_ROWS = {BLOCK_ROWS: 1.0, 2 * BLOCK_ROWS: 1.85}  # of a block; a stage's time by that of 128
+_WIDE_RAMP = 5  # as `_RAMP`
+_WIDE_BYTES = 4e6  # as `_STAGE_BYTES`, a microsecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Division:
     slices: int  # of the columns
     stages: int
     wide: bool = False
+    rows: int = BLOCK_ROWS  # of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +59,46 @@ def why_not(matrix: Matrix) -> str | None:
     return "plain weights are torch's business" if matrix.format is Format.BF16 else None
 
 
-def stage_bytes(matrix: Matrix, tokens: int, *, wide: bool = False) -> int:
+def stage_bytes(matrix: Matrix, tokens: int, rows: int = BLOCK_ROWS, *, wide: bool = False) -> int:
     """Shared memory of a stage: 64 bytes of each row, scales, and the same columns of the tokens."""
-    scales = 4 * BLOCK_ROWS * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
-    size = BLOCK_ROWS * 64 + scales + tokens * matrix.format.span * 2
+    scales = 4 * rows * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
+    size = rows * 64 + scales + tokens * matrix.format.span * 2
     return _ceil(size, 1024) * 1024 if wide else size
 
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> Division:
-    """The division whose blocks, wave by wave, take the fewest stages."""
+    """The division whose blocks, wave by wave, take the least."""
     tile = next((one for one in TILES if tokens <= one), TILES[-1])
     wide = gpu.warpgroups and tile in WIDE_TILES
-    size = stage_bytes(matrix, tile, wide=wide)
-    stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if wide else min(_STAGES, gpu.shared // size)
+    units = matrix.columns // matrix.format.span
+    every = (Division(tile, slices, 0, wide) for slices in range(1, min(most_slices, units) + 1))
+    if wide:
+        every = (replace(one, rows=rows) for one in every for rows in WIDE_ROWS)
+    how = min(every, key=lambda one: _cost(one, matrix, tokens, gpu))
+    return with_stages(how, matrix, gpu)
+
+
+def with_stages(how: Division, matrix: Matrix, gpu: GpuShape) -> Division:
+    """The same with as many stages as a block has room for. Raises ValueError where it has none for two."""
+    size = stage_bytes(matrix, how.tokens, how.rows, wide=how.wide)
+    stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if how.wide else min(_STAGES, gpu.shared // size)
     if stages < 2:
         raise ValueError(f"two stages take {2 * size} bytes of shared memory, a block has {gpu.shared}")
-    units = matrix.columns // matrix.format.span
-    blocks = _ceil(tokens, tile) * _ceil(matrix.rows, BLOCK_ROWS)
-    resident = gpu.multiprocessors * max(1, gpu.shared // (stages * size) if tile < 64 else 1)
+    return replace(how, stages=stages)
 
-    def cost(slices: int) -> float:
-        # What several slices leave is wider, and read by whoever adds them up.
-        moved = tokens * matrix.rows * 2 * (2 if slices == 1 else 4 * slices)
-        return _ceil(blocks * slices, resident) * (_ceil(units, slices) + _RAMP) + moved / _STAGE_BYTES
 
-    slices = min((n for n in range(1, min(most_slices, units) + 1)), key=lambda n: (cost(n), n))
-    return Division(tile, slices, stages, wide)
+def _cost(how: Division, matrix: Matrix, tokens: int, gpu: GpuShape) -> float:
+    """In stages, or µs where the kernel is the wide one. What several slices leave is wider, and read by whoever adds
+    them up."""
+    moved = tokens * matrix.rows * 2 * (2 if how.slices == 1 else 4 * how.slices)
+    blocks = _ceil(tokens, how.tokens) * _ceil(matrix.rows, how.rows) * how.slices
+    stages = _ceil(matrix.columns // matrix.format.span, how.slices)
+    if how.wide:
+        stage = _WIDE_STAGE[matrix.format, how.tokens] * WIDE_ROWS[how.rows]
+        return _ceil(blocks, gpu.multiprocessors) * (stages * stage + _WIDE_RAMP) + moved / _WIDE_BYTES
+    shared = with_stages(how, matrix, gpu).stages * stage_bytes(matrix, how.tokens)
+    resident = gpu.multiprocessors * max(1, gpu.shared // shared if how.tokens < 64 else 1)
+    return _ceil(blocks, resident) * (stages + _RAMP) + moved / _STAGE_BYTES
 
 
 def order(matrix: Matrix, how: Division) -> Format:
@@ -109,8 +130,10 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launc
         "OP_STAGES": how.stages,
         "OP_SPLIT": int(how.slices > 1),
     }
-    shared = how.stages * stage_bytes(matrix, how.tokens, wide=how.wide)
-    grid = (_ceil(tokens, how.tokens), _ceil(matrix.rows, BLOCK_ROWS), how.slices)
+    if how.wide:
+        defines["OP_ROWS"] = how.rows
+    shared = how.stages * stage_bytes(matrix, how.tokens, how.rows, wide=how.wide)
+    grid = (_ceil(tokens, how.tokens), _ceil(matrix.rows, how.rows), how.slices)
     values: dict[str, Argument] = {
         "x": batch.x,
         "out": batch.out,
@@ -118,11 +141,25 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launc
         "rows": matrix.rows,
         "columns": matrix.columns,
         "tokens": tokens,
-        **weight_values(matrix),
+        **(weight_boxes(matrix, how.rows) if how.wide else weight_values(matrix)),
         **CHAIN,
     }
     kernel = library.kernel("gemm_wide" if how.wide else "gemm", "gemm", defines, shared)
-    return prepare(kernel, Shape(grid, 256, shared), values)
+    return prepare(kernel, Shape(grid, _WIDE_THREADS if how.wide else _THREADS, shared), values)
+
+
+def weight_boxes(matrix: Matrix, rows: int) -> dict[str, Argument]:
+    """What a stage of the wide kernel has of so many rows: 64 bytes of each, or 512 of eight, and their scales."""
+    if matrix.scales is None:
+        weights = Boxes(matrix.data, rows, matrix.format.span, operand=False)
+        return {"weights": weights, "scales": weights, "row_scale": matrix.row_scale}  # a map that is not looked at
+    tiles = rows // 8
+    words = 8 * matrix.format.span // matrix.group
+    return {
+        "weights": Boxes(matrix.data.flatten(1), tiles, INT4_SPAN, operand=False),
+        "scales": Boxes(matrix.scales.flatten(1), tiles, words, operand=False),
+        "row_scale": None,
+    }
 
 
 def _ceil(a: int, b: int) -> int:

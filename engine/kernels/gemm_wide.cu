@@ -1,163 +1,161 @@
 // out[token][row] = x · Wᵀ as `gemm.cu` has it, for 64 tokens and more on a card of compute capability 9.0: products of a
 // warpgroup, 64 rows of W from registers by all tokens of the block from shared memory, so that each weight is unpacked
 // once for all of them. The tokens come as `order.cuh` lays them out: a lane's weights meet their columns, and what a
-// block needs of them at a time are runs of bytes, which the copy engine brings. Each warp copies its own weights. So no
-// warp waits for another but where the engine is to write over what others may still read, two stages later.
+// block needs of them at a time are runs of bytes, which the copy engine brings.
+//
+// A thread copies, two warpgroups multiply, and unpack the next weights while products run. Four bits are scaled before
+// their product and rounded to bf16, as plain copies of the weights are: scaled behind it, group by group, they would need
+// as many sums again, and no product could run on into the next stage.
 #include "gemm_wide.cuh"
 #include "store.cuh"
 #include "warpgroup.cuh"
 
-// ---- stages --------------------------------------------------------------------------------------------------------
+// ---- weights of a stage ------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero) {
-    return fma_bf16x2(((word >> (4 * n)) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, minus_zero);
-}
+constexpr int kProducts = kSpan / 16;  // sixteen columns each
 
-struct Sums {
-    float of[kSums];
+// A scale twice, as the sum of two numbers of bf16.
+struct Scale {
+    u32 high, low;
 
-    // One stage, whose weights are in registers. `ahead` loads those of the next while the last products run.
-    template <class Ahead>
-    __device__ __forceinline__ void four_bits(const u8* stage, const Quad (&own)[2], int warp, int g, Ahead&& ahead) {
-        constexpr int kEach = 4 / (kGroups > 0 ? kGroups : 1);  // words of a group
-        const u32* words = reinterpret_cast<const u32*>(stage + kTokenBytes + kWeightBytes) + warp * 2 * kGroups * 8 + g;
-        const Quad upper = own[0], lower = own[1];
-        float part[kSums];
-#pragma unroll
-        for (int q = 0; q < kGroups; ++q) {
-            const u32 scale[2] = {words[q * 8], words[(kGroups + q) * 8]};
-            const u32 zero[2] = {__byte_perm(scale[0], 0u, 0x3232u), __byte_perm(scale[1], 0u, 0x3232u)};
-#pragma unroll
-            for (int j = q * kEach; j < (q + 1) * kEach; ++j) {
-                u32 a[2][4];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    a[i][0] = nibbles(upper.r[j], 2 * i, zero[0]), a[i][1] = nibbles(lower.r[j], 2 * i, zero[1]);
-                    a[i][2] = nibbles(upper.r[j], 2 * i + 1, zero[0]), a[i][3] = nibbles(lower.r[j], 2 * i + 1, zero[1]);
-                }
-                before_products();
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    multiply<false>(part, a[i], operand(stage + j / 2 * kTokens * 128 + (j % 2 * 2 + i) * 32, 16),
-                                    i > 0 || j > q * kEach);
-                end_products();
-            }
-            if (q == kGroups - 1) ahead();
-            wait_products<0>();
-            const float f[2] = {half_to_float(u16(scale[0])), half_to_float(u16(scale[1]))};
-#pragma unroll
-            for (int n = 0; n < kSums; ++n) of[n] += f[n / 2 % 2] * part[n];
-        }
-    }
-
-    // The products of the stage before may still run while this one's weights are unpacked; `a` is not theirs.
-    __device__ __forceinline__ void eight_bits(u32 (&a)[4][4], const u8* stage, int warp, int g, int t) {
-        using Bytes = Chunk<kInt8, 128>;
-        const u8* rows = stage + kTokenBytes + warp * 1024;
-        const Quad upper = load_quad(rows + g * 64 + t * 16), lower = load_quad(rows + 512 + g * 64 + t * 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            a[i][0] = Bytes::pair(upper.r[i], 0x4140u), a[i][1] = Bytes::pair(lower.r[i], 0x4140u);
-            a[i][2] = Bytes::pair(upper.r[i], 0x4342u), a[i][3] = Bytes::pair(lower.r[i], 0x4342u);
-        }
-        before_products();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) multiply<false>(of, a[i], operand(stage + i * 32, 16), true);
-        end_products();
-        wait_products<1>();
+    __device__ __forceinline__ explicit Scale(u16 half) {
+        const float scale = half_to_float(half);
+        high = pack_bf16(scale, scale);
+        const float rest = scale - __uint_as_float(high & 0xFFFF0000u);
+        low = pack_bf16(rest, rest);
     }
 };
 
+// Nibble n of each half of the word, less its zero, times its scale, rounded to bf16 once.
+__device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero, const Scale& scale) {
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(word >> (4 * n)), "r"(0x000F000Fu), "r"(0x43004300u));  // 128 + it
+    v = fma_bf16x2(v, 0x3F803F80u, minus_zero);
+    return fma_bf16x2(v, scale.high, fma_bf16x2(v, scale.low, 0x80008000u));
+}
+
+// As bf16, a lane's own of sixteen rows of a warp: the first operands of the stage's products.
+struct Operands {
+    u32 of[kProducts][4];
+
+    // `rows`: the warp's number among those that have sixteen rows each.
+    __device__ __forceinline__ void unpack(const u8* stage, int rows) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u8* bytes = stage + kTokenBytes + rows * 1024;
+        if constexpr (kInt4Weights) {
+            constexpr int kEach = kProducts / kGroups;
+            const u32* words = reinterpret_cast<const u32*>(stage + kTokenBytes + kWeightBytes) + rows * 2 * kGroups * 8 + g;
+            const Quad upper = load_quad(bytes + lane * 16), lower = load_quad(bytes + 512 + lane * 16);
+#pragma unroll
+            for (int q = 0; q < kGroups; ++q) {
+                const u32 up_words = words[q * 8], low_words = words[(kGroups + q) * 8];
+                const u32 up_zero = __byte_perm(up_words, 0u, 0x3232u), low_zero = __byte_perm(low_words, 0u, 0x3232u);
+                const Scale up_scale{u16(up_words)}, low_scale{u16(low_words)};
+#pragma unroll
+                for (int i = q * kEach; i < (q + 1) * kEach; ++i)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        of[i][2 * half] = nibbles(upper.r[i / 2], i % 2 * 2 + half, up_zero, up_scale);
+                        of[i][2 * half + 1] = nibbles(lower.r[i / 2], i % 2 * 2 + half, low_zero, low_scale);
+                    }
+            }
+        } else {
+            using Bytes = Chunk<kInt8, 128>;
+            const Quad upper = load_quad(bytes + g * 64 + t * 16), lower = load_quad(bytes + 512 + g * 64 + t * 16);
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) {
+                of[i][0] = Bytes::pair(upper.r[i], 0x4140u), of[i][1] = Bytes::pair(lower.r[i], 0x4140u);
+                of[i][2] = Bytes::pair(upper.r[i], 0x4342u), of[i][3] = Bytes::pair(lower.r[i], 0x4342u);
+            }
+        }
+    }
+};
+
+// ---- a warpgroup's products --------------------------------------------------------------------------------------------
+
+struct Products {
+    float sums[kParts][kSums] = {};
+
+    // Of all stages. Those of the operands before may still run while the next are unpacked.
+    __device__ __forceinline__ void all(const u8* stages, Barriers& barriers, int units, int warp) {
+        Place place;
+        Operands even, odd;
+        int before = 0;
+        auto one = [&](Operands& own, int part) {
+            const u8* stage = stages + place.stage * kStage;
+            own.unpack(stage, part * kReaderWarps + warp);
+            before_products();
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i)
+                multiply<false>(sums[part], own.of[i], operand(stage + i / 4 * kRunBytes + i % 4 * 32, 16), true);
+            end_products();
+            wait_products<1>();
+        };
+        auto wait = [&] { wait_barrier(barriers.full[place.stage], place.round); };
+        auto left = [&](bool any) {
+            if (any) barriers.leave(before);
+            before = place.stage;
+        };
+        if constexpr (kParts == 2) {
+            for (int unit = 0; unit < units; ++unit, place.next()) {
+                wait(), one(even, 0), left(unit > 0), one(odd, 1);
+            }
+        } else {
+            for (int unit = 0; unit < units; unit += 2) {
+                wait(), one(even, 0), left(unit > 0), place.next();
+                if (unit + 1 == units) break;
+                wait(), one(odd, 0), left(true), place.next();
+            }
+        }
+        wait_products<0>();
+    }
+};
+
+// ---- the block ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void lay_out(const Products& products, int warp, float* tile) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                tile[(n * 8 + 2 * t + (c & 1)) * kOutRow + part * 128 + warp * 16 + c / 2 * 8 + g] =
+                    products.sums[part][n * 4 + c];
+}
+
 // Grid: token tiles, row tiles, slices of the columns. With one slice `out` is bf16 [tokens, rows]; with several it is
-// float32 [slices, tokens, rows], and whoever reads it adds them up.
+// float32 [slices, tokens, rows], and whoever reads it adds them up. Boxes of weights: 512 bytes of kRows / 8 tiles, or 64
+// of kRows rows; of scales: a stage's groups of kRows / 8 tiles, four bits alone.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gemm(const u8* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias, u8* out, int rows,
-         int columns, int tokens, int trigger) {
+    gemm(const u8* x, const __grid_constant__ Map weights, const __grid_constant__ Map scales, const float* row_scale,
+         const float* bias, u8* out, int rows, int columns, int tokens, int trigger) {
     extern __shared__ __align__(1024) u8 stages[];
-    __shared__ Tokens brought;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    __shared__ Barriers barriers;
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);  // alike in a warp
     if (trigger == 0) let_next_start();
     const int row0 = blockIdx.y * kRows, token0 = blockIdx.x * kTokens;
     const int units = columns / kSpan, slices = gridDim.z;
     const int first = int(u64(units) * blockIdx.z / slices), last = int(u64(units) * (blockIdx.z + 1) / slices);
-    Weights from(weights, scales, rows, columns, row0, first);
-    constexpr int kAhead = OP_STAGES - 2;  // stages under way; the two others are in use by warps that are not equally far
-#pragma unroll
-    for (int s = 0; s < kAhead; ++s) {
-        if (first + s < last) from.next(stages + s * kStage);
-        end_copy_group();
-    }
-    brought.init();
-    wait_for_previous();
-    if (trigger == 1) let_next_start();
-    const u64 run_step = u64(tokens) * 128;
-    const u8* source = x + u64(first) * kRuns * run_step + u64(token0) * 128;
-    if (threadIdx.x == 0) {
-        publish_to_copies();
-        for (int s = 0; s < kAhead && first + s < last; ++s, source += kRuns * run_step)
-            brought.bring(stages + s * kStage, s, source, run_step, tokens - token0);
-    }
-    Sums sums = {};
-    int at = 0, next = kAhead;
-    u32 phase = 0, next_phase = 1;  // of `at` when full, of `next` when empty: at first nobody has read it
-    auto arrive_at_next = [&](int unit) {
-        wait_copy_groups<kAhead - 1>();
-        __syncwarp();
-        if (unit + kAhead < last) {
-            from.next(stages + next * kStage);
-            if (threadIdx.x == 0) {
-                wait_barrier(brought.empty[next], next_phase);
-                brought.bring(stages + next * kStage, next, source, run_step, tokens - token0);
-                source += kRuns * run_step;
-            }
-        }
-        end_copy_group();
-        wait_barrier(brought.full[at], phase);
-        __syncwarp();
-    };
-    auto move_on = [&] {
-        if (++at == OP_STAGES) at = 0, phase ^= 1;
-        if (++next == OP_STAGES) next = 0, next_phase ^= 1;
-    };
-    auto before_at = [&] { return at == 0 ? OP_STAGES - 1 : at - 1; };  // whose products have ended
-    if constexpr (kInt4Weights) {
-        Quad own[2] = {};  // sixteen rows of the warp, 128 columns
-        auto load = [&] {
-            const u8* at_own = stages + at * kStage + kTokenBytes + warp * 1024 + lane * 16;
-            own[0] = load_quad(at_own), own[1] = load_quad(at_own + 512);
-        };
-        if (first < last) arrive_at_next(first), load();
-        for (int unit = first; unit < last; ++unit) {
-            const int here = at;
-            sums.four_bits(stages + at * kStage, own, warp, g, [&] {
-                move_on();
-                if (unit + 1 < last) arrive_at_next(unit + 1), load();
-            });
-            brought.leave(here);
-        }
-    } else {
-        u32 even[4][4], odd[4][4];
-        for (int unit = first; unit < last; unit += 2) {
-            arrive_at_next(unit);
-            sums.eight_bits(even, stages + at * kStage, warp, g, t);
-            if (unit > first) brought.leave(before_at());
-            move_on();
-            if (unit + 1 == last) break;
-            arrive_at_next(unit + 1);
-            sums.eight_bits(odd, stages + at * kStage, warp, g, t);
-            brought.leave(before_at());
-            move_on();
-        }
-        wait_products<0>();
-    }
-    wait_copy_groups<0>();
-    __syncthreads();
     float* tile = reinterpret_cast<float*>(stages);
-#pragma unroll
-    for (int n = 0; n < kTokens / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            tile[(n * 8 + 2 * t + (c & 1)) * kOutRow + warp * 16 + c / 2 * 8 + g] = sums.of[n * 4 + c];
+    barriers.init();
+    if (warp >= kReaderWarps) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 32 * kReaderWarps)
+            Copies{weights, scales, stages, barriers, kInt4Weights ? row0 / 8 : row0}.all(
+                first, last, x + u64(token0) * 128, u64(tokens) * 128, min(tokens - token0, kTokens) * 128, trigger == 1);
+        __syncwarp();
+        __syncthreads();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        wait_for_previous();  // who may still read `out`
+        if (trigger == 1) let_next_start();
+        Products products;
+        if (first < last) products.all(stages, barriers, last - first, warp);
+        __syncthreads();  // all stages are read
+        lay_out(products, warp, tile);
+    }
     __syncthreads();
     store_tile<kTokens, kRows>(tile, kOutRow, row0, token0, row_scale, bias, out, rows, tokens);
 }

@@ -14,11 +14,13 @@ from engine.kernels.build import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """A bfloat16 matrix that the copy engine reads in boxes of so many rows by 64 columns, permuted as `wgmma` reads
-    them."""
+    """A matrix that the copy engine reads in boxes of so many rows by so many columns; those of an operand are permuted
+    as `wgmma` reads them."""
 
     matrix: torch.Tensor
     rows: int
+    columns: int = 64  # of an operand of bfloat16
+    operand: bool = True
 
     def map(self) -> Any:
         """What the driver makes of it; nothing where it does not lie on a GPU."""
@@ -28,12 +30,14 @@ class Boxes:
         from cuda.core.utils import StridedMemoryView
 
         # The enumerations have no public name of their own; the defaults are of their types.
-        swizzle, promotion = type(Options.swizzle).SWIZZLE_128B, type(Options.l2_promotion).L2_256B
-        view = StridedMemoryView.from_any_interface(self.matrix.view(torch.uint16), stream_ptr=-1)
-        return view.as_tensor_map((self.rows, _BOX_COLUMNS), swizzle=swizzle, l2_promotion=promotion)
+        kinds, promotion = type(Options.swizzle), type(Options.l2_promotion).L2_256B
+        swizzle = kinds.SWIZZLE_128B if self.operand else kinds.NONE
+        words = self.matrix.view(_WORDS.get(self.matrix.dtype, self.matrix.dtype))
+        view = StridedMemoryView.from_any_interface(words, stream_ptr=-1)
+        return view.as_tensor_map((self.rows, self.columns), swizzle=swizzle, l2_promotion=promotion)
 
 
-_BOX_COLUMNS = 64
+_WORDS = {torch.bfloat16: torch.uint16, torch.int8: torch.uint8}  # as the driver takes them
 Argument = torch.Tensor | Boxes | int | float | None
 
 

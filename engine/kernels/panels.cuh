@@ -1,5 +1,4 @@
-// Products of a warpgroup with both operands in shared memory, as `warpgroup.cuh` has them there, by W columns at a time;
-// and the copies of such operands out of plain matrices, by tensor maps, into one or two blocks of a cluster.
+// Products of a warpgroup with both operands in shared memory, as `warpgroup.cuh` has them there, by W columns at a time.
 #pragma once
 #include "warpgroup.cuh"
 
@@ -32,51 +31,6 @@ PRODUCT_OF(160, 80, "%80", "%81", "%82")
 PRODUCT_OF(192, 96, "%96", "%97", "%98")
 PRODUCT_OF(224, 112, "%112", "%113", "%114")
 PRODUCT_OF(256, 128, "%128", "%129", "%130")
-
-// ---- two blocks that share what they copy ---------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 rank_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void meet_cluster() {  // all threads of it; what they wrote is seen
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// At the barrier that the block of this rank has in the same place, by a thread that has written nothing for it to see: to
-// release to a cluster would take a fence of the whole GPU, a microsecond.
-__device__ __forceinline__ void arrive_at(u64& barrier, u32 rank) {
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(&barrier)),
-        "r"(rank)
-        : "memory");
-}
-
-// What the copy engine knows of a matrix: where it lies, its shape, and what a box of it is.
-struct alignas(64) Map {
-    u64 words[16];
-};
-
-// The box that begins at this column and row; zeros where the matrix has ended.
-__device__ __forceinline__ void copy_box(u64& full, void* to, const Map* map, int column, int row) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(&full)), "r"(column), "r"(row)
-        : "memory");
-}
-// To the same place of each block that `blocks` has a bit for, and each block's own barrier is told.
-__device__ __forceinline__ void copy_box_to(u16 blocks, u64& full, void* to, const Map* map, int column, int row) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(&full)), "r"(column), "r"(row), "h"(blocks)
-        : "memory");
-}
-__device__ __forceinline__ void prefetch_map(const Map* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 
 // Two 8×8 matrices of 16-bit values, below each other, into sixteen rows of shared memory; lane r < 16 names row r.
 __device__ __forceinline__ void store_matrices(void* row, u32 upper, u32 lower) {

@@ -13,17 +13,21 @@ from engine.kernels.gemm import (
     BLOCK_ROWS,
     MOST_SLICES,
     TILES,
+    WIDE_ROWS,
     Batch,
     Division,
     divide,
     gemm,
     ordered,
     stage_bytes,
+    weight_boxes,
     why_not,
 )
 from engine.kernels.gpu import GpuShape
+from engine.kernels.launch import Boxes
 from engine.kernels.prefill import Parts
-from engine.kernels.weights import Format, Matrix
+from engine.kernels.weights import Format, Matrix, to_matrix
+from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 H100, SMALL = GpuShape(132, 227 << 10, True), GpuShape(28, 99 << 10)
 
@@ -48,17 +52,24 @@ def test_a_division_fits_the_card_and_leaves_no_slice_empty(
     assert how.tokens in TILES
     assert how.tokens >= min(tokens, TILES[-1])
     assert 1 <= how.slices <= min(MOST_SLICES, units)
-    assert how.stages * stage_bytes(one, how.tokens, wide=how.wide) <= gpu.shared
     assert how.wide == (gpu is H100 and how.tokens >= 64)
+    assert how.rows in (WIDE_ROWS if how.wide else (BLOCK_ROWS,))
     assert how.stages >= (4 if how.wide else 2)
+    stages = how.stages * stage_bytes(one, how.tokens, how.rows, wide=how.wide)
+    assert stages <= gpu.shared
     # what is left of the stages at the end holds a tile of float32 results
-    assert how.stages * stage_bytes(one, how.tokens, wide=how.wide) >= how.tokens * (BLOCK_ROWS + 4) * 4
+    assert stages >= how.tokens * (how.rows + 4) * 4
 
 
 def test_few_rows_are_sliced_so_that_every_multiprocessor_has_work() -> None:
     how = divide(matrix(Format.INT4, 4096, 14336), 128, H100)
-    assert how.slices * (4096 // BLOCK_ROWS) >= 0.75 * H100.multiprocessors
+    assert how.slices * (4096 // how.rows) >= 0.75 * H100.multiprocessors
     assert divide(matrix(Format.INT4, 28672, 4096), 512, H100).slices == 1
+
+
+def test_a_block_has_more_rows_where_that_saves_a_wave() -> None:
+    assert divide(matrix(Format.INT4, 28672, 4096), 128, H100).rows == 2 * BLOCK_ROWS
+    assert divide(matrix(Format.INT4, 4096, 4096), 128, H100).rows == BLOCK_ROWS
 
 
 @pytest.mark.parametrize("form", [Format.INT8, Format.INT4])
@@ -103,6 +114,36 @@ def test_the_grid_covers_tokens_rows_and_slices(recorder: Any) -> None:
     assert launch.shape.grid == (3, 3, 3)
     (asked,) = recorder.asked
     assert asked[2] == {"OP_FORMAT": 2, "OP_GROUP": 64, "OP_TOKENS": 64, "OP_STAGES": 4, "OP_SPLIT": 1}
+
+
+@pytest.mark.parametrize("form", [Format.INT4, Format.INT8])
+def test_the_wide_kernel_is_told_of_boxes(recorder: Any, form: Format) -> None:
+    shapes = {
+        Format.INT4: Int4Groups(
+            torch.zeros(264, 256, dtype=torch.uint8),
+            torch.ones(264, 8).half(),
+            torch.zeros(264, 8, dtype=torch.uint8),
+            64,
+        ),
+        Format.INT8: Int8Rows(torch.zeros(264, 512, dtype=torch.int8), torch.ones(264)),
+    }
+    one = to_matrix(shapes[form])
+    how = Division(64, 2, 6, wide=True, rows=256)
+    boxes = weight_boxes(one, how.rows)
+    launch = gemm(recorder, one, Batch(torch.zeros(130, 512), torch.zeros(2, 130, 264)), how)
+    assert launch.shape.grid == (3, 2, 2)
+    (asked,) = recorder.asked
+    assert asked[0] == "gemm_wide"
+    assert asked[2]["OP_ROWS"] == 256
+    weights, scales = boxes["weights"], boxes["scales"]
+    assert isinstance(weights, Boxes)
+    assert isinstance(scales, Boxes)
+    assert weights.rows * weights.columns * weights.matrix.element_size() == 256 * 64
+    if form is Format.INT4:  # of a stage: two groups of each row, a word each
+        assert scales.rows * scales.columns == 256 * 2
+        assert weights.matrix.shape == (33, 4 * 128)
+    else:
+        assert scales is weights
 
 
 def test_a_product_in_bfloat16_cannot_want_its_bias_again() -> None:

@@ -8,10 +8,21 @@ import pytest
 import torch
 
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import TILES, Batch, Division, divide, gemm, order, ordered, stage_bytes
+from engine.kernels.gemm import (
+    TILES,
+    WIDE_ROWS,
+    Batch,
+    Division,
+    divide,
+    gemm,
+    order,
+    ordered,
+    stage_bytes,
+    with_stages,
+)
 from engine.kernels.gpu import gpu_shape
 from engine.kernels.launch import Launch, Launcher
-from engine.kernels.weights import Matrix, to_matrix
+from engine.kernels.weights import Format, Matrix, dequantize, to_matrix
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +46,13 @@ def made(form: str, rows: int, columns: int) -> tuple[Matrix, torch.Tensor]:
     exact = torch.stack((packed & 15, packed >> 4), -1).flatten(1).double()
     exact -= zero.repeat_interleave(group, 1)
     return to_matrix(Int4Groups(packed, scale, zero, group)), exact * scale.double().repeat_interleave(group, 1)
+
+
+def multiplied(matrix: Matrix, exact: torch.Tensor, how: Division) -> torch.Tensor:
+    """The weights as this division has them, float64: the wide kernel's four bits are those of plain copies."""
+    if not how.wide or matrix.format is not Format.INT4:
+        return exact
+    return dequantize(matrix, 0, matrix.rows, torch.bfloat16).double()
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -61,16 +79,19 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
     gpu = gpu_shape(torch.device("cuda"))
     for tokens in TOKENS:
         x = (torch.randn(tokens, columns, device="cuda") * torch.rand(tokens, 1, device="cuda")).bfloat16()
-        expected = x.double() @ exact.T
         how = divide(matrix, tokens, gpu)
+        expected = x.double() @ multiplied(matrix, exact, how).T
+        assert error(expected.bfloat16(), x.double() @ exact.T) < ROUNDED
         for slices in {1, how.slices, 2, 3}:
-            one = replace(how, slices=min(slices, columns // matrix.format.span))
-            out = poisoned(matrix, tokens, one)
-            launcher.enqueue([product(library, matrix, Batch(x, out), one)])
-            if one.slices == 1:
-                assert error(out, expected) < ROUNDED, (tokens, one)
-            else:
-                assert error(out.double().sum(0), expected) < SUMMED, (tokens, one)
+            for block_rows in WIDE_ROWS if how.wide else (how.rows,):
+                one = replace(how, slices=min(slices, columns // matrix.format.span), rows=block_rows)
+                one = with_stages(one, matrix, gpu)
+                out = poisoned(matrix, tokens, one)
+                launcher.enqueue([product(library, matrix, Batch(x, out), one)])
+                if one.slices == 1:
+                    assert error(out, expected) < ROUNDED, (tokens, one)
+                else:
+                    assert error(out.double().sum(0), expected) < SUMMED, (tokens, one)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -90,7 +111,7 @@ def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form
         }:
             out = poisoned(matrix, tokens, one)
             launcher.enqueue([product(library, matrix, Batch(x, out, bias), one)])
-            assert error(out, x.double() @ exact.T + bias) < ROUNDED
+            assert error(out, x.double() @ multiplied(matrix, exact, one).T + bias) < ROUNDED
 
 
 def test_rows_of_eight_bits_are_any_number(library: KernelLibrary, launcher: Launcher) -> None:
