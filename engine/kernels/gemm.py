@@ -18,8 +18,9 @@ from engine.kernels.weights import INT4_SPAN, Format, Matrix
 
 BLOCK_ROWS = 128
 TILES = (16, 32, 64, 128)  # tokens of a block
+WIDE_TILES = (64, 96, 128)  # of the wide kernel
 MOST_SLICES = 8
-WIDE_TILES = (64, 128)  # of a warpgroup's products
+_NARROW = 32  # tokens that are too few for the wide kernel
 _THREADS, _WIDE_THREADS = 256, 384
 _STAGES = 4
 _MOST_STAGES = 8
@@ -27,7 +28,7 @@ _BARRIERS = 1024  # bytes of shared memory that a block of the wide kernel has b
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
 _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
 # Of the wide kernel, µs on an H100, about (docs/perf-log.md):
-_WIDE_STAGE = {(Format.INT4, 64): 0.55, (Format.INT4, 128): 0.75, (Format.INT8, 64): 0.42, (Format.INT8, 128): 0.46}
+_WIDE_STAGE = {Format.INT4: (0.55, 0.65, 0.75), Format.INT8: (0.42, 0.44, 0.46)}  # by tile
 WIDE_ROWS = {BLOCK_ROWS: 1.0, 2 * BLOCK_ROWS: 1.85}  # of a block; a stage's time by that of 128
 _WIDE_RAMP = 5  # as `_RAMP`
 _WIDE_BYTES = 4e6  # as `_STAGE_BYTES`, a microsecond
@@ -68,12 +69,12 @@ def stage_bytes(matrix: Matrix, tokens: int, rows: int = BLOCK_ROWS, *, wide: bo
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> Division:
     """The division whose blocks, wave by wave, take the least."""
-    tile = next((one for one in TILES if tokens <= one), TILES[-1])
-    wide = gpu.warpgroups and tile in WIDE_TILES
-    units = matrix.columns // matrix.format.span
-    every = (Division(tile, slices, 0, wide) for slices in range(1, min(most_slices, units) + 1))
-    if wide:
-        every = (replace(one, rows=rows) for one in every for rows in WIDE_ROWS)
+    slices = range(1, min(most_slices, matrix.columns // matrix.format.span) + 1)
+    if gpu.warpgroups and tokens > _NARROW:
+        every = [Division(tile, n, 0, True, rows) for n in slices for tile in WIDE_TILES for rows in WIDE_ROWS]
+    else:
+        tile = next((one for one in TILES if tokens <= one), TILES[-1])
+        every = [Division(tile, n, 0) for n in slices]
     how = min(every, key=lambda one: _cost(one, matrix, tokens, gpu))
     return with_stages(how, matrix, gpu)
 
@@ -94,7 +95,7 @@ def _cost(how: Division, matrix: Matrix, tokens: int, gpu: GpuShape) -> float:
     blocks = _ceil(tokens, how.tokens) * _ceil(matrix.rows, how.rows) * how.slices
     stages = _ceil(matrix.columns // matrix.format.span, how.slices)
     if how.wide:
-        stage = _WIDE_STAGE[matrix.format, how.tokens] * WIDE_ROWS[how.rows]
+        stage = _WIDE_STAGE[matrix.format][WIDE_TILES.index(how.tokens)] * WIDE_ROWS[how.rows]
         return _ceil(blocks, gpu.multiprocessors) * (stages * stage + _WIDE_RAMP) + moved / _WIDE_BYTES
     shared = with_stages(how, matrix, gpu).stages * stage_bytes(matrix, how.tokens)
     resident = gpu.multiprocessors * max(1, gpu.shared // shared if how.tokens < 64 else 1)

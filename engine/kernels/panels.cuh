@@ -2,22 +2,15 @@
 #pragma once
 #include "warpgroup.cuh"
 
-// d [64, W] (+)= a [64, 16] · b [W, 16]ᵀ; lanes hold d as for `mma`. A list names the W / 2 sums that a lane has.
-#define SUMS_64                                                                                               \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
-    "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,"   \
-    "%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define SUMS_80 SUMS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define SUMS_96 SUMS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define SUMS_112 SUMS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define SUMS_128 SUMS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define HELD_4(n) "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3])
-#define HELD_16(n) HELD_4(n), HELD_4(n + 4), HELD_4(n + 8), HELD_4(n + 12)
-#define HELD_64 HELD_16(0), HELD_16(16), HELD_16(32), HELD_16(48)
 #define HELD_80 HELD_64, HELD_16(64)
 #define HELD_96 HELD_80, HELD_16(80)
 #define HELD_112 HELD_96, HELD_16(96)
 #define HELD_128 HELD_112, HELD_16(112)
+// d [64, W] (+)= a [64, 16] · b [W, 16]ᵀ; lanes hold d as for `mma`.
 #define PRODUCT_OF(width, count, a_at, b_at, more_at)                                                              \
     __device__ __forceinline__ void multiply(float (&d)[count], u64 a, u64 b, bool more) {                         \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, " more_at ", 0;\n"                                            \

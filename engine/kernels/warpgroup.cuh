@@ -27,41 +27,29 @@ __device__ __forceinline__ u64 operand(const u8* at, u32 panel) {
     return u64((shared_address(at) & 0x3FFFFu) >> 4) | (u64(panel >> 4) << 16) | (u64(64) << 32) | (u64(1) << 62);
 }
 
+// A list names the sums that a lane has of 64 rows and twice as many columns, as operands of `asm`.
+#define SUMS_32                                                                                               \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
+    "%28,%29,%30,%31"
+#define SUMS_48 SUMS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define SUMS_64 SUMS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define HELD_4(n) "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3])
+#define HELD_16(n) HELD_4(n), HELD_4(n + 4), HELD_4(n + 8), HELD_4(n + 12)
+#define HELD_32 HELD_16(0), HELD_16(16)
+#define HELD_48 HELD_32, HELD_16(32)
+#define HELD_64 HELD_48, HELD_16(48)
+
 // d [64, n] (+)= a [64, 16] · b, lanes hold d and a as for `mma`. b is n rows of 16 columns, or, BY_ROWS, 16 rows of n
 // columns.
-template <bool BY_ROWS>
-__device__ __forceinline__ void multiply(float (&d)[64], const u32 (&a)[4], u64 b, bool more) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-        "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
-          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(more)), "n"(int(BY_ROWS)));
-}
-template <bool BY_ROWS>
-__device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 b, bool more) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-        "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(more)), "n"(int(BY_ROWS)));
-}
+#define PRODUCT_OF_REGISTERS(width, count, a_at, b_at, more_at, by_rows_at)                                          \
+    template <bool BY_ROWS>                                                                                        \
+    __device__ __forceinline__ void multiply(float (&d)[count], const u32 (&a)[4], u64 b, bool more) {             \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " more_at ", 0;\n"                                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.bf16.bf16 {" SUMS_##count "}, {" a_at     \
+                     "}, " b_at ", p, 1, 1, " by_rows_at "; }"                                                     \
+                     : HELD_##count                                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(more)), "n"(int(BY_ROWS)));     \
+    }
+PRODUCT_OF_REGISTERS(64, 32, "%32,%33,%34,%35", "%36", "%37", "%38")
+PRODUCT_OF_REGISTERS(96, 48, "%48,%49,%50,%51", "%52", "%53", "%54")
+PRODUCT_OF_REGISTERS(128, 64, "%64,%65,%66,%67", "%68", "%69", "%70")

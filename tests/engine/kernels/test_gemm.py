@@ -14,6 +14,7 @@ from engine.kernels.gemm import (
     MOST_SLICES,
     TILES,
     WIDE_ROWS,
+    WIDE_TILES,
     Batch,
     Division,
     divide,
@@ -49,10 +50,10 @@ def test_a_division_fits_the_card_and_leaves_no_slice_empty(
 ) -> None:
     one = matrix(form, rows, units * form.span, group)
     how = divide(one, tokens, gpu)
-    assert how.tokens in TILES
-    assert how.tokens >= min(tokens, TILES[-1])
+    assert how.tokens in (WIDE_TILES if how.wide else TILES)
+    assert how.wide or how.tokens >= min(tokens, TILES[-1])
     assert 1 <= how.slices <= min(MOST_SLICES, units)
-    assert how.wide == (gpu is H100 and how.tokens >= 64)
+    assert how.wide == (gpu is H100 and tokens > 32)
     assert how.rows in (WIDE_ROWS if how.wide else (BLOCK_ROWS,))
     assert how.stages >= (4 if how.wide else 2)
     stages = how.stages * stage_bytes(one, how.tokens, how.rows, wide=how.wide)
@@ -70,6 +71,11 @@ def test_few_rows_are_sliced_so_that_every_multiprocessor_has_work() -> None:
 def test_a_block_has_more_rows_where_that_saves_a_wave() -> None:
     assert divide(matrix(Format.INT4, 28672, 4096), 128, H100).rows == 2 * BLOCK_ROWS
     assert divide(matrix(Format.INT4, 4096, 4096), 128, H100).rows == BLOCK_ROWS
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(33, 64), (64, 64), (90, 96), (128, 128), (192, 96), (256, 128)])
+def test_a_tile_has_few_places_without_a_token(tokens: int, tile: int) -> None:
+    assert divide(matrix(Format.INT4, 28672, 4096), tokens, H100).tokens == tile
 
 
 @pytest.mark.parametrize("form", [Format.INT8, Format.INT4])
