@@ -63,8 +63,8 @@ class Together:
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
         """See `claiming.Chooser`."""
         self._step = self._plain(len(sequences))
-        if self._group * self._step < self._seconds * _MARGIN:
-            return 0  # not even if all were right
+        if not self._may_pay():
+            return 0
         records = [self._record(one) for one in sequences]
         if not all(record.fits for record in records):
             return 0
@@ -96,6 +96,10 @@ class Together:
         record.add(1 + one.accepted)
         record.lost = max(0.0, record.lost + self._seconds - (1 + one.accepted) * self._step)
         self._outlook.told(sequence, one)
+
+    def _may_pay(self) -> bool:
+        """Whether rounds bring more than plain steps at least where every draft is right."""
+        return self._group * self._step >= self._seconds * _MARGIN
 
     def _pays(self, records: Items[Record], margin: float) -> bool:
         """Whether rounds bring all of them so many times what plain steps do, and each of them about as much."""

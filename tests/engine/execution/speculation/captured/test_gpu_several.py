@@ -43,8 +43,8 @@ class Rounds:
 def eager_to() -> Iterator[None]:
     """Rounds pay always."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Together, "_pays", lambda *_: True)
-        patch.setattr(Together, "_won_back", lambda *_: True)
+        for doubt in ("_may_pay", "_pays", "_won_back"):
+            patch.setattr(Together, doubt, lambda *_: True)
         patch.setattr(executor, "TURN", 0.0)  # steps of models this small would not be waited for
         yield
 
