@@ -39,10 +39,10 @@ class Division:
     """How a product is spread over blocks."""
 
     tokens: int  # of a block
+    rows: int  # of a block
     slices: int  # of the columns
-    stages: int
+    stages: int = 0
     wide: bool = False
-    rows: int = BLOCK_ROWS  # of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_S
     """The division whose blocks, wave by wave, take the least."""
     slices = range(1, min(most_slices, matrix.columns // matrix.format.span) + 1)
     if gpu.warpgroups and tokens > _NARROW:
-        every = [Division(tile, n, 0, True, rows) for n in slices for tile in WIDE_TILES for rows in WIDE_ROWS]
+        every = [Division(tile, rows, n, wide=True) for n in slices for tile in WIDE_TILES for rows in WIDE_ROWS]
     else:
         tile = next((one for one in TILES if tokens <= one), TILES[-1])
-        every = [Division(tile, n, 0) for n in slices]
+        every = [Division(tile, BLOCK_ROWS, n) for n in slices]
     how = min(every, key=lambda one: _cost(one, matrix, tokens, gpu))
     return with_stages(how, matrix, gpu)
 

@@ -116,7 +116,7 @@ def test_plain_weights_are_not_for_this_kernel() -> None:
 
 def test_the_grid_covers_tokens_rows_and_slices(recorder: Any) -> None:
     one = matrix(Format.INT4, 264, 512, 64)
-    launch = gemm(recorder, one, Batch(torch.zeros(130, 512), torch.zeros(3, 130, 264)), Division(64, 3, 4))
+    launch = gemm(recorder, one, Batch(torch.zeros(130, 512), torch.zeros(3, 130, 264)), Division(64, BLOCK_ROWS, 3, 4))
     assert launch.shape.grid == (3, 3, 3)
     (asked,) = recorder.asked
     assert asked[2] == {"OP_FORMAT": 2, "OP_GROUP": 64, "OP_TOKENS": 64, "OP_STAGES": 4, "OP_SPLIT": 1}
@@ -134,7 +134,7 @@ def test_the_wide_kernel_is_told_of_boxes(recorder: Any, form: Format) -> None:
         Format.INT8: Int8Rows(torch.zeros(264, 512, dtype=torch.int8), torch.ones(264)),
     }
     one = to_matrix(shapes[form])
-    how = Division(64, 2, 6, wide=True, rows=256)
+    how = Division(64, 256, 2, 6, wide=True)
     boxes = weight_boxes(one, how.rows)
     launch = gemm(recorder, one, Batch(torch.zeros(130, 512), torch.zeros(2, 130, 264)), how)
     assert launch.shape.grid == (3, 2, 2)
