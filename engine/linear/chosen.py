@@ -18,14 +18,8 @@ from engine.kernels.keeping import keep
 from engine.linear import DenseLinear
 from engine.linear.cublas import Cublas, CublasError, Prepared, Product
 
-TOKENS = (
-    256,
-    384,
-    512,
-    1024,
-    2048,
-    4096,
-)  # of products that are chosen; others are rare, or go best by the library's choice
+# Of products that are chosen, where they are the library's; others are rare, or go best by the library's own choice.
+TOKENS = (256, 384, 512, 1024, 2048, 4096)
 LEAST_WEIGHTS = 8 << 20  # of a matrix; smaller products gain nothing that shows
 _NEIGHBOURS = (96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096)  # tokens whose algorithms are tried as well
 _ALGORITHMS = 8  # the library names, of each

@@ -29,29 +29,33 @@ class Candidate(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
-    """How a proposer has done on one sequence."""
+class Tally:
+    """How often drafted tokens were right, the latest most."""
 
-    sequence: SequenceState
     accepted: float = PRIOR[0]
     tried: float = PRIOR[1]
-    rest: int = 0  # tokens that it rests for, once it does not pay
-    resumes_at: int = 0  # length of the sequence at which it is tried again
-    probing: bool = False
-    chosen_at: int = 0  # length of the sequence when the proposer was last chosen for it
 
     @property
     def rate(self) -> float:
         """Probability that a drafted token is accepted if all before it were."""
         return self.accepted / self.tried
 
+    def add(self, proposed: int, accepted: int, memory: float) -> None:
+        """A round; `memory`: of what was told before it."""
+        self.tried = self.tried * memory + accepted + (accepted < proposed)
+        self.accepted = self.accepted * memory + accepted
+
 
 @dataclass(slots=True)
-class Usual:
-    """How a proposer has done on all sequences."""
+class Record:
+    """How a proposer does on one sequence."""
 
-    accepted: float = PRIOR[0]
-    tried: float = PRIOR[1]
+    sequence: SequenceState
+    tally: Tally
+    rest: int = 0  # tokens that it rests for, once it does not pay
+    resumes_at: int = 0  # length of the sequence at which it is tried again
+    probing: bool = False
+    chosen_at: int = 0  # length of the sequence when the proposer was last chosen for it
 
 
 class Control:
@@ -62,7 +66,7 @@ class Control:
         self._costs = costs
         self._learns = learns
         self._records: dict[tuple[str, int], Record] = {}  # by proposer and slot
-        self._usual: dict[str, Usual] = {}  # by proposer
+        self._usual: dict[str, Tally] = {}  # of all sequences, by proposer
 
     def depths(self, candidates: Items[Candidate], rows: int, tokens: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that feeds `tokens` in `rows` rows without any."""
@@ -79,12 +83,9 @@ class Control:
     def told(self, one: Candidate, proposed: int, accepted: int) -> None:
         """What came of a draft."""
         record = self._record(one)
-        record.tried = record.tried * _MEMORY + accepted + (accepted < proposed)
-        record.accepted = record.accepted * _MEMORY + accepted
+        record.tally.add(proposed, accepted, _MEMORY)
         if self._learns:
-            usual = self._usual.setdefault(one.proposer.name, Usual())
-            usual.tried = usual.tried * _LONG_MEMORY + accepted + (accepted < proposed)
-            usual.accepted = usual.accepted * _LONG_MEMORY + accepted
+            self._usual.setdefault(one.proposer.name, Tally()).add(proposed, accepted, _LONG_MEMORY)
         if record.probing and not accepted:
             record.rest = min(2 * record.rest, _LAST_REST)
             record.resumes_at = len(one.sequence.token_ids) + record.rest
@@ -105,7 +106,7 @@ class Control:
 
     def _tokens_a_second(self, one: Candidate, rows: int, tokens: int) -> float:
         """Of a step in which it alone is drafted for, as long as is best."""
-        rate, best = self._record(one).rate, rows / self._costs.seconds(tokens)
+        rate, best = self._record(one).tally.rate, rows / self._costs.seconds(tokens)
         gain, expected = rate, float(rows)
         for depth in range(1, 1 + one.most):
             expected += gain
@@ -115,23 +116,23 @@ class Control:
 
     def rate(self, one: Candidate) -> float:
         """How likely the proposer's next token is thought to be accepted."""
-        return self._record(one).rate
+        return self._record(one).tally.rate
 
     def _record(self, one: Candidate) -> Record:
         at = one.proposer.name, one.sequence.slot
         record = self._records.get(at)
         if record is None or record.sequence is not one.sequence:
-            usual = self._usual.get(one.proposer.name, Usual())
-            record = self._records[at] = Record(one.sequence)
-            record.accepted = record.tried * min(record.rate, usual.accepted / usual.tried)
+            tally, usual = Tally(), self._usual.get(one.proposer.name, Tally())
+            tally.accepted = tally.tried * min(tally.rate, usual.rate)
+            record = self._records[at] = Record(one.sequence, tally)
         return record
 
     def _best(self, candidates: Items[Candidate], records: Items[Record], rows: int, tokens: int) -> list[int]:
         """Drafts grow by whichever token is likeliest to count, as long as anything is; the best of all these steps."""
         if rows == len(candidates) == 1:
-            return [self._best_alone(candidates[0], records[0].rate, tokens)]
+            return [self._best_alone(candidates[0], records[0].tally.rate, tokens)]
         depths = [0] * len(candidates)
-        gains = [record.rate for record in records]  # of the next token of each
+        gains = [record.tally.rate for record in records]  # of the next token of each
         plain = self._costs.seconds(tokens)
         best, found, expected = rows / plain * _MARGIN, list(depths), float(rows)
         while True:
@@ -142,7 +143,7 @@ class Control:
                 return found
             depths[at] += 1
             expected += gains[at]
-            gains[at] *= records[at].rate
+            gains[at] *= records[at].tally.rate
             seconds = self._seconds(candidates, depths, tokens)
             if len(candidates) < rows and seconds > plain * _OTHERS:
                 return found  # the others would wait too long, and for longer drafts no less
