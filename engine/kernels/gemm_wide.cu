@@ -80,8 +80,8 @@ struct Products {
     __device__ __forceinline__ void all(const u8* stages, Barriers& barriers, int units, int warp) {
         Place place;
         Operands even, odd;
-        int before = 0;
-        auto one = [&](Operands& own, int part) {
+        int before = 0;  // the stage whose products may still run
+        auto start = [&](Operands& own, int part) {
             const u8* stage = stages + place.stage * kStage;
             own.unpack(stage, part * kReaderWarps + warp);
             before_products();
@@ -92,19 +92,28 @@ struct Products {
             wait_products<1>();
         };
         auto wait = [&] { wait_barrier(barriers.full[place.stage], place.round); };
-        auto left = [&](bool any) {
+        auto leave_before = [&](bool any) {
             if (any) barriers.leave(before);
             before = place.stage;
         };
         if constexpr (kParts == 2) {
             for (int unit = 0; unit < units; ++unit, place.next()) {
-                wait(), one(even, 0), left(unit > 0), one(odd, 1);
+                wait();
+                start(even, 0);
+                leave_before(unit > 0);
+                start(odd, 1);
             }
         } else {
             for (int unit = 0; unit < units; unit += 2) {
-                wait(), one(even, 0), left(unit > 0), place.next();
+                wait();
+                start(even, 0);
+                leave_before(unit > 0);
+                place.next();
                 if (unit + 1 == units) break;
-                wait(), one(odd, 0), left(true), place.next();
+                wait();
+                start(odd, 0);
+                leave_before(true);
+                place.next();
             }
         }
         wait_products<0>();
