@@ -2,9 +2,10 @@
 
     python -m bench.offline --model bench/models/qwen3-0.6b --load-format dummy --workloads n1 n16 n256 mixed256
 
-Workloads are those of `bench.workloads`. Random ids, greedy or by --samplings, whose names then stand behind the
-workload's. Prints a table; with --append adds a record a workload to a JSON list. A rate counts all tokens from the
-first request to the last token, prompts' time included.
+Workloads are those of `bench.workloads`, and `besideN`: N streams of 128 tokens in, beside which others of 128 in come
+one after the other; first tokens are those of the others, from between two steps on. Random ids, greedy or by
+--samplings, whose names then stand behind the workload's. Prints a table; with --append adds a record a workload to a
+JSON list. A rate counts all tokens from the first request to the last token, prompts' time included.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, Kv
 from engine.worker.build import build
 
 _PROFILED = 40  # steps
+_BESIDE, _OTHERS, _APART = 128, 16, 40  # tokens in; those that come beside streams, and tokens of a stream between them
 _PASS, _PASSES = 2048, 4  # tokens of the largest pass of prompts, and how many are watched
 SAMPLINGS = {
     "greedy": GREEDY,
@@ -55,6 +57,35 @@ class Outcome:
     errors: int
 
 
+def run_beside(runner: ModelRunner, streams: int, budget: int, sampling: SamplingParams = GREEDY) -> Outcome:
+    """So many streams, and others beside them."""
+    info, generator = runner.info, random.Random(streams)
+    scheduler = planner(runner, PagePool(info.total_pages), budget)
+
+    def admit(key: int, tokens: int) -> None:
+        ids = tuple(generator.randrange(3, info.vocab_size) for _ in range(_BESIDE))
+        scheduler.admit(asked(key, ids, tokens, replace(sampling, seed=key)))
+
+    for key in range(streams):
+        admit(key, (_OTHERS + 1) * _APART)
+    began, steps, count, errors, streamed = time.monotonic(), 0, 0, 0, 0
+    came: list[float] = []  # of those beside
+    first: dict[int, float] = {}
+    while (plan := scheduler.plan(0.0)) is not None:
+        events = scheduler.commit(plan, runner.run(plan), 0.0)
+        now, steps = time.monotonic(), steps + 1
+        for event in events:
+            if event.key >= streams and event.token_ids:
+                first.setdefault(event.key, now - came[event.key - streams])
+            streamed += len(event.token_ids) if event.key == 0 else 0
+            count += len(event.token_ids)
+            errors += event.failure is not None
+        if len(came) < _OTHERS and len(first) == len(came) and streamed >= (len(came) + 1) * _APART:
+            admit(streams + len(came), 2)
+            came.append(time.monotonic())
+    return _outcome(time.monotonic() - began, steps, count, errors, first, streams + len(came))
+
+
 def run(runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY) -> Outcome:
     """All requests at once, to their ends."""
     info, generator = runner.info, random.Random(len(work))
@@ -71,10 +102,13 @@ def run(runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams =
             first.setdefault(event.key, now - began)
             count += len(event.token_ids)
             errors += event.failure is not None
-    seconds = time.monotonic() - began
+    return _outcome(time.monotonic() - began, steps, count, errors, first, len(work))
+
+
+def _outcome(seconds: float, steps: int, tokens: int, errors: int, first: dict[int, float], requests: int) -> Outcome:
     return Outcome(
-        output_tokens_per_second=round(count / seconds, 1),
-        requests_per_second=round(len(work) / seconds, 2),
+        output_tokens_per_second=round(tokens / seconds, 1),
+        requests_per_second=round(requests / seconds, 2),
         ttft_ms_p95=round(quantile(list(first.values()), 0.95) * 1e3, 1),
         seconds=round(seconds, 3),
         steps=steps,
@@ -198,12 +232,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{Path(given.model).name}: {runner.info.decoder}, started in {time.monotonic() - began:.1f} s", flush=True)
     records = []
     for wanted, sampling in itertools.product(given.workloads, given.samplings):
-        work, name = workload(wanted, given.prompt, given.tokens), wanted
+        name, how, budget = wanted, SAMPLINGS[sampling], runner.info.max_batch_tokens
         if sampling != "greedy":
             name += f"-{sampling}"
         if given.kv_dtype != "auto":
             name += f"-{given.kv_dtype}"
-        rounds = [run(runner, work, runner.info.max_batch_tokens, SAMPLINGS[sampling]) for _ in range(given.rounds)]
+        if wanted.startswith("beside"):
+            rounds = [run_beside(runner, int(wanted.removeprefix("beside")), budget, how) for _ in range(given.rounds)]
+        else:
+            work = workload(wanted, given.prompt, given.tokens)
+            rounds = [run(runner, work, budget, how) for _ in range(given.rounds)]
         best = max(rounds, key=lambda one: one.output_tokens_per_second)
         records.append(record(given, name, best))
         print(
