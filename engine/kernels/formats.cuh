@@ -70,9 +70,15 @@ struct Chunk<kInt8Tiles, GROUP> : Chunk<kInt8, GROUP> {
     using Chunk<kInt8, GROUP>::Chunk;
 };
 
+// Nibble n of each half of a word, less its zero, as bf16: in the mantissa of 128 a nibble reads as 128 + q, and adding
+// -(128 + zero) leaves q - zero, exact.
+__device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero) {
+    return fma_bf16x2(((word >> (4 * n)) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, minus_zero);
+}
+
 // Four bits, with a scale and a zero point per GROUP columns, as [rows / 8][columns / 128][lane][4 words]. Word j of lane
-// (g, t) has columns 32j + 8t + (0…7) of row g: even ones in its lower half, odd ones in its upper. A nibble in the mantissa
-// of 128 reads as 128 + q; adding -(128 + zero) leaves q - zero, exact. The scale multiplies the group's float32 sum.
+// (g, t) has columns 32j + 8t + (0…7) of row g: even ones in its lower half, odd ones in its upper. The scale multiplies the
+// group's float32 sum.
 // Scale words: float16 scale below, bf16 -(128 + zero) above, as [rows / 8][columns / GROUP][8].
 template <int GROUP>
 struct Chunk<kInt4, GROUP> {
@@ -106,8 +112,7 @@ struct Chunk<kInt4, GROUP> {
             for (int i = q * kEach; i < (q + 1) * kEach; ++i) {
                 u32 a[4];
 #pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    a[n] = fma_bf16x2(((w.r[i] >> (4 * n)) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, minus_zero);
+                for (int n = 0; n < 4; ++n) a[n] = nibbles(w.r[i], n, minus_zero);
 #pragma unroll
                 for (int s = 0; s < SETS; ++s) mma(part[s], a, x[i][s].x, x[i][s].y);
             }

@@ -26,10 +26,6 @@ static_assert(OP_STAGES >= 2 && OP_STAGES * kStage >= kTokens * kOutRow * 4, "sh
 // Segments of 16 bytes are permuted within a token, so that eight lanes never meet in a bank.
 __device__ __forceinline__ int segment_of(int token, int s) { return kInt4Weights ? s ^ ((token & 1) << 2) : s ^ (token & 1); }
 
-__device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero) {
-    return fma_bf16x2(((word >> (4 * n)) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, minus_zero);
-}
-
 struct Sums {
     float of[kMi][kNi][4];
 

@@ -1,4 +1,4 @@
-// out[token][row] = x · Wᵀ as `gemm.cu` has it, for 64 tokens and more on a card of compute capability 9.0: products of a
+// out[token][row] = x · Wᵀ as `gemm.cu` has it, for 33 tokens and more on a card of compute capability 9.0: products of a
 // warpgroup, 64 rows of W from registers by all tokens of the block from shared memory, so that each weight is unpacked
 // once for all of them. The tokens come as `order.cuh` lays them out: a lane's weights meet their columns, and what a
 // block needs of them at a time are runs of bytes, which the copy engine brings.
@@ -26,10 +26,11 @@ struct Scale {
     }
 };
 
-// Nibble n of each half of the word, less its zero, times its scale, rounded to bf16 once.
-__device__ __forceinline__ u32 nibbles(u32 word, int n, u32 minus_zero, const Scale& scale) {
+// `nibbles` times their scale, rounded to bf16 once. Mask and exponent are one instruction here, of which the compiler makes
+// two.
+__device__ __forceinline__ u32 scaled_nibbles(u32 word, int n, u32 minus_zero, const Scale& scale) {
     u32 v;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(word >> (4 * n)), "r"(0x000F000Fu), "r"(0x43004300u));  // 128 + it
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(word >> (4 * n)), "r"(0x000F000Fu), "r"(0x43004300u));
     v = fma_bf16x2(v, 0x3F803F80u, minus_zero);
     return fma_bf16x2(v, scale.high, fma_bf16x2(v, scale.low, 0x80008000u));
 }
@@ -55,8 +56,8 @@ struct Operands {
                 for (int i = q * kEach; i < (q + 1) * kEach; ++i)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        of[i][2 * half] = nibbles(upper.r[i / 2], i % 2 * 2 + half, up_zero, up_scale);
-                        of[i][2 * half + 1] = nibbles(lower.r[i / 2], i % 2 * 2 + half, low_zero, low_scale);
+                        of[i][2 * half] = scaled_nibbles(upper.r[i / 2], i % 2 * 2 + half, up_zero, up_scale);
+                        of[i][2 * half + 1] = scaled_nibbles(lower.r[i / 2], i % 2 * 2 + half, low_zero, low_scale);
                     }
             }
         } else {
@@ -150,14 +151,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     float* tile = reinterpret_cast<float*>(stages);
     barriers.init();
     if (warp >= kReaderWarps) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        fewer_registers<40>();
         if (threadIdx.x == 32 * kReaderWarps)
             Copies{weights, scales, stages, barriers, kInt4Weights ? row0 / 8 : row0}.all(
                 first, last, x + u64(token0) * 128, u64(tokens) * 128, min(tokens - token0, kTokens) * 128, trigger == 1);
         __syncwarp();
         __syncthreads();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        more_registers<232>();
         wait_for_previous();  // who may still read `out`
         if (trigger == 1) let_next_start();
         Products products;

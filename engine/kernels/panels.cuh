@@ -10,6 +10,7 @@
 #define HELD_96 HELD_80, HELD_16(80)
 #define HELD_112 HELD_96, HELD_16(96)
 #define HELD_128 HELD_112, HELD_16(112)
+
 // d [64, W] (+)= a [64, 16] · b [W, 16]ᵀ; lanes hold d as for `mma`.
 #define PRODUCT_OF(width, count, a_at, b_at, more_at)                                                              \
     __device__ __forceinline__ void multiply(float (&d)[count], u64 a, u64 b, bool more) {                         \

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     if (trigger == 1) let_next_start();
 
     if (warp >= kThreads / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        fewer_registers<56>();
         int copied = 0;
         each_part(where, chunks, page_table, table_stride, window, most_splits, most_blocks,
                   [&](const Tokens& own, const Keys& keys, int head, int) {
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         end_copy_group(), wait_copy_groups<0>();
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    more_registers<224>();
     const Turns turns(warp / 4);
     Place at[2];  // of the next tile of keys, of values
     auto attend = [&](const Tokens& own, const Keys& keys, int head, int split) {

@@ -22,6 +22,16 @@ __device__ __forceinline__ void settle(u32 (&a)[N][4]) {
     for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
+// A warpgroup's, each of its threads: what one gives away another can have.
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
 // `panel`: bytes between panels of 64 columns, where the product goes over more than one of them.
 __device__ __forceinline__ u64 operand(const u8* at, u32 panel) {
     return u64((shared_address(at) & 0x3FFFFu) >> 4) | (u64(panel >> 4) << 16) | (u64(64) << 32) | (u64(1) << 62);
@@ -41,14 +51,14 @@ __device__ __forceinline__ u64 operand(const u8* at, u32 panel) {
 
 // d [64, n] (+)= a [64, 16] · b, lanes hold d and a as for `mma`. b is n rows of 16 columns, or, BY_ROWS, 16 rows of n
 // columns.
-#define PRODUCT_OF_REGISTERS(width, count, a_at, b_at, more_at, by_rows_at)                                          \
-    template <bool BY_ROWS>                                                                                        \
-    __device__ __forceinline__ void multiply(float (&d)[count], const u32 (&a)[4], u64 b, bool more) {             \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " more_at ", 0;\n"                                            \
-                     "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.bf16.bf16 {" SUMS_##count "}, {" a_at     \
-                     "}, " b_at ", p, 1, 1, " by_rows_at "; }"                                                     \
-                     : HELD_##count                                                                                \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(more)), "n"(int(BY_ROWS)));     \
+#define PRODUCT_OF_REGISTERS(width, count, a_at, b_at, more_at, by_rows_at)                                    \
+    template <bool BY_ROWS>                                                                                    \
+    __device__ __forceinline__ void multiply(float (&d)[count], const u32 (&a)[4], u64 b, bool more) {         \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " more_at ", 0;\n"                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32.bf16.bf16 {" SUMS_##count "}, {" a_at \
+                     "}, " b_at ", p, 1, 1, " by_rows_at "; }"                                                 \
+                     : HELD_##count                                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(more)), "n"(int(BY_ROWS))); \
     }
 PRODUCT_OF_REGISTERS(64, 32, "%32,%33,%34,%35", "%36", "%37", "%38")
 PRODUCT_OF_REGISTERS(96, 48, "%48,%49,%50,%51", "%52", "%53", "%54")
