@@ -1,12 +1,13 @@
 """Wrapper of the matrix kernels for many tokens: four- and eight-bit weights, read where decode steps read them.
 
-`gemm.cu` serves every GPU and takes columns as they come. From 64 tokens on `gemm_wide.cu` serves GPUs of compute
+`gemm.cu` serves every GPU and takes columns as they come. From 33 tokens on `gemm_wide.cu` serves GPUs of compute
 capability 9.0; it wants its tokens laid out as `ordered` does it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -17,8 +18,7 @@ from engine.kernels.linear import CHAIN, weight_values
 from engine.kernels.weights import INT4_SPAN, Format, Matrix
 
 BLOCK_ROWS = 128
-TILES = (16, 32, 64, 128)  # tokens of a block
-WIDE_TILES = (64, 96, 128)  # of the wide kernel
+BLOCKS = tuple((tokens, BLOCK_ROWS) for tokens in (16, 32, 64, 128))  # tokens and rows
 MOST_SLICES = 8
 _NARROW = 32  # tokens that are too few for the wide kernel
 _THREADS, _WIDE_THREADS = 256, 384
@@ -28,8 +28,12 @@ _BARRIERS = 1024  # bytes of shared memory that a block of the wide kernel has b
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
 _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
 # Of the wide kernel, µs on an H100, about (docs/perf-log.md):
-_WIDE_STAGE = {Format.INT4: (0.55, 0.65, 0.75), Format.INT8: (0.42, 0.44, 0.46)}  # by tile
-WIDE_ROWS = {BLOCK_ROWS: 1.0, 2 * BLOCK_ROWS: 1.85}  # of a block; a stage's time by that of 128
+_WIDE_STAGE = {  # of 128 rows, by tokens of a block
+    Format.INT4: {64: 0.55, 96: 0.65, 128: 0.75},
+    Format.INT8: {64: 0.42, 96: 0.44, 128: 0.46},
+}
+_WIDE_ROWS = {BLOCK_ROWS: 1.0, 2 * BLOCK_ROWS: 1.85}  # of a block; a stage's time by that of 128
+WIDE_BLOCKS = tuple(product(_WIDE_STAGE[Format.INT4], _WIDE_ROWS))  # as `BLOCKS`
 _WIDE_RAMP = 5  # as `_RAMP`
 _WIDE_BYTES = 4e6  # as `_STAGE_BYTES`, a microsecond
 
@@ -60,28 +64,28 @@ def why_not(matrix: Matrix) -> str | None:
     return "plain weights are torch's business" if matrix.format is Format.BF16 else None
 
 
-def stage_bytes(matrix: Matrix, tokens: int, rows: int = BLOCK_ROWS, *, wide: bool = False) -> int:
+def stage_bytes(matrix: Matrix, how: Division) -> int:
     """Shared memory of a stage: 64 bytes of each row, scales, and the same columns of the tokens."""
-    scales = 4 * rows * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
-    size = rows * 64 + scales + tokens * matrix.format.span * 2
-    return _ceil(size, 1024) * 1024 if wide else size
+    scales = 4 * how.rows * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
+    size = how.rows * 64 + scales + how.tokens * matrix.format.span * 2
+    return _ceil(size, 1024) * 1024 if how.wide else size
 
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> Division:
     """The division whose blocks, wave by wave, take the least."""
     slices = range(1, min(most_slices, matrix.columns // matrix.format.span) + 1)
     if gpu.warpgroups and tokens > _NARROW:
-        every = [Division(tile, rows, n, wide=True) for n in slices for tile in WIDE_TILES for rows in WIDE_ROWS]
+        every = [Division(*block, n, wide=True) for n in slices for block in WIDE_BLOCKS]
     else:
-        tile = next((one for one in TILES if tokens <= one), TILES[-1])
-        every = [Division(tile, BLOCK_ROWS, n) for n in slices]
+        block = next((one for one in BLOCKS if tokens <= one[0]), BLOCKS[-1])
+        every = [Division(*block, n) for n in slices]
     how = min(every, key=lambda one: _cost(one, matrix, tokens, gpu))
     return with_stages(how, matrix, gpu)
 
 
 def with_stages(how: Division, matrix: Matrix, gpu: GpuShape) -> Division:
     """The same with as many stages as a block has room for. Raises ValueError where it has none for two."""
-    size = stage_bytes(matrix, how.tokens, how.rows, wide=how.wide)
+    size = stage_bytes(matrix, how)
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if how.wide else min(_STAGES, gpu.shared // size)
     if stages < 2:
         raise ValueError(f"two stages take {2 * size} bytes of shared memory, a block has {gpu.shared}")
@@ -95,9 +99,9 @@ def _cost(how: Division, matrix: Matrix, tokens: int, gpu: GpuShape) -> float:
     blocks = _ceil(tokens, how.tokens) * _ceil(matrix.rows, how.rows) * how.slices
     stages = _ceil(matrix.columns // matrix.format.span, how.slices)
     if how.wide:
-        stage = _WIDE_STAGE[matrix.format][WIDE_TILES.index(how.tokens)] * WIDE_ROWS[how.rows]
+        stage = _WIDE_STAGE[matrix.format][how.tokens] * _WIDE_ROWS[how.rows]
         return _ceil(blocks, gpu.multiprocessors) * (stages * stage + _WIDE_RAMP) + moved / _WIDE_BYTES
-    shared = with_stages(how, matrix, gpu).stages * stage_bytes(matrix, how.tokens)
+    shared = with_stages(how, matrix, gpu).stages * stage_bytes(matrix, how)
     resident = gpu.multiprocessors * max(1, gpu.shared // shared if how.tokens < 64 else 1)
     return _ceil(blocks, resident) * (stages + _RAMP) + moved / _STAGE_BYTES
 
@@ -133,7 +137,7 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launc
     }
     if how.wide:
         defines["OP_ROWS"] = how.rows
-    shared = how.stages * stage_bytes(matrix, how.tokens, how.rows, wide=how.wide)
+    shared = how.stages * stage_bytes(matrix, how)
     grid = (_ceil(tokens, how.tokens), _ceil(matrix.rows, how.rows), how.slices)
     values: dict[str, Argument] = {
         "x": batch.x,

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from engine.kernels.gemm import (
     BLOCK_ROWS,
+    BLOCKS,
     MOST_SLICES,
-    TILES,
-    WIDE_ROWS,
-    WIDE_TILES,
+    WIDE_BLOCKS,
     Batch,
     Division,
     divide,
@@ -50,13 +49,12 @@ def test_a_division_fits_the_card_and_leaves_no_slice_empty(
 ) -> None:
     one = matrix(form, rows, units * form.span, group)
     how = divide(one, tokens, gpu)
-    assert how.tokens in (WIDE_TILES if how.wide else TILES)
-    assert how.wide or how.tokens >= min(tokens, TILES[-1])
+    assert (how.tokens, how.rows) in (WIDE_BLOCKS if how.wide else BLOCKS)
+    assert how.wide or how.tokens >= min(tokens, BLOCKS[-1][0])
     assert 1 <= how.slices <= min(MOST_SLICES, units)
     assert how.wide == (gpu is H100 and tokens > 32)
-    assert how.rows in (WIDE_ROWS if how.wide else (BLOCK_ROWS,))
     assert how.stages >= (4 if how.wide else 2)
-    stages = how.stages * stage_bytes(one, how.tokens, how.rows, wide=how.wide)
+    stages = how.stages * stage_bytes(one, how)
     assert stages <= gpu.shared
     # what is left of the stages at the end holds a tile of float32 results
     assert stages >= how.tokens * (how.rows + 4) * 4

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import (
-    BLOCK_ROWS,
-    TILES,
-    WIDE_ROWS,
-    WIDE_TILES,
-    Batch,
-    Division,
-    divide,
-    gemm,
-    order,
-    ordered,
-    stage_bytes,
-    with_stages,
-)
+from engine.kernels.gemm import BLOCKS, WIDE_BLOCKS, Batch, Division, divide, gemm, order, ordered, with_stages
 from engine.kernels.gpu import gpu_shape
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Format, Matrix, dequantize, to_matrix
@@ -70,7 +56,7 @@ def poisoned(matrix: Matrix, tokens: int, how: Division) -> torch.Tensor:
     return torch.full(shape, float("nan"), device="cuda", dtype=dtype)
 
 
-def launch_of(library: KernelLibrary, matrix: Matrix, batch: Batch, how: Division) -> Launch:
+def product(library: KernelLibrary, matrix: Matrix, batch: Batch, how: Division) -> Launch:
     """Of tokens whose columns lie plainly."""
     return gemm(library, matrix, replace(batch, x=ordered(batch.x, order(matrix, how))), how).alone()
 
@@ -86,11 +72,10 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
         expected = x.double() @ multiplied(matrix, exact, how).T
         assert error(expected, x.double() @ exact.T) < 2 * ROUNDED
         for slices in {min(n, columns // matrix.format.span) for n in (1, how.slices, 2, 3)}:
-            for block in product(WIDE_TILES, WIDE_ROWS) if how.wide else ((how.tokens, how.rows),):
-                one = replace(how, tokens=block[0], rows=block[1], slices=slices)
-                one = with_stages(one, matrix, gpu)
+            for block in WIDE_BLOCKS if how.wide else ((how.tokens, how.rows),):
+                one = with_stages(Division(*block, slices, wide=how.wide), matrix, gpu)
                 out = poisoned(matrix, tokens, one)
-                launcher.enqueue([launch_of(library, matrix, Batch(x, out), one)])
+                launcher.enqueue([product(library, matrix, Batch(x, out), one)])
                 if one.slices == 1:
                     assert error(out, expected) < ROUNDED, (tokens, one)
                 else:
@@ -98,22 +83,23 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("tile", TILES)
-def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form: str, tile: int) -> None:
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form: str, block: tuple[int, int]) -> None:
+    tile, _ = block
     matrix, exact = made(form, 392, 1024)
     narrow = replace(gpu_shape(torch.device("cuda")), warpgroups=False)
     gpu = gpu_shape(torch.device("cuda"))
     bias = torch.randn(392, device="cuda")
     for tokens in (1, tile - 3, tile, 2 * tile + 5):
         x = torch.randn(tokens, 1024, device="cuda").bfloat16()
-        how = Division(tile, BLOCK_ROWS, 1, min(4, gpu.shared // stage_bytes(matrix, tile)))
+        how = with_stages(Division(*block, 1), matrix, gpu)
         for one in {
             how,
             replace(divide(matrix, tile, narrow), slices=1),
             replace(divide(matrix, tile, gpu), slices=1),
         }:
             out = poisoned(matrix, tokens, one)
-            launcher.enqueue([launch_of(library, matrix, Batch(x, out, bias), one)])
+            launcher.enqueue([product(library, matrix, Batch(x, out, bias), one)])
             assert error(out, x.double() @ multiplied(matrix, exact, one).T + bias) < ROUNDED
 
 
@@ -124,7 +110,7 @@ def test_rows_of_eight_bits_are_any_number(library: KernelLibrary, launcher: Lau
     for slices in (1, 2):
         one = replace(how, slices=slices)
         out = poisoned(matrix, 77, one)
-        launcher.enqueue([launch_of(library, matrix, Batch(x, out), one)])
+        launcher.enqueue([product(library, matrix, Batch(x, out), one)])
         found = out if slices == 1 else out.double().sum(0)
         assert error(found, x.double() @ exact.T) < ROUNDED
 
@@ -142,10 +128,10 @@ def test_a_token_does_not_depend_on_the_others(
     how = replace(divide(matrix, 64, replace(gpu, warpgroups=wide)), slices=2)
     assert how.wide == wide
     together = poisoned(matrix, 300, how)
-    launcher.enqueue([launch_of(library, matrix, Batch(x, together), how)])
+    launcher.enqueue([product(library, matrix, Batch(x, together), how)])
     for first, last in ((0, 1), (5, 70), (64, 128), (299, 300)):
         part = poisoned(matrix, last - first, how)
-        launcher.enqueue([launch_of(library, matrix, Batch(x[first:last].contiguous(), part), how)])
+        launcher.enqueue([product(library, matrix, Batch(x[first:last].contiguous(), part), how)])
         assert torch.equal(part, together[:, first:last])
 
 
@@ -153,7 +139,7 @@ def test_a_token_does_not_depend_on_the_others(
 def test_older_cards(older_library: KernelLibrary, launcher: Launcher, form: str) -> None:
     matrix, exact = made(form, 1040, 896)
     x = torch.randn(100, 896, device="cuda").bfloat16()
-    how = Division(128, BLOCK_ROWS, 1, 3)
+    how = Division(*BLOCKS[-1], 1, 3)
     out = poisoned(matrix, 100, how)
-    launcher.enqueue([launch_of(older_library, matrix, Batch(x, out), how)])
+    launcher.enqueue([product(older_library, matrix, Batch(x, out), how)])
     assert error(out, x.double() @ exact.T) < ROUNDED
