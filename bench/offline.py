@@ -16,6 +16,7 @@ import itertools
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,59 +58,43 @@ class Outcome:
     errors: int
 
 
-def run_beside(runner: ModelRunner, streams: int, budget: int, sampling: SamplingParams = GREEDY) -> Outcome:
-    """So many streams, and others beside them."""
-    info, generator = runner.info, random.Random(streams)
-    scheduler = planner(runner, PagePool(info.total_pages), budget)
-
-    def admit(key: int, tokens: int) -> None:
-        ids = tuple(generator.randrange(3, info.vocab_size) for _ in range(_BESIDE))
-        scheduler.admit(asked(key, ids, tokens, replace(sampling, seed=key)))
-
-    for key in range(streams):
-        admit(key, (_OTHERS + 1) * _APART)
-    began, steps, count, errors, streamed = time.monotonic(), 0, 0, 0, 0
-    came: list[float] = []  # of those beside
-    first: dict[int, float] = {}
-    while (plan := scheduler.plan(0.0)) is not None:
-        events = scheduler.commit(plan, runner.run(plan), 0.0)
-        now, steps = time.monotonic(), steps + 1
-        for event in events:
-            if event.key >= streams and event.token_ids:
-                first.setdefault(event.key, now - came[event.key - streams])
-            streamed += len(event.token_ids) if event.key == 0 else 0
-            count += len(event.token_ids)
-            errors += event.failure is not None
-        if len(came) < _OTHERS and len(first) == len(came) and streamed >= (len(came) + 1) * _APART:
-            admit(streams + len(came), 2)
-            came.append(time.monotonic())
-    return _outcome(time.monotonic() - began, steps, count, errors, first, streams + len(came))
-
-
-def run(runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY) -> Outcome:
-    """All requests at once, to their ends."""
+def run(
+    runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY, beside: Work | None = None
+) -> Outcome:
+    """All of `work` at once, to their ends. Of `beside`, one comes for every `_APART` tokens of the first of `work`,
+    once those before it have their first tokens; first tokens are then those of `beside`."""
     info, generator = runner.info, random.Random(len(work))
     scheduler = planner(runner, PagePool(info.total_pages), budget)
-    for key, (prompt, tokens) in enumerate(work):
+    came: dict[int, float] = {}
+    first: dict[int, float] = {}
+
+    def admit(prompt: int, tokens: int) -> None:
+        key = len(came)
         ids = tuple(generator.randrange(3, info.vocab_size) for _ in range(prompt))
         scheduler.admit(asked(key, ids, tokens, replace(sampling, seed=key)))
-    began, steps, count, errors = time.monotonic(), 0, 0, 0
-    first: dict[int, float] = {}
+        came[key] = time.monotonic()
+
+    for one in work:
+        admit(*one)
+    waiting = deque(beside or ())
+    began, steps, count, errors, streamed = time.monotonic(), 0, 0, 0, 0
+    came.update(dict.fromkeys(came, began))
     while (plan := scheduler.plan(0.0)) is not None:
         events = scheduler.commit(plan, runner.run(plan), 0.0)
         now, steps = time.monotonic(), steps + 1
         for event in events:
-            first.setdefault(event.key, now - began)
+            first.setdefault(event.key, now - came[event.key])
             count += len(event.token_ids)
+            streamed += len(event.token_ids) if event.key == 0 else 0
             errors += event.failure is not None
-    return _outcome(time.monotonic() - began, steps, count, errors, first, len(work))
-
-
-def _outcome(seconds: float, steps: int, tokens: int, errors: int, first: dict[int, float], requests: int) -> Outcome:
+        if waiting and len(first) == len(came) and streamed >= (len(came) - len(work) + 1) * _APART:
+            admit(*waiting.popleft())
+    seconds = time.monotonic() - began
+    counted = [took for key, took in first.items() if beside is None or key >= len(work)]
     return Outcome(
-        output_tokens_per_second=round(tokens / seconds, 1),
-        requests_per_second=round(requests / seconds, 2),
-        ttft_ms_p95=round(quantile(list(first.values()), 0.95) * 1e3, 1),
+        output_tokens_per_second=round(count / seconds, 1),
+        requests_per_second=round(len(came) / seconds, 2),
+        ttft_ms_p95=round(quantile(counted, 0.95) * 1e3, 1),
         seconds=round(seconds, 3),
         steps=steps,
         errors=errors,
@@ -204,6 +189,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _work(name: str, prompt: int, tokens: int) -> tuple[Work, Work | None]:
+    """A workload by its name, and what comes beside it."""
+    streams = name.removeprefix("beside")
+    if streams == name or not streams.isdigit():
+        return workload(name, prompt, tokens), None
+    return [(_BESIDE, (_OTHERS + 1) * _APART)] * int(streams), [(_BESIDE, 2)] * _OTHERS
+
+
 def record(given: argparse.Namespace, name: str, found: Outcome) -> dict[str, object]:
     """As kept in bench/results."""
     about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
@@ -237,11 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             name += f"-{sampling}"
         if given.kv_dtype != "auto":
             name += f"-{given.kv_dtype}"
-        if wanted.startswith("beside"):
-            rounds = [run_beside(runner, int(wanted.removeprefix("beside")), budget, how) for _ in range(given.rounds)]
-        else:
-            work = workload(wanted, given.prompt, given.tokens)
-            rounds = [run(runner, work, budget, how) for _ in range(given.rounds)]
+        work, beside = _work(wanted, given.prompt, given.tokens)
+        rounds = [run(runner, work, budget, how, beside) for _ in range(given.rounds)]
         best = max(rounds, key=lambda one: one.output_tokens_per_second)
         records.append(record(given, name, best))
         print(
