@@ -284,6 +284,7 @@ def test_a_file_that_is_being_written_is_not_read(
     with path.open("a") as file:
         file.write(entry(token="first"))
     until(lambda: knows(tokens, "19"))
+    until(lambda: "read again" in caplog.text)  # said once its entries are in force
     counts = [record.args for record in caplog.records if "read again" in record.getMessage()]
     assert counts == [(22,)]
 
