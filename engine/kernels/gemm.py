@@ -29,11 +29,14 @@ _RAMP = 3  # stages that a block waits for its first operands and writes its res
 _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
 # Of the wide kernel, µs on an H100, about (docs/perf-log.md):
 _WIDE_STAGE = {  # of 128 rows, by tokens of a block
-    Format.INT4: {64: 0.55, 96: 0.65, 128: 0.75},
-    Format.INT8: {64: 0.42, 96: 0.44, 128: 0.46},
+    Format.INT4: {64: 0.55, 96: 0.65, 128: 0.75, 160: 0.88, 192: 1.0},
+    Format.INT8: {64: 0.42, 96: 0.44, 128: 0.46, 160: 0.5, 192: 0.56},
 }
 _WIDE_ROWS = {BLOCK_ROWS: 1.0, 2 * BLOCK_ROWS: 1.85}  # of a block; a stage's time by that of 128
-WIDE_BLOCKS = tuple(product(_WIDE_STAGE[Format.INT4], _WIDE_ROWS))  # as `BLOCKS`
+_MOST_SUMS = 128 * 2 * BLOCK_ROWS  # of a block: what registers hold
+WIDE_BLOCKS = tuple(  # as `BLOCKS`
+    (tokens, rows) for tokens, rows in product(_WIDE_STAGE[Format.INT4], _WIDE_ROWS) if tokens * rows <= _MOST_SUMS
+)
 _WIDE_RAMP = 5  # as `_RAMP`
 _WIDE_BYTES = 4e6  # as `_STAGE_BYTES`, a microsecond
 

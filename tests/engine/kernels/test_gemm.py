@@ -53,7 +53,7 @@ def test_a_division_fits_the_card_and_leaves_no_slice_empty(
     assert how.wide or how.tokens >= min(tokens, BLOCKS[-1][0])
     assert 1 <= how.slices <= min(MOST_SLICES, units)
     assert how.wide == (gpu is H100 and tokens > 32)
-    assert how.stages >= (4 if how.wide else 2)
+    assert how.stages >= (3 if how.wide else 2)
     stages = how.stages * stage_bytes(one, how)
     assert stages <= gpu.shared
     # what is left of the stages at the end holds a tile of float32 results
@@ -71,7 +71,9 @@ def test_a_block_has_more_rows_where_that_saves_a_wave() -> None:
     assert divide(matrix(Format.INT4, 4096, 4096), 128, H100).rows == BLOCK_ROWS
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(33, 64), (64, 64), (90, 96), (128, 128), (192, 96), (256, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "tile"), [(33, 64), (64, 64), (90, 96), (128, 128), (150, 160), (192, 192), (256, 128)]
+)
 def test_a_tile_has_few_places_without_a_token(tokens: int, tile: int) -> None:
     assert divide(matrix(Format.INT4, 28672, 4096), tokens, H100).tokens == tile
 
