@@ -58,8 +58,8 @@ class AlternatingPipelines:
         first = self._pipelines[0]
         return first.drain(rows) if len(rows) <= BUCKETS[-1] and first.under_way(rows) else {}
 
-    def step(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        """At least one id for each row, and whatever else has come."""
+    def step(self, rows: Rows[Row], *, further: bool = True) -> dict[int, RowResult]:
+        """At least one id for each row, and whatever else has come. See `DecodePipeline.step`."""
         found: dict[int, RowResult] = {}
         if self._leaving:
             for pipeline in self._pipelines:
@@ -70,7 +70,7 @@ class AlternatingPipelines:
         for index, pipeline in enumerate(self._pipelines):
             share = [row for row in rows if self._homes[row.key] == index]
             if share:
-                found |= pipeline.step(share, ahead)
+                found |= pipeline.step(share, ahead, further=further)
             else:
                 pipeline.leave()
         return found

@@ -173,6 +173,19 @@ class CapturedSteps:
         torch.cuda.synchronize()
         progress("graphs", len(wanted), len(wanted))
 
+    def seconds(self, rows: int) -> float:
+        """What a step of this bucket takes, about: while nobody is in it."""
+        event: type[torch.cuda.Event] = torch.cuda.Event
+        here, many = self._buckets[rows], SIZES[0]
+        graph = self._graph((here.two_pass or here.reaches)[0], many)
+        graph.replay()  # while it runs, the host gets ahead
+        begin, end = event(enable_timing=True), event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / many
+
     def _graph(self, steps: Steps, size: int) -> torch.cuda.CUDAGraph:
         found = steps.graphs.get(size)
         if found is None:

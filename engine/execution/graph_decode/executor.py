@@ -12,7 +12,7 @@ from engine.execution.batched import executor as batched
 from engine.execution.graph_decode import weights
 from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
 from engine.execution.graph_decode.captured_steps import CapturedSteps
-from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, can_sample
+from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, ahead_of, can_sample
 from engine.execution.step_state import Parts, Unfit, no_gpu
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
@@ -54,31 +54,37 @@ class GraphDecode:
             except BuildError as failure:
                 raise Unfit(" ".join(str(failure).split())[:300]) from failure
         self._sequences = parts.sequences
+        self._each = [DecodePipeline(device, parts.sequences, parts.max_context) for device in self._devices]
         self._pipelines = AlternatingPipelines(
-            [DecodePipeline(device, parts.sequences, parts.max_context) for device in self._devices],
+            self._each,
             parts.sequences,
             batched.can_choose if batched.why_not(parts) is None else None,
         )
         self._fused = True
+        self._prompt_ends = False  # in the step whose rows were claimed last
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures."""
+        """Compiles, captures, and measures what a step costs."""
         with torch.inference_mode():
             self._devices[0].settle()
             for device in self._devices:
                 device.warmup(progress)
+            for device, pipeline in zip(self._devices, self._each, strict=True):
+                pipeline.most_ahead = {size: ahead_of(device.seconds(size)) for size in device.sizes}
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Rows of one token that the kernels can choose a successor for, as far as the pipelines take them."""
         if not self._fused:
             return ()
         of = self._sequences.of
+        self._prompt_ends = any(row.count > 1 and row.sample for row in rows)
         mine = tuple(row for row in rows if row.count == 1 and row.sample and can_sample(of(row)))
         return self._pipelines.claims(mine)
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        """One token or several a row."""
-        return self._pipelines.step(rows)
+        """One token or several a row. A prompt that ends in this step stands behind what is launched here, and its
+        sequence then joins these rows: further steps would be waited for twice."""
+        return self._pipelines.step(rows, further=not self._prompt_ends)
 
     def hand_over(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """See `sharing.HandingOver`."""

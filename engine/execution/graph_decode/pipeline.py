@@ -13,6 +13,8 @@ Steps are launched before the tokens of earlier ones were read, as long as the p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,6 +28,7 @@ from engine.settings import PAGE_SIZE
 BUCKETS = (1, 2, 4, 8)  # rows that a captured step moves
 SIZES = (4, 1)  # steps of a launch, largest first
 AHEAD = 8  # steps launched and not yet read, at most
+LEAD = 4e-3  # seconds that they should last: the host is late at times, and a prompt that comes waits for them
 FIRST_AHEAD = 2  # right after rows came or went; doubles with every call
 LOW = 2  # steps under way, below which small launches are made rather than none
 MOST_STOPS = 8
@@ -107,6 +110,11 @@ def bucket(rows: int) -> int:
     return next(size for size in BUCKETS if size >= rows)
 
 
+def ahead_of(seconds: float) -> int:
+    """How many steps that take so long are launched ahead."""
+    return min(max(LOW, math.ceil(LEAD / seconds)), AHEAD)
+
+
 def can_sample(sequence: SequenceState) -> bool:
     """Whether the kernels choose its tokens: not where it has logprobs, a constraint or many stop tokens."""
     asked = sequence.logprobs is not None or sequence.constraint is not None
@@ -123,6 +131,7 @@ class DecodePipeline:
         self._sequences = sequences
         self._max_context = max_context
         self._sizes = sizes
+        self.most_ahead: Mapping[int, int] = dict.fromkeys(BUCKETS, AHEAD)  # by bucket
         self._held: list[PipelineRow] = []
         self._bucket = 0  # rows that the device moves, in use or not
         self._number = 0  # of the last entry before the rows were written
@@ -155,18 +164,22 @@ class DecodePipeline:
         """None of its rows goes on; nobody wants what is under way."""
         self._held = []
 
-    def step(self, rows: Rows[Row], most_ahead: int = AHEAD) -> dict[int, RowResult]:
-        """At least one id for each row, and whatever else has come. Launches `most_ahead` steps ahead, no more."""
+    def step(self, rows: Rows[Row], most_ahead: int = AHEAD, *, further: bool = True) -> dict[int, RowResult]:
+        """At least one id for each row, and whatever else has come. Launches `most_ahead` steps ahead, no more, and not
+        `further`: none that no row would be left without."""
         try:
             held = self._current(rows)
             if held is None:
                 held = self._write(rows, self._settle(rows))
             else:
                 self._extend(held)
-                self._ahead = min(2 * self._ahead, most_ahead)
+                self._ahead = min(2 * self._ahead, most_ahead, self.most_ahead[self._bucket])
+            if not further:
+                self._ahead = 1
             self._send(held)
             self._receive(held)
-            self._send(held)
+            if further:
+                self._send(held)
         except BaseException:
             self.leave()
             raise

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from engine.api import GREEDY, GenerationRequest
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
-from engine.execution.graph_decode.pipeline import AHEAD, DecodePipeline, bucket, can_sample
+from engine.execution.graph_decode.pipeline import AHEAD, LOW, DecodePipeline, ahead_of, bucket, can_sample
 from engine.scheduling.plan import Row, RowResult, StepPlan
 from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
@@ -35,11 +35,12 @@ class Pipelines:
 
     def claims(self, rows: Rows[Row]) -> Rows[Row]:
         of = self.sequences.of
+        self.prompt_ends = any(row.count > 1 and row.sample for row in rows)
         mine = [row for row in rows if row.count == 1 and row.sample and can_sample(of(row))]
         return mine if len(mine) <= self.alternating.most_rows else ()
 
     def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        return self.alternating.step(rows)
+        return self.alternating.step(rows, further=not self.prompt_ends)
 
 
 class PipelinesLife(Life):
@@ -96,6 +97,45 @@ def test_a_lone_row_is_written_once_and_the_device_kept_busy() -> None:
     assert idle == 0
     assert life.device.launched == 119  # no step beyond the last, none twice; the first token was the prompt's
     assert life.device.sizes.count(4) > 20
+
+
+def test_long_steps_are_launched_less_far_ahead() -> None:
+    assert [ahead_of(seconds) for seconds in (1e-4, 5e-4, 1e-3, 1.9e-3, 3e-2)] == [AHEAD, AHEAD, 4, 3, LOW]
+    life = alone([5, 6, 7], max_tokens=120)
+    pipeline = life.decoding.pipeline
+    pipeline.most_ahead = {1: 3}
+    life.step()
+    while life.step():
+        assert (pipeline._launched - pipeline._read > 0) == (len(life.got[0]) < 120)
+        assert pipeline._launched - pipeline._read <= 3
+    life.check()
+    assert life.device.launched == 119
+
+
+def test_in_front_of_a_prompt_that_ends_nothing_further_is_launched() -> None:
+    life = alone([5, 6, 7], max_tokens=100)
+    for _ in range(6):
+        life.step()
+    pipeline = life.decoding.pipeline
+    launched, under_way = life.device.launched, pipeline._launched - pipeline._read
+    assert under_way > 0
+    life.take(request([8, 9], max_tokens=100))
+    life.step()
+    assert life.device.launched == launched
+    for _ in range(2 * AHEAD):  # both are moved on, as far ahead as ever
+        life.step()
+    assert pipeline._launched - pipeline._read > LOW
+    while life.step():
+        pass
+    life.check()
+
+
+def test_a_row_that_nothing_is_under_way_for_has_its_token_before_a_prompt_ends() -> None:
+    life = alone([5, 6, 7], max_tokens=100)
+    life.step()  # the prompt's own token
+    life.take(request([8, 9], max_tokens=100))
+    life.step()
+    assert (len(life.got[0]), life.device.launched) == (2, 1)
 
 
 def test_a_stop_ends_the_row_on_the_device() -> None:
