@@ -70,8 +70,7 @@ def why_not(matrix: Matrix) -> str | None:
 def stage_bytes(matrix: Matrix, how: Division) -> int:
     """Shared memory of a stage: 64 bytes of each row, scales, and the same columns of the tokens."""
     scales = 4 * how.rows * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
-    size = how.rows * 64 + scales + how.tokens * matrix.format.span * 2
-    return _ceil(size, 1024) * 1024 if how.wide else size
+    return how.rows * 64 + scales + how.tokens * matrix.format.span * 2
 
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> Division:

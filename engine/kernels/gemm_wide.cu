@@ -40,12 +40,12 @@ struct Operands {
     u32 of[kProducts][4];
 
     // `rows`: the warp's number among those that have sixteen rows each.
-    __device__ __forceinline__ void unpack(const u8* stage, int rows) {
+    __device__ __forceinline__ void unpack(const Stage& stage, int rows) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        const u8* bytes = stage + kTokenBytes + rows * 1024;
+        const u8* bytes = stage.weights + rows * 1024;
         if constexpr (kInt4Weights) {
             constexpr int kEach = kProducts / kGroups;
-            const u32* words = reinterpret_cast<const u32*>(stage + kTokenBytes + kWeightBytes) + rows * 2 * kGroups * 8 + g;
+            const u32* words = reinterpret_cast<const u32*>(stage.scales) + rows * 2 * kGroups * 8 + g;
             const Quad upper = load_quad(bytes + lane * 16), lower = load_quad(bytes + 512 + lane * 16);
 #pragma unroll
             for (int q = 0; q < kGroups; ++q) {
@@ -78,17 +78,17 @@ struct Products {
     float sums[kParts][kSums] = {};
 
     // Of all stages. Those of the operands before may still run while the next are unpacked.
-    __device__ __forceinline__ void all(const u8* stages, Barriers& barriers, int units, int warp) {
+    __device__ __forceinline__ void all(u8* stages, Barriers& barriers, int units, int warp) {
         Place place;
         Operands even, odd;
         int before = 0;  // the stage whose products may still run
         auto start = [&](Operands& own, int part) {
-            const u8* stage = stages + place.stage * kStage;
+            const Stage stage(stages, place.stage);
             own.unpack(stage, part * kReaderWarps + warp);
             before_products();
 #pragma unroll
             for (int i = 0; i < kProducts; ++i)
-                multiply<false>(sums[part], own.of[i], operand(stage + i / 4 * kRunBytes + i % 4 * 32, 16), true);
+                multiply<false>(sums[part], own.of[i], operand(stage.tokens + i / 4 * kRunBytes + i % 4 * 32, 16), true);
             end_products();
             wait_products<1>();
         };

@@ -13,13 +13,23 @@ constexpr int kSpan = kInt4Weights ? 128 : 64, kRuns = kSpan / 64;   // columns 
 constexpr int kGroups = kInt4Weights ? kSpan / OP_GROUP : 1;         // of them with scales of their own
 constexpr int kRunBytes = kTokens * 128, kTokenBytes = kRuns * kRunBytes;  // [run][token][128 bytes]
 constexpr int kWeightBytes = kRows * 64, kScaleBytes = kInt4Weights ? kGroups * kRows * 4 : 0;
-constexpr int kStage = ceil_div(kTokenBytes + kWeightBytes + kScaleBytes, 1024) * 1024;
+constexpr int kStage = kTokenBytes + kWeightBytes + kScaleBytes;
 constexpr int kOutRow = kRows + 4;  // floats of a token's row of results; the four keep lanes in banks of their own
 static_assert(OP_FORMAT == kInt4 || OP_FORMAT == kInt8, "format");
 static_assert(kRows == 128 || kRows == 256, "rows");
 static_assert(kStages >= 2 && kStages * kStage >= kTokens * kOutRow * 4, "shared memory");
 
 using Place = RingPlace<kStages>;
+
+// Where a stage's parts lie: all stages' tokens first, since products want their runs at multiples of 1024 bytes.
+struct Stage {
+    u8 *tokens, *weights, *scales;
+
+    __device__ __forceinline__ Stage(u8* stages, int n)
+        : tokens(stages + n * kTokenBytes),
+          weights(stages + kStages * kTokenBytes + n * kWeightBytes),
+          scales(stages + kStages * (kTokenBytes + kWeightBytes) + n * kScaleBytes) {}
+};
 
 struct Barriers {
     u64 full[kStages], empty[kStages];
@@ -49,11 +59,11 @@ struct Copies {
     int box_row;
 
     __device__ __forceinline__ void next_weights(int unit, int stage, int token_bytes) const {
-        u8* to = stages + stage * kStage + kTokenBytes;
+        const Stage to(stages, stage);
         u64& full = barriers.full[stage];
         expect_bytes(full, u32(kWeightBytes + kScaleBytes + token_bytes * kRuns));
-        copy_box(full, to, &weights, unit * kBoxColumns, box_row);
-        if constexpr (kInt4Weights) copy_box(full, to + kWeightBytes, &scales, unit * kGroups * 8, box_row);
+        copy_box(full, to.weights, &weights, unit * kBoxColumns, box_row);
+        if constexpr (kInt4Weights) copy_box(full, to.scales, &scales, unit * kGroups * 8, box_row);
     }
 
     // Units first to last. `x`: the block's first token in the first run; `run_step`: bytes from run to run.
@@ -62,7 +72,7 @@ struct Copies {
         auto next_tokens = [&](int unit, int stage) {
 #pragma unroll
             for (int run = 0; run < kRuns; ++run)
-                copy_run(barriers.full[stage], stages + stage * kStage + run * kRunBytes,
+                copy_run(barriers.full[stage], Stage(stages, stage).tokens + run * kRunBytes,
                          x + u64(unit * kRuns + run) * run_step, token_bytes);
         };
         prefetch_map(&weights);
