@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.kernels.weights import Format, dequantize
+from engine.kernels.weights import dequantize
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 
-OWN_ROWS = {Format.INT8: 160, Format.INT4: 192}  # up to so many our own product is faster (docs/perf-log.md)
+OWN_ROWS = 192  # up to so many our own product is faster (docs/perf-log.md)
 _SHARE = 1 / 3  # of free memory, at most
 _ROWS_AT_ONCE = 4096  # bounds what a copy takes on the way; a multiple of 8
 
@@ -25,15 +25,14 @@ class PlainCopies:
 
     def of(self, linear: Linear, rows: int) -> Linear:
         """What multiplies so many rows fastest: the linear itself, or its copy."""
-        if isinstance(linear, CudaLinear) and rows > OWN_ROWS[linear.matrix.format]:
+        if isinstance(linear, CudaLinear) and rows > OWN_ROWS:
             return self.held.get(id(linear), linear)
         return linear
 
 
 def plain_copies(linears: Iterable[Linear], rows: int, free_bytes: int) -> PlainCopies:
     """Of linears in four and eight bits, where so many rows may come and memory allows."""
-    packed = [linear for linear in linears if isinstance(linear, CudaLinear)]
-    wanted = [linear for linear in packed if rows > OWN_ROWS[linear.matrix.format]]
+    wanted = [linear for linear in linears if isinstance(linear, CudaLinear) and rows > OWN_ROWS]
     if sum(2 * linear.matrix.rows * linear.matrix.columns for linear in wanted) > _SHARE * free_bytes:
         return PlainCopies()
     held = {id(linear): _copy(linear) for linear in wanted}

@@ -39,9 +39,8 @@ def test_a_copy_multiplies_many_rows_as_the_packed_weights_would(form: str) -> N
     packed = linear(form, bias=True)
     assert isinstance(packed, CudaLinear)
     copies = plain_copies([packed, linear("bf16")], 256, PLENTY)
-    own = OWN_ROWS[packed.matrix.format]
-    assert copies.of(packed, own) is packed
-    copy = copies.of(packed, own + 1)
+    assert copies.of(packed, OWN_ROWS) is packed
+    copy = copies.of(packed, OWN_ROWS + 1)
     assert isinstance(copy, DenseLinear)
     assert torch.equal(copy.weight, dequantize(packed.matrix, 0, ROWS, torch.bfloat16))
     x = torch.randn(3, COLUMNS).bfloat16()
@@ -50,8 +49,8 @@ def test_a_copy_multiplies_many_rows_as_the_packed_weights_would(form: str) -> N
 
 def test_there_is_none_for_few_rows_or_little_memory_or_plain_weights() -> None:
     packed, dense = linear("int4"), linear("bf16")
-    assert plain_copies([packed], OWN_ROWS[Format.INT4], PLENTY).held == {}
-    assert len(plain_copies([packed, linear("int8")], OWN_ROWS[Format.INT8] + 1, PLENTY).held) == 1
+    assert plain_copies([packed], OWN_ROWS, PLENTY).held == {}
+    assert len(plain_copies([packed, linear("int8")], OWN_ROWS + 1, PLENTY).held) == 2
     assert plain_copies([packed, packed], 256, 6 * BYTES - 1).held == {}
     assert len(plain_copies([packed, linear("int8")], 256, 6 * BYTES).held) == 2
     assert plain_copies([dense], 256, PLENTY).of(dense, 512) is dense
