@@ -20,7 +20,7 @@ from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceState
 
 FEW = 8  # rows, which one pipeline of `graph_decode` holds
-BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 
 
 def why_not(parts: Parts) -> str | None:
