@@ -7,6 +7,7 @@ prefix, or in chunks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +26,8 @@ from engine.kernels.weights import Format
 from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
+_ROUNDS = 2  # of timing all sizes; the least counts
+
 
 class CapturedPasses:
     """Passes over one model. What they leave of the last token of each chunk is in `run.ends`."""
@@ -38,6 +41,7 @@ class CapturedPasses:
         self._mail = Mailbox(Layout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
         self._splits = ops.splits_of(self.run.layout, (*sizes, *chunks), device, chunks[0], self.run.gpu)
         self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
+        self.costs: Mapping[int, float] = {size: size for size in sizes}  # by size; seconds, once they are measured
         self.captured = True  # False: launches one by one
 
     @property
@@ -46,20 +50,38 @@ class CapturedPasses:
         return self._mail.arrived
 
     def warmup(self, recorder: Recorder, progress: Progress) -> None:
-        """Compiles and captures every size."""
+        """Compiles and captures every size, and measures what it costs."""
         layouts = [Layout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
         rehearsed: set[int] = set()  # numbers of tokens that products have
         for done, layout in enumerate(layouts):
             progress("prefill", done, len(layouts))
-            # No pages are known yet, so a pass of no tokens must do: it writes none.
-            empty = np.zeros(layout.pages, dtype=np.int32)
-            empty[layout.positions : layout.owners] = -1
-            self._mail.send(empty)
+            self._send_nothing(layout)
             tokens = {layout.size, layout.chunks}
             self._graphs[layout] = recorder.record(partial(self._forward, layout), rehearse=not tokens <= rehearsed)
             rehearsed |= tokens
-        torch.cuda.synchronize()
+        self.costs = self._measured()
         progress("prefill", len(layouts), len(layouts))
+
+    def _send_nothing(self, layout: Layout) -> None:
+        """No pages are known yet, so a pass of no tokens must do: it writes none."""
+        empty = np.zeros(layout.pages, dtype=np.int32)
+        empty[layout.positions : layout.owners] = -1
+        self._mail.send(empty)
+
+    def _measured(self) -> dict[int, float]:
+        rounds = [[self._seconds(Layout(size, self._chunks[-1])) for size in self.sizes] for _ in range(_ROUNDS)]
+        return dict(zip(self.sizes, map(min, *rounds), strict=True))
+
+    def _seconds(self, layout: Layout) -> float:
+        """Of a pass, all but attention, which takes as long however tokens are shared out."""
+        event: type[torch.cuda.Event] = torch.cuda.Event
+        self._send_nothing(layout)
+        begin, end = event(enable_timing=True), event(enable_timing=True)
+        begin.record()
+        self._graphs[layout].replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
     def ask(self) -> None:
         """Asks for every kernel that there will be."""

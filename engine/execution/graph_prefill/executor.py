@@ -22,7 +22,7 @@ from engine.kernels.tokens import Fed
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
 
-SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a graph
+SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of a graph
 _FEW = 2  # first tokens that are drawn one by one: each reads the head, all together are slower for one
 
 
@@ -85,7 +85,7 @@ class GraphPrefill:
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
         vocabulary, alone = self._parts.model.config.vocab_size, self._parts.constraints.constrained
-        for one in passes(rows, self._parts.sequences, self._passes.sizes, vocabulary):
+        for one in passes(rows, self._parts.sequences, self._passes.costs, vocabulary):
             self._passes.replay(one)
             ended = [(at, chunk) for at, chunk in enumerate(one.chunks) if chunk.whole and chunk.row.sample]
             alike = [(at, chunk) for at, chunk in ended if can_choose(chunk.sequence)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -15,7 +17,7 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 
 MOST_CHUNKS = 32  # sequences of a pass
-_LARGE = 2048  # tokens: a pass of so many takes twice as long as one of half the size, or nearly
+_APART = 1.05  # what two passes take by the sum of their costs, about: the host comes between, and costs are not exact
 TABLE = 4  # where the table of chunks begins, in words
 
 
@@ -100,18 +102,20 @@ class Layout:
         return words
 
 
-def passes(rows: Iterable[Row], sequences: SequenceTable, sizes: Rows[int], vocabulary: int) -> Iterator[Pass]:
-    """All tokens of the rows, in their order. `sizes`: tokens of a captured pass, smallest first."""
+def passes(
+    rows: Iterable[Row], sequences: SequenceTable, costs: Mapping[int, float], vocabulary: int
+) -> Iterator[Pass]:
+    """All tokens of the rows, in their order. `costs`: seconds of a captured pass by its tokens, smallest first."""
     rows = tuple(rows)
     left = sum(row.count for row in rows)
-    here, room = Pass(), _room(sizes, left)
+    here, room = Pass(), cheapest(costs, left)[1]
     for row in rows:
         sequence, start, end = sequences.of(row), row.start, row.start + row.count
         ids = _checked(sequence.token_ids[start:end], vocabulary)
         while start < end:
             if here.tokens == room or len(here.chunks) == MOST_CHUNKS:
                 yield here
-                here, room = Pass(), _room(sizes, left)
+                here, room = Pass(), cheapest(costs, left)[1]
             count = min(end - start, room - here.tokens)
             fed = start - row.start
             here.chunks.append(Chunk(row, sequence, start, ids[fed : fed + count], here.tokens))
@@ -122,11 +126,16 @@ def passes(rows: Iterable[Row], sequences: SequenceTable, sizes: Rows[int], voca
         yield here
 
 
-def _room(sizes: Rows[int], left: int) -> int:
-    """Of the next pass, when so many tokens are left. A large one filled to three quarters takes longer than two
-    smaller ones."""
-    at = next((at for at, size in enumerate(sizes) if size >= left), len(sizes) - 1)
-    return sizes[at - 1] if at > 0 and sizes[at] >= _LARGE and 4 * left <= 3 * sizes[at] else sizes[at]
+def cheapest(costs: Mapping[int, float], tokens: int) -> tuple[float, int]:
+    """What so many tokens cost, and the room of their first pass: one that holds them all, or the largest that they
+    fill, which others follow."""
+    sizes = tuple(costs)
+    at = bisect_left(sizes, tokens)
+    whole = (costs[sizes[at]], sizes[at]) if at < len(sizes) else (math.inf, 0)
+    if at == 0:
+        return whole
+    filled = sizes[at - 1]
+    return min(whole, (_APART * (costs[filled] + cheapest(costs, tokens - filled)[0]), filled))
 
 
 def _checked(ids: Rows[int], vocabulary: int) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ import torch
 from engine.api import GREEDY, Stopping
 from engine.execution.capture import Recorder
 from engine.execution.graph_prefill.captured_passes import CapturedPasses
-from engine.execution.graph_prefill.passes import Chunk, Pass, passes
+from engine.execution.graph_prefill.passes import Chunk, Pass, cheapest, passes
 from engine.execution.speculation.captured.followed import Followed
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
@@ -58,9 +58,7 @@ class CatchingUp:
     def seconds(self, sequence: SequenceState) -> float:
         """What `compute` of the whole sequence takes."""
         missing = len(sequence.token_ids) - self.followed.tokens(sequence)
-        whole, rest = divmod(max(missing, 0), SIZES[-1])
-        last = next(self._seconds[size] for size in SIZES if rest <= size) if rest else 0.0
-        return whole * self._seconds[SIZES[-1]] + last
+        return cheapest(self._seconds, missing)[0] if missing > 0 else 0.0
 
     def compute(self, sequence: SequenceState, until: int) -> None:
         """Keys and values of its first `until` tokens, as far as they are not there. Where that fails, it has computed
@@ -70,7 +68,7 @@ class CatchingUp:
             return
         row = Row(sequence.key, sequence.slot, begin, until - begin, False)
         self.followed.forget(sequence)
-        for one in passes((row,), self._parts.sequences, SIZES, self._parts.model.config.vocab_size):
+        for one in passes((row,), self._parts.sequences, self._seconds, self._parts.model.config.vocab_size):
             self._passes.replay(one)
         self.followed.computed(sequence, until)
 

@@ -180,6 +180,14 @@ def test_products_that_gate_their_results_are_as_right_as_eager(tmp_path: Path) 
         assert float((ours - truth).norm()) < 1.5 * float((theirs - truth).norm()) + 0.05
 
 
+def test_what_passes_cost_is_known_after_a_start(tmp_path: Path) -> None:
+    stage = GraphPrefill(prepared(tmp_path, "qwen3").parts, SIZES)
+    stage.warmup(watch)
+    costs = stage._passes.costs
+    assert tuple(costs) == SIZES
+    assert all(0 < seconds < 1 for seconds in costs.values())
+
+
 def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen3").parts
     stage = GraphPrefill(parts, SIZES)
