@@ -165,8 +165,8 @@ class DecodePipeline:
         self._held = []
 
     def step(self, rows: Rows[Row], most_ahead: int = AHEAD, *, further: bool = True) -> dict[int, RowResult]:
-        """At least one id for each row, and whatever else has come. Launches `most_ahead` steps ahead, no more, and not
-        `further`: none that no row would be left without."""
+        """At least one id for each row, and whatever else has come. Launches no more than `most_ahead` steps ahead;
+        without `further` nothing that no row waits for."""
         try:
             held = self._current(rows)
             if held is None:
