@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from bench.floods import Rogue
-from bench.grpc_frames import PING, FrameClient, frame
+from bench.grpc_frames import ACK, PING, SETTINGS, FrameClient, frame
 from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.transport import http2
 from service.transport.http2 import PortBounds
@@ -104,19 +104,23 @@ async def test_calls_that_nobody_could_look_at_are_dropped() -> None:
 
 
 class Pinged(Rogue):
-    """Knows when the server has seen all that was sent before a ping."""
+    """Knows when the server has seen all that was sent before a ping. Acknowledges the server's settings, without which
+    it would be hung up on after five seconds."""
 
     def __init__(self, address: str, path: str) -> None:
-        self.answered = threading.Event()
+        self.greeted, self.answered = threading.Event(), threading.Event()
         super().__init__(address, path)
+        assert self.greeted.wait(60)
+        self.socket.sendall(frame(SETTINGS, ACK, 0, b""))
 
     def _drain(self) -> None:
         end = b""
         with contextlib.suppress(OSError):
             self.socket.settimeout(None)
             while data := self.socket.recv(1 << 16):
+                self.greeted.set()
                 end += data
-                if frame(PING, 1, 0, b"all came") in end:
+                if frame(PING, ACK, 0, b"all came") in end:
                     self.answered.set()
                 end = end[-16:]
 
