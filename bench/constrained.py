@@ -18,8 +18,9 @@ from engine.fake import plain_request
 from engine.fake.checked import CheckedRunner
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Runner
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import build

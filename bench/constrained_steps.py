@@ -27,8 +27,9 @@ from engine.constraints.constraints import Constraints
 from engine.constraints.grammars import Grammars
 from engine.fake import plain_request
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Runner
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare

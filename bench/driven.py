@@ -5,7 +5,8 @@ from __future__ import annotations
 from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 
 CHUNK = 512  # prompt tokens a step

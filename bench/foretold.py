@@ -18,8 +18,9 @@ from itertools import pairwise
 from bench.driven import asked
 from bench.workloads import Work, workload
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import RowResult, StepPlan, StepResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.settings import PAGE_SIZE
 
 PASS = 2048  # tokens of the largest pass

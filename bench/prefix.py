@@ -35,7 +35,8 @@ from engine.kv.open_tier import open_tier
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.kv.shared_tier import BlockTier
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.build import build

@@ -20,7 +20,6 @@ class Tally:
     generated_tokens: int = 0
     draft_proposed: int = 0
     draft_accepted: int = 0
-    preemptions: int = 0
 
     def begin(self, sequence: Sequence) -> None:
         """Its first token has come."""

@@ -34,8 +34,9 @@ from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.kv.shared_tier import BlockTier
 from engine.log_lines import use_json
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Runner
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.driver import begin_context

@@ -10,8 +10,9 @@ from engine.api import GREEDY, GenerationRequest, Stopping, TokenLogprob
 from engine.execution.speculation.costs import Costs
 from engine.fake.checked import CheckedRunner
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Runner
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 
 FREE = Costs({1: 1.0, 512: 1.0})  # a wider step costs nothing, so that whatever is guessed is verified

@@ -16,7 +16,8 @@ from engine.fake.checked import CheckedRunner
 from engine.ipc.events import Event
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare

@@ -10,8 +10,9 @@ import pytest
 
 from engine.api import GREEDY, GenerationRequest, Stopping, TokenLogprob
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Runner
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 
 

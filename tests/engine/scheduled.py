@@ -13,8 +13,9 @@ from engine.fake import FakeRunner, plain_request
 from engine.ipc.events import Event
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
 

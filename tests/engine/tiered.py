@@ -12,7 +12,8 @@ from engine.ipc.events import Event
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
 from engine.kv.shared_tier import BlockTier
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as Live
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
 

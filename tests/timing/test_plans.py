@@ -8,8 +8,9 @@ import time
 from engine.api import Priority
 from engine.fake import plain_request
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import RowResult, StepPlan, StepResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 
 

@@ -16,8 +16,9 @@ from engine.fake.checker import PlanChecker
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE

@@ -14,8 +14,9 @@ from engine.fake import plain_request
 from engine.ipc.events import Event
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Runner, StepPlan, StepResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import build

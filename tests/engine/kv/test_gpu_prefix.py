@@ -15,7 +15,8 @@ from engine.kv.page_pool import PagePool
 from engine.kv.page_transfer import PoolPages
 from engine.kv.prefix_index import PrefixIndex
 from engine.linear import Placement
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import build

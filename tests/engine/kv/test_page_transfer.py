@@ -18,7 +18,8 @@ from engine.kv.page_transfer import PoolPages
 from engine.kv.prefix_index import PrefixIndex
 from engine.linear import Placement
 from engine.model.attention import RowSpan, key_range
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import build

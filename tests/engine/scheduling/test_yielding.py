@@ -7,8 +7,9 @@ from itertools import pairwise
 from engine.api import Priority
 from engine.fake import FakeRunner, plain_request
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings, FakeSettings
 

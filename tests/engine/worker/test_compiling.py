@@ -13,8 +13,9 @@ from engine.execution.graph_decode.pipeline import can_sample
 from engine.fake import plain_request
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
 from engine.scheduling.rows import admission_of
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import begin
 from engine.worker.compiling import Compiling

@@ -34,7 +34,8 @@ from engine.ipc.frames import (
 )
 from engine.ipc.link import Link
 from engine.kv.page_pool import PagePool
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings, FakeSettings
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.loop import Loop, out_of_memory

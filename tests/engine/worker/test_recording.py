@@ -18,8 +18,9 @@ from engine.execution import trials
 from engine.fake import FakeRunner, Fault, plain_request
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, Runner, StepPlan, StepResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceTable, readmission
 from engine.settings import EngineSettings, FakeSettings

@@ -15,8 +15,8 @@ from engine.execution.batched.executor import Batched
 from engine.execution.batched.pipeline import AHEAD, MOST_AHEAD, BatchPipeline
 from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import DecodePipeline
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, StepPlan
-from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.batched.slow_batches import BUCKETS, SlowBatches

@@ -28,8 +28,8 @@ from engine.kernels.batch_sampling import Tables
 from engine.kernels.rows import ENTER, LEAVE, MOVE, PAGES, mail_of
 from engine.kernels.sampling import BARRED, SEEN, SampledRow, write_bias, write_marks
 from engine.sampling.sampler import Sampler
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from tests.engine.execution.batched.slow_batches import BUCKETS, SlowBatches
 from tests.engine.execution.slow_device import DeviceRow, Life, SlowDevice, SlowRunner, after, request

@@ -17,8 +17,9 @@ from engine.execution.runner import ModelRunner
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
 from engine.sampling.sampler import Sampler
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import RowResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings

@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 from engine.api import Constraint, GenerationRequest
 from engine.execution.constrained.pipeline import MOST_ROWS, HalvesPipeline, Mask
 from engine.execution.graph_decode.pipeline import AHEAD, DecodePipeline, RowState
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import SICK, Life, SlowDevice, SlowRunner, answer, request

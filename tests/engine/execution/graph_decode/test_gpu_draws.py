@@ -16,8 +16,9 @@ from engine.execution.eager import Eager
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.sampling.sampler import Sampler
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings

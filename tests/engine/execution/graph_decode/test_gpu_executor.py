@@ -26,8 +26,9 @@ from engine.model.norm import RmsNorm
 from engine.model.transformer import StepInput, Transformer, kv_shape
 from engine.model.weights import Layer, Weights
 from engine.sampling.noise import gumbel, seed_key
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare

@@ -16,8 +16,8 @@ from engine.api import GREEDY, GenerationRequest
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD, LOW, DecodePipeline, ahead_of, bucket, can_sample
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, StepPlan
-from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import SICK, Life, SlowDevice, SlowRunner, answer, request

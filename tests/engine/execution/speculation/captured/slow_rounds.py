@@ -23,8 +23,8 @@ from engine.execution.speculation.captured.rounds import (
 )
 from engine.execution.speculation.captured.single import BEGINNING, PATIENCE, Alone
 from engine.kernels.reference import verified
+from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.scheduler import Limits
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import Life, SlowDevice, SlowMemory, SlowRunner, after

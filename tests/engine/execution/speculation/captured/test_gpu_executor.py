@@ -18,7 +18,8 @@ from engine.execution.speculation.captured import executor as captured
 from engine.execution.speculation.costs import Costs
 from engine.execution.step_state import Parts
 from engine.kv.page_pool import PagePool
-from engine.scheduling.scheduler import Limits, Scheduler
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.worker.build import make_runner
 from tests.engine.execution.graph_decode.test_gpu_executor import nobody, prepared_on_gpu, save, settings_of, texts

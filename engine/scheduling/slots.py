@@ -1,0 +1,206 @@
+"""Which sequences run: slots and pages are given to those that wait, strictly by `rank`, and taken away from the last
+where pages lack. Torch-free.
+
+A sequence is running (it has a slot) or waiting; one that is fetching or parked (its reader is behind) may have no slot
+and does not wait for one.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from engine.api import Priority
+from engine.kv.prefix_index import PrefixIndex
+from engine.scheduling.limits import Limits
+from engine.scheduling.ordered import Ordered
+from engine.scheduling.pacing import Pacing
+from engine.scheduling.plan import Released, Row, StepPlan
+from engine.scheduling.rank import rank
+from engine.scheduling.rows import admission_of
+from engine.scheduling.sequence import PrefixPage, Sequence
+from engine.settings import PAGE_SIZE
+
+
+class Slots:
+    """Of live sequences. What plans have yet to say of who came and went is kept here as well."""
+
+    def __init__(self, limits: Limits, prefixes: PrefixIndex, pacing: Pacing, *, batching: bool) -> None:
+        self._limits = limits
+        self._prefixes = prefixes
+        self._pacing = pacing
+        self._width = limits.max_sequences if batching else 1
+        self._free = list(range(limits.max_sequences - 1, -1, -1))
+        self._line = Ordered()  # ranks of those that wait
+        self._waiting: dict[int, Sequence] = {}
+        self._admitted: dict[int, Sequence] = {}  # by slot; in no plan yet
+        self._released: list[Released] = []  # likewise
+        self.running: list[Sequence] = []  # lowest rank first
+        self.changes = 0  # of who runs and is not paused
+        self.paused = 0  # sequences
+        self.preemptions = 0
+
+    @property
+    def waiting(self) -> int:
+        """Sequences."""
+        return len(self._waiting)
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that may run at once."""
+        return min(self._width, self._pacing.rows)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Lets it wait for a slot, if it has none and nothing else to wait for."""
+        if sequence.slot < 0 and not sequence.paused and not sequence.fetching:
+            self._line.add(*rank(sequence))
+            self._waiting[sequence.key] = sequence
+
+    def pause(self, sequence: Sequence) -> None:
+        """It keeps its slot and pages while nobody else wants them."""
+        self._leave_line(sequence)
+        sequence.paused = True
+        self.paused += 1
+        self.changes += 1
+
+    def resume(self, sequence: Sequence) -> None:
+        """Undoes `pause`."""
+        sequence.paused = False
+        self.paused -= 1
+        self.changes += 1
+        self.enqueue(sequence)
+
+    def set_batching(self, enabled: bool) -> None:
+        """Off: one sequence runs at a time. The others give up their pages and wait."""
+        self._width = self._limits.max_sequences if enabled else 1
+        if len(self.running) > self._width:
+            kept = next((one for one in self.running if not one.paused), self.running[0])
+            for sequence in [one for one in self.running if one is not kept]:
+                self._preempt(sequence)
+
+    def start_waiting(self) -> None:
+        """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
+        while (first := self._line.first()) is not None:
+            sequence = self._waiting[first[1]]
+            if not self._may_start() and not self._given_way(sequence):
+                return
+            found = self._prefixes.find(sequence)
+            pages = self._pages_for(len(sequence.token_ids) + self._limits.lookahead_tokens) - len(found)
+            if not self._make_room(pages, found):
+                return
+            self._leave_line(sequence)
+            self._prefixes.begin(sequence, found)
+            sequence.pages += self._prefixes.allocate(pages, after=found[-1].number if found else None) or []
+            sequence.slot = self._free.pop()
+            self._admitted[sequence.slot] = sequence
+            insort(self.running, sequence, key=rank)
+            self.changes += 1
+
+    def grow(self, sequence: Sequence, end: int) -> bool:
+        """Gives a running sequence pages for its first `end` tokens; False where it had to yield instead."""
+        while True:
+            held = sequence.pages
+            pages = self._prefixes.allocate(self._pages_for(end) - len(held), after=held[-1])
+            if pages is not None:
+                held += pages
+                return True
+            if self._prefixes.let_go(sequence):
+                continue
+            victim = next((one for one in reversed(self.running) if one.paused), self.running[-1])
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def remove(self, sequence: Sequence, *, sound: bool) -> None:
+        """It has ended. Not `sound`: what it computed is of no use to others."""
+        self.paused -= sequence.paused
+        if sequence.slot >= 0:
+            self._stop(sequence, sound=sound)
+        else:
+            self._leave_line(sequence)
+
+    # What plans say
+
+    def planned(self, rows: list[Row]) -> StepPlan:
+        """Of these rows, with who came and went since the plan before."""
+        if not self._admitted and not self._released:
+            return StepPlan(tuple(rows))
+        admitted = tuple(admission_of(sequence) for sequence in self._admitted.values())
+        released = tuple(self._released)
+        self._admitted.clear()
+        self._released.clear()
+        return StepPlan(tuple(rows), admitted, released)
+
+    def say_again(self, plan: StepPlan) -> None:
+        """The step of this plan did not come back, and nobody knows whether the runner took in who came and went."""
+        self._released = [*plan.released, *self._released]
+        still = {sequence.key: sequence for sequence in self.running}
+        for admitted in plan.admitted:
+            sequence = still.get(admitted.key)
+            if sequence is not None and sequence.slot == admitted.slot:
+                self._admitted[sequence.slot] = sequence
+                sequence.planned_pages = 0
+
+    def begin_anew(self, sequence: Sequence) -> None:
+        """In its slot, behind the full pages that it has."""
+        if sequence.slot not in self._admitted:
+            self._released.append(Released(sequence.key, sequence.slot))
+            self._admitted[sequence.slot] = sequence
+            sequence.planned_pages = 0
+            sequence.computed -= sequence.computed % PAGE_SIZE
+
+    # Room
+
+    def _may_start(self) -> bool:
+        """Whether one more sequence would have a slot, if need be a paused one's."""
+        most = self.most_running
+        return len(self.running) < most or sum(not one.paused for one in self.running) < most
+
+    def _given_way(self, sequence: Sequence) -> bool:
+        """For who is watched, one of the background that ranks behind gives up its slot: it might keep it for long."""
+        if sequence.request.priority != Priority.INTERACTIVE:
+            return False
+        ready = [one for one in self.running if not one.paused]
+        last = ready[-1]
+        if last.request.priority != Priority.BACKGROUND or rank(last) < rank(sequence):
+            return False
+        self._preempt(last)
+        return self._may_start()
+
+    def _make_room(self, pages: int, found: list[PrefixPage]) -> bool:
+        """Whether one more sequence may start with so many pages besides those found; takes from the paused what it
+        lacks.
+
+        It may if afterwards each that runs could still get another page, lest it be thrown out again at once.
+        """
+        prefixes = self._prefixes
+        paused = [sequence for sequence in self.running if sequence.paused] if self.paused else []
+        wanted = pages + len(self.running) - len(paused)
+        if wanted > prefixes.room - prefixes.idle(found) + prefixes.reclaimable(paused, found):
+            return False
+        while len(self.running) >= self.most_running or wanted > prefixes.room - prefixes.idle(found):
+            self._preempt(paused.pop())
+        return True
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-min(tokens, self._limits.max_context) // PAGE_SIZE)
+
+    def _leave_line(self, sequence: Sequence) -> None:
+        """If it waits."""
+        if self._waiting.pop(sequence.key, None) is not None:
+            self._line.discard(*rank(sequence))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes slot and pages away; once it runs again, what of prompt and output was not kept is computed anew."""
+        self.preemptions += 1
+        self._stop(sequence, sound=True)
+        self.enqueue(sequence)
+
+    def _stop(self, sequence: Sequence, *, sound: bool) -> None:
+        self.running.remove(sequence)
+        self.changes += 1
+        self._prefixes.release(sequence, sound)
+        sequence.computed = sequence.planned_pages = 0
+        self._admitted.pop(sequence.slot, None)
+        self._released.append(Released(sequence.key, sequence.slot))
+        self._free.append(sequence.slot)
+        sequence.slot = -1
