@@ -15,7 +15,7 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.ordered import Ordered
 from engine.scheduling.outcome import finish, take, told
 from engine.scheduling.pacing import Pacing
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Row, StepPlan, StepResult
 from engine.scheduling.rank import timer
 from engine.scheduling.rows import row_of
 from engine.scheduling.sequence import Sequence
@@ -51,6 +51,7 @@ class Scheduler:
         self._yielding = Yielding()
         self._watched = 0  # live sequences of interactive priority
         self._fetching: dict[int, Sequence] = {}
+        self._begun: set[int] = set()  # keys of those whose prompt ended in the last step
         self._tally = Tally()
 
     # What the front asks for
@@ -135,28 +136,31 @@ class Scheduler:
         self._slots.start_waiting()
         fed, budget = self._to_feed()
         lookahead = self._limits.lookahead_tokens
-        rows = []
-        begun: set[bytes] = set()  # pages that siblings will begin with
+        rows: list[Row] = []
+        begun: list[Sequence] = []  # by the step before
+        siblings: set[bytes] = set()  # pages that siblings will begin with
         for sequence in fed:  # lowest rank first, so that no planned row loses its pages
             if sequence.paused or sequence.slot < 0:
                 continue
-            if sequence.first_token_at is None and self._awaits_sibling(sequence, begun):
+            if sequence.first_token_at is None and self._awaits_sibling(sequence, siblings):
                 continue
             start = sequence.computed
-            count = len(sequence.token_ids) - start
-            sample = True
-            if count > 1:
-                if count > budget:
-                    count, sample = budget, False
-                    if not count:
-                        continue
-                budget -= count
+            left = len(sequence.token_ids) - start
+            count = min(left, budget) if left > 1 else 1
+            if not count:
+                continue
+            budget -= count if left > 1 else 0
             end = start + count + lookahead
             if end > len(sequence.pages) * PAGE_SIZE and not self._slots.grow(sequence, end):
                 continue
             if sequence.first_planned_at is None:
                 sequence.first_planned_at = now
-            rows.append(row_of(sequence, start, count, sample))
+            if left == 1 and sequence.key in self._begun:
+                begun.append(sequence)
+            else:
+                rows.append(row_of(sequence, start, count, count == left))
+        if begun:
+            rows += self._going_on(begun, rows)
         if not rows:
             self._pacing.idle()
             self._yielding.away()
@@ -181,6 +185,7 @@ class Scheduler:
         if self._watched:
             self._yielding.ended(plan, result, now)
         self._tally.steps += 1
+        self._begun.clear()
         events = []
         for row in plan.rows:
             sequence = self._live.get(row.key)
@@ -198,6 +203,8 @@ class Scheduler:
             self._prefixes.note(sequence)
             if event.start is not None:
                 self._tally.begin(sequence)
+                if row.count > 1:
+                    self._begun.add(sequence.key)
                 if self._tier is not None:
                     self._tier.begun(sequence)
             if event.finish is not None or event.failure is not None:
@@ -263,6 +270,17 @@ class Scheduler:
         most = self._limits.max_tokens_per_row
         if any(len(brought.token_ids) - brought.forced > most for brought in result.rows.values()):
             raise ValueError(f"a row brought more than {most} ids")
+
+    def _going_on(self, begun: list[Sequence], others: list[Row]) -> list[Row]:
+        """Whose prompt ended in the step before is not fed beside another's of its priority that ends: that one's first
+        token would come a decoding step later, and its own second one no earlier."""
+        ending = (self._live[row.key].request.priority for row in others if row.count > 1 and row.sample)
+        highest = max(ending, default=None)
+        return [
+            row_of(sequence, sequence.computed, 1, True)
+            for sequence in begun
+            if highest is None or sequence.request.priority > highest
+        ]
 
     def _awaits_sibling(self, sequence: Sequence, begun: set[bytes]) -> bool:
         """Takes what others have computed of its prompt. Whether a sibling of lower rank is at its next page in this

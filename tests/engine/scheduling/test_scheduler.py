@@ -65,7 +65,37 @@ def test_prompts_share_the_budget_in_order_of_rank() -> None:
     bench = Bench(batch=20)
     first, second, third = (bench.admit(prompt=12) for _ in range(3))
     assert rows_of(bench.step()) == {first: (0, 12, True), second: (0, 8, False)}
-    assert rows_of(bench.step()) == {first: (12, 1, True), second: (8, 4, True), third: (0, 12, True)}
+    assert rows_of(bench.step()) == {second: (8, 4, True), third: (0, 12, True)}
+    assert rows_of(bench.step()) == {first: (12, 1, True), second: (12, 1, True), third: (12, 1, True)}
+
+
+def test_a_second_token_waits_one_step_for_prompts_that_end() -> None:
+    bench = Bench(batch=64, pages=64)
+    old = bench.admit(prompt=4, output=40)
+    bench.step()
+    bench.step()
+    first = bench.admit(prompt=12)
+    assert rows_of(bench.step()) == {old: (5, 1, True), first: (0, 12, True)}
+    bench.admit(prompt=12)
+    assert rows_of(bench.step()).keys() == {old, first + 1}, "who has two tokens goes on, who has one waits"
+    bench.admit(prompt=12)
+    assert rows_of(bench.step()).keys() == {old, first, first + 2}, "it waits once"
+    bench.run()
+    for key, sequence in bench.sequences.items():
+        assert bench.output(key) == alone(sequence.request, 64)
+
+
+def test_a_second_token_waits_for_no_chunk_and_for_no_prompt_of_lower_priority() -> None:
+    bench = Bench(batch=16, pages=64)
+    first = bench.admit(prompt=4)
+    bench.step()
+    long = bench.admit(prompt=20)
+    assert rows_of(bench.step()) == {first: (4, 1, True), long: (0, 16, False)}
+    bench.run()
+    watched = bench.admit(prompt=4, priority=Priority.INTERACTIVE)
+    bench.step()
+    other = bench.admit(prompt=4)
+    assert rows_of(bench.step()) == {watched: (4, 1, True), other: (0, 4, True)}
 
 
 def test_priorities_go_first() -> None:

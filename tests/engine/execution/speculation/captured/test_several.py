@@ -81,7 +81,7 @@ def test_they_go_on_together_and_are_written_once(sequences: int, chance: float)
     device = life.devices[2 if sequences == 2 else 4]
     assert device.parked == 0
     assert device.written <= 2, "all at once, as long as the same go on"
-    assert all(tokens > 30 for tokens in told_of(life, sequences)), "no row is left behind"
+    assert all(tokens > 20 for tokens in told_of(life, sequences)), "no row is left behind"
 
 
 def test_who_asks_for_no_draft_rides_with_one_useful_row() -> None:
@@ -203,7 +203,7 @@ def test_a_draft_model_computes_each_token_once() -> None:
     to_the_end(life)
     assert life.draft is not None
     made = sum(map(len, life.got))
-    assert sum(device.written for device in life.devices.values()) > 4
+    assert sum(device.written for device in life.devices.values()) > 2
     assert life.draft.fed < made / 2
 
 
