@@ -12,10 +12,19 @@ _NAP = 20e-6  # seconds between two looks
 _LOOKS = 64  # after so many the stream is asked, which costs more
 
 
+def all_told(entries: torch.Tensor, number: int) -> list[int] | None:
+    """flags << 24 | token of each, once the device has written all of them as those of this number."""
+    if not ((entries >> 32) & 0xFFFFFFFF == number & 0xFFFFFFFF).all():
+        return None
+    found: list[int] = (entries & 0xFFFFFFFF).tolist()
+    return found
+
+
 class Patience:
     """Of one device's steps, which all go to torch's current stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, nap: float = _NAP) -> None:
+        self._nap = nap
         self._looks = 0
         self._idle = False  # all that was launched has ended, so what it told is there
 
@@ -29,6 +38,6 @@ class Patience:
             raise EngineFailed("the device ended its steps without a token")
         self._looks += 1
         if self._looks % _LOOKS:
-            time.sleep(_NAP)
+            time.sleep(self._nap)
         else:
             self._idle = torch.cuda.current_stream().query()

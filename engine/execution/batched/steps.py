@@ -15,7 +15,7 @@ from engine.execution.batched.pipeline import MOST_AHEAD, Changes
 from engine.execution.batched.row_mail import RowMail
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass
-from engine.execution.patience import Patience
+from engine.execution.patience import Patience, all_told
 from engine.execution.step_state import Parts
 from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
@@ -110,11 +110,7 @@ class BatchedSteps:
 
     def poll(self, number: int, rows: int) -> Rows[int] | None:
         """flags << 24 | token of each row state, once all have come."""
-        entries = self._ring[number % RING, :rows]
-        if not ((entries >> 32) & 0xFFFFFFFF == number & 0xFFFFFFFF).all():
-            return None
-        found: list[int] = (entries & 0xFFFFFFFF).tolist()
-        return found
+        return all_told(self._ring[number % RING, :rows], number)
 
     def wait(self) -> None:
         """A moment. Raises where nothing is under way."""

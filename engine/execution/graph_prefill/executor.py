@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from types import MappingProxyType
 
 import torch
 
@@ -30,7 +29,6 @@ class GraphPrefill:
     """Feeds chunks of several tokens, and draws the token that follows where a row samples. An `Executor`."""
 
     lookahead_tokens = 0
-    switches: Mapping[str, str | None] = MappingProxyType({"graphs": None, "fused_kernels": None})
     max_tokens_per_row = 1
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
@@ -39,16 +37,19 @@ class GraphPrefill:
         self._passes = CapturedPasses(parts, filled(sizes, parts.max_batch_tokens), (MOST_CHUNKS, 1))
         self._recorder = Recorder(parts.model.placement.device)
         self._fused = True
+        self._why_one_pass: str | None = None
         self._one = self._first_tokens()
         self._many = ManyFirstTokens(self._passes.run, parts.model.config.vocab_size, parts.model.placement.device)
 
     def _first_tokens(self) -> FirstTokens | None:
         """None where the kernels of decode steps do not read this model."""
         parts = self._parts
-        if step_weights.why_not(parts) is not None:
+        self._why_one_pass = step_weights.why_not(parts)
+        if self._why_one_pass is not None:
             return None
+        read, self._why_one_pass = step_weights.shared(parts)
         fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
-        return FirstTokens(self._passes.run.library, step_weights.step_weights(parts), fed, parts.max_sequences)
+        return FirstTokens(self._passes.run.library, read, fed, parts.max_sequences)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures every size. Raises Unfit where that cannot be."""
@@ -118,25 +119,31 @@ class GraphPrefill:
         return {row.key: result for (row, _), result in zip(kept, found, strict=True)}
 
     def _read(self, drawn: Rows[tuple[Row, int]], together: Rows[tuple[list[Row], int]]) -> dict[int, RowResult]:
-        """What the kernels drew. Waits for the device."""
+        """What the kernels drew. Waits for it."""
         results: dict[int, RowResult] = {}
-        if drawn or together:
-            torch.cuda.current_stream().synchronize()
         if drawn and self._one is not None:
-            read = self._one.read([number for _, number in drawn])
-            found = {row.key: result for (row, _), result in zip(drawn, read, strict=True)}
+            found = {row.key: self._one.read(number) for row, number in drawn}
             results |= self._parts.constraints.ended(found, [self._parts.sequences.of(row) for row, _ in drawn])
         for rows, number in together:
             read = self._many.read(number, len(rows))
             results |= {row.key: result for row, result in zip(rows, read, strict=True)}
         return results
 
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """As `GraphDecode` has them."""
+        return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
+
     def switch(self, name: str, enabled: bool) -> None:
-        """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing."""
+        """`graphs`: off, the kernels are launched one by one. `fused_kernels`: off, it does nothing. `two_pass_head`:
+        off, the whole head is read."""
         if name == "graphs":
             self._passes.captured = enabled
             if self._one is not None:
                 self._one.captured = enabled
+        elif name == "two_pass_head":
+            if self._one is not None:
+                self._one.two_pass = enabled
         elif name == "fused_kernels":
             self._fused = enabled
 

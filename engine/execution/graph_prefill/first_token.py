@@ -3,21 +3,20 @@ that want log-probabilities are the sampler's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
-from engine.execution.graph_decode.row_exchange import fill, idle, placed, words
+from engine.execution.graph_decode.row_exchange import fill, idle, placed, told, words
+from engine.execution.patience import Patience
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
-from engine.kernels.launch import launcher_of
+from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
 from engine.kernels.tokens import Fed
 from engine.sampling.noise import seed_key
@@ -33,32 +32,45 @@ def can_draw(sequence: SequenceState) -> bool:
     return sequence.logprobs is None
 
 
+@dataclass(slots=True)
+class Chain:
+    """One way of choosing."""
+
+    launches: tuple[Launch, ...]
+    graph: torch.cuda.CUDAGraph | None = None  # the same, captured
+
+
 class FirstTokens:
     """Draws for one prompt after another; no more than `most` may be unread."""
 
     def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int) -> None:
         device = weights.table.device
-        plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
         self._state = idle(1, device)
         self._masks = TokenMasks(1, weights.head.rows, device)
         buffers = placed(allocate(weights, 1, 1, most), self._state)
         buffers = replace(buffers, choice=replace(buffers.choice, masks=self._masks.arrived))
-        self._ring = buffers.progress.ring
+        self._entries, self._most = words(buffers.progress.ring), most
         self._sampling = sampling.allocate(1, weights.head.rows, device)
-        self._chains = {
-            draws: prepare_first(library, weights, buffers, fed, plan, self._sampling if draws else None)
-            for draws in (False, True)
-        }
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        plain = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
+
+        def chain(plan: ChainPlan, how: sampling.Sampling | None = None) -> Chain:
+            return Chain(prepare_first(library, weights, buffers, fed, plan, how))
+
+        self._greedy = chain(plain)
+        self._two_pass = None if weights.coarse is None else chain(replace(plain, two_pass=True))
+        self._drawing = chain(plain, self._sampling)
         self._launcher = launcher_of(device)
+        self._patience = Patience(nap=0.0)
         self._number = 0  # of the last entry
         self.captured = True  # False: launches one by one
+        self.two_pass = True  # False: the whole head is read
 
     def warmup(self, recorder: Recorder) -> None:
         """Captures, and does each thing once."""
-        for draws, chain in self._chains.items():
-            self._graphs[draws] = recorder.record(partial(self._launcher.enqueue, chain))
-            self._graphs[draws].replay()  # an idle row
+        for chain in (self._greedy, self._two_pass, self._drawing):
+            if chain is not None:
+                chain.graph = recorder.record(partial(self._launcher.enqueue, chain.launches))
+                chain.graph.replay()  # an idle row
         self._sampling.rehearse()
 
     def draw(self, sequence: SequenceState, mask: Mask | None = None) -> int:
@@ -82,24 +94,29 @@ class FirstTokens:
         draws = sampled.needed(sequence)
         if draws:
             sampled.place(self._sampling, 0, sequence)
-        if self.captured and draws in self._graphs:
-            self._graphs[draws].replay()
-        else:
-            self._launcher.enqueue(self._chains[draws])
+        self._launch(self._drawing if draws else (self._two_pass if self.two_pass else None) or self._greedy)
         return self._number
 
-    def read(self, numbers: Rows[int]) -> list[RowResult]:
-        """An id for each, or none where the scores were no numbers. The device has ended."""
-        entries = words(self._ring)
-        return [result_of(entries[(number - 1) % len(entries)], number) for number in numbers]
+    def _launch(self, chain: Chain) -> None:
+        self._patience.launched()
+        if self.captured and chain.graph is not None:
+            chain.graph.replay()
+        else:
+            self._launcher.enqueue(chain.launches)
+
+    def read(self, number: int) -> RowResult:
+        """An id, or none where the scores were no numbers. Waits for it."""
+        while (entry := told(self._entries, 0, number, self._most)) is None:
+            self._patience.wait()
+        return result_of(entry)
 
     def close(self) -> None:
         """Drops the graphs."""
-        self._graphs.clear()
+        for chain in (self._greedy, self._two_pass, self._drawing):
+            if chain is not None:
+                chain.graph = None
 
 
-def result_of(entry: int, number: int) -> RowResult:
-    """What a 64-bit entry of a ring says, which must be that of this number."""
-    if entry >> 32 & 0xFFFFFFFF != number & 0xFFFFFFFF:
-        raise EngineFailed("the device chose no token after a prompt")
+def result_of(entry: int) -> RowResult:
+    """What flags << 24 | token says."""
     return RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,))

@@ -13,6 +13,7 @@ from engine.execution.forward_pass import ForwardPass
 from engine.execution.graph_prefill.first_token import result_of
 from engine.execution.graph_prefill.passes import MOST_CHUNKS
 from engine.execution.mailbox import Mailbox
+from engine.execution.patience import Patience, all_told
 from engine.kernels import rows as states
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState
@@ -32,6 +33,7 @@ class ManyFirstTokens:
         self._logits = torch.zeros(MOST_CHUNKS, vocabulary, dtype=torch.float32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._number = 0  # of the last draw
+        self._patience = Patience(nap=0.0)
 
     def warmup(self, recorder: Recorder) -> None:
         """Captures, and does each thing once."""
@@ -63,11 +65,15 @@ class ManyFirstTokens:
         else:
             self._choose()
         self._rows.forget(len(sequences))
+        self._patience.launched()
         return self._number
 
     def read(self, number: int, count: int) -> list[RowResult]:
-        """An id for each, or none where the scores were no numbers. The device has ended."""
-        return [result_of(entry, number) for entry in self._report.ring[number % _PASSES, :count].tolist()]
+        """An id for each, or none where the scores were no numbers. Waits for them."""
+        ring = self._report.ring[number % _PASSES, :count]
+        while (entries := all_told(ring, number)) is None:
+            self._patience.wait()
+        return [result_of(entry) for entry in entries]
 
     def close(self) -> None:
         """Drops the graph."""

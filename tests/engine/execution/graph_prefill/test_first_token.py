@@ -1,20 +1,26 @@
-"""What an entry of a ring says of a prompt's token."""
+"""What entries of a ring say of a prompt's token."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from engine.errors import EngineFailed
 from engine.execution.graph_decode.pipeline import NO_TOKEN
 from engine.execution.graph_prefill.first_token import result_of
+from engine.execution.patience import all_told
 
 
 @pytest.mark.parametrize("number", [1, 7, 2**30, 2**31, 2**32 + 5])
-def test_an_entry_is_read_as_its_number_says(number: int) -> None:
-    written = number % 2**32 << 32 | 77
-    signed = written - (written >> 63 << 64)  # as a word of 64 bits is read
-    assert result_of(signed, number).token_ids == (77,)
-    assert result_of(signed | NO_TOKEN << 24, number).token_ids == ()
+def test_entries_are_read_once_all_have_their_number(number: int) -> None:
+    def entry(number: int, word: int) -> int:
+        written = number % 2**32 << 32 | word
+        return written - (written >> 63 << 64)  # as a word of 64 bits is read
+
+    ring = torch.tensor([entry(number - 1, 5), entry(number, NO_TOKEN << 24)])
+    assert all_told(ring, number) is None
+    ring[0] = entry(number, 77)
+    found = all_told(ring, number)
+    assert found is not None
+    assert [result_of(one).token_ids for one in found] == [(77,), ()]
     for other in (number - 1, number + 1):
-        with pytest.raises(EngineFailed, match="no token"):
-            result_of(signed, other)
+        assert all_told(ring, other) is None
