@@ -25,6 +25,8 @@ from engine.scheduling.turns import Turns
 from engine.scheduling.yielding import Yielding
 from engine.settings import PAGE_SIZE
 
+_WAITS = 2  # steps in a row that second tokens wait for others' first ones
+
 
 class Scheduler:
     """plan → run → commit, with admit, cancel, pause and resume in between."""
@@ -51,7 +53,8 @@ class Scheduler:
         self._yielding = Yielding()
         self._watched = 0  # live sequences of interactive priority
         self._fetching: dict[int, Sequence] = {}
-        self._begun: set[int] = set()  # keys of those whose prompt ended in the last step
+        self._begun: set[int] = set()  # keys of those that were not fed since their prompt ended
+        self._waited = 0  # steps in a row that they were left out of
         self._tally = Tally()
 
     # What the front asks for
@@ -137,7 +140,7 @@ class Scheduler:
         fed, budget = self._to_feed()
         lookahead = self._limits.lookahead_tokens
         rows: list[Row] = []
-        begun: list[Sequence] = []  # by the step before
+        begun: list[Sequence] = []
         siblings: set[bytes] = set()  # pages that siblings will begin with
         for sequence in fed:  # lowest rank first, so that no planned row loses its pages
             if sequence.paused or sequence.slot < 0:
@@ -159,8 +162,8 @@ class Scheduler:
                 begun.append(sequence)
             else:
                 rows.append(row_of(sequence, start, count, count == left))
-        if begun:
-            rows += self._going_on(begun, rows)
+        if begun and not self._wait(begun, rows):
+            rows += [row_of(sequence, sequence.computed, 1, True) for sequence in begun]
         if not rows:
             self._pacing.idle()
             self._yielding.away()
@@ -185,7 +188,6 @@ class Scheduler:
         if self._watched:
             self._yielding.ended(plan, result, now)
         self._tally.steps += 1
-        self._begun.clear()
         events = []
         for row in plan.rows:
             sequence = self._live.get(row.key)
@@ -271,16 +273,18 @@ class Scheduler:
         if any(len(brought.token_ids) - brought.forced > most for brought in result.rows.values()):
             raise ValueError(f"a row brought more than {most} ids")
 
-    def _going_on(self, begun: list[Sequence], others: list[Row]) -> list[Row]:
-        """Whose prompt ended in the step before is not fed beside another's of its priority that ends: that one's first
-        token would come a decoding step later, and its own second one no earlier."""
-        ending = (self._live[row.key].request.priority for row in others if row.count > 1 and row.sample)
-        highest = max(ending, default=None)
-        return [
-            row_of(sequence, sequence.computed, 1, True)
-            for sequence in begun
-            if highest is None or sequence.request.priority > highest
-        ]
+    def _wait(self, begun: list[Sequence], others: list[Row]) -> bool:
+        """Whether those whose prompts have just ended wait while others' end, instead of decoding beside them with
+        nobody else: those first tokens would come a decoding step later, and their own second ones no earlier."""
+        passes = all(row.count > 1 for row in others)
+        ending = [self._live[row.key].request.priority for row in others if row.count > 1 and row.sample]
+        own = max(sequence.request.priority for sequence in begun)
+        if passes and own <= max(ending, default=-1) and self._waited < _WAITS:
+            self._waited += 1
+            return True
+        self._waited = 0
+        self._begun.difference_update(sequence.key for sequence in begun)
+        return False
 
     def _awaits_sibling(self, sequence: Sequence, begun: set[bytes]) -> bool:
         """Takes what others have computed of its prompt. Whether a sibling of lower rank is at its next page in this
@@ -301,6 +305,7 @@ class Scheduler:
         if not self._watched:
             self._yielding.away()
         self._turns.ended(sequence)
+        self._begun.discard(sequence.key)
         when = timer(sequence)
         if when is not None:
             self._timers.discard(when, sequence.key)
