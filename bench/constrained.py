@@ -6,10 +6,11 @@ import functools
 import itertools
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from engine.api import Constraint, Finish, GenerationRequest, Stopping, TokenLogprob

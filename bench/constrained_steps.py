@@ -14,10 +14,11 @@ import random
 import statistics
 import time
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+from msgspec.structs import replace
 
 from bench.about import device, revision
 from bench.constrained import grammar

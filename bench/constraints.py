@@ -15,11 +15,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+from msgspec.structs import replace
 
 from bench.about import device, revision
 from bench.constrained import DEMO, EOS, Answering, Outcome, asked, demo, grammar, tokenizer

@@ -18,11 +18,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from msgspec.structs import replace
 
 from bench.about import device, revision
 from bench.driven import asked, planner

@@ -20,11 +20,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from bench.about import device, revision
 from bench.driven import CHUNK, asked, planner

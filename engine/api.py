@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
+
 from engine.errors import EngineUnavailable
 from engine.settings import LogLevel
 
@@ -45,8 +47,7 @@ class EngineState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn, every value resolved.
 
     Order: logit_bias, the penalties (repetition over prompt and output; presence and frequency over output),
@@ -77,8 +78,7 @@ GREEDY = SamplingParams(
 """The likeliest token, and nothing else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopping:
+class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     """When a sequence ends. Stop strings are text, hence the front's business."""
 
     max_tokens: int  # 0 only with prompt_logprobs
@@ -86,16 +86,14 @@ class Stopping:
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-text tokens included, unless ignored
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(msgspec.Struct, frozen=True):
     """What an answer must look like. Stop tokens are drawn where the grammar may end, and nowhere else; where nothing
     may follow, the answer ends without one, even before min_tokens."""
 
     grammar: str  # in the notation of llguidance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate."""
 
     request_id: str  # unique among live requests

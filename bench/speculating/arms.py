@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from bench.driven import asked, planner
 from engine.execution.registry import EXECUTORS, Executor
 from engine.execution.runner import ModelRunner
@@ -80,7 +82,7 @@ class Arm:
         scheduler = planner(self.runner, PagePool(self.runner.info.total_pages), 2048)
         for key, ask in enumerate(asks):
             made = asked(key, ask.prompt, ask.tokens)
-            made.request = replace(made.request, draft_limit=ask.drafts)
+            made.request = structs.replace(made.request, draft_limit=ask.drafts)
             scheduler.admit(made)
         return scheduler
 

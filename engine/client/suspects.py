@@ -18,7 +18,9 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import astuple, replace
 
 from engine.api import GenerationRequest
 from engine.errors import Quarantined

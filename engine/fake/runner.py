@@ -20,6 +20,8 @@ import time
 from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.api import GREEDY, GenerationRequest, ModelInfo, Stopping, TokenLogprob, Unused
 from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, Unsupported
@@ -55,7 +57,7 @@ def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: A
         stopping=Stopping(max_tokens=max_tokens),
         arrived_at=time.monotonic(),
     )
-    return dataclasses.replace(plain, **changes)
+    return replace(plain, **changes)
 
 
 class FakeRunner:

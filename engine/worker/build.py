@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from engine.api import ModelInfo
 from engine.constraints.constraints import Constraints

@@ -8,8 +8,10 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+
+import msgspec
+from msgspec.structs import replace
 
 from cache.api import AnswerEnding, AnswerPart
 from engine.api import Constraint, FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
@@ -136,8 +138,7 @@ class Generator:
         return replace(request, priority=highest) if request.priority > highest else request
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(msgspec.Struct, frozen=True):
     """What all answers of a call have in common."""
 
     prompt: PromptFacts

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
 from typing import ClassVar
+
+import msgspec
 
 from engine.api import FinishReason, Priority, SamplingParams
 from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions
 from service.observability.record import RecordBuilder
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(msgspec.Struct, frozen=True):
     """Plain text. `field` is where it stands in the request."""
 
     text: str
@@ -20,8 +20,7 @@ class TextPrompt:
     continues: ClassVar[bool] = True  # the answer goes on from the prompt's last word
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(msgspec.Struct, frozen=True):
     """Token ids, given to the model as they are."""
 
     ids: tuple[int, ...]
@@ -29,8 +28,7 @@ class TokenPrompt:
     continues: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True):
     """Messages for the model's chat template."""
 
     messages: tuple[ChatMessage, ...]
@@ -42,8 +40,7 @@ class ChatPrompt:
         return self.options.continue_final_message
 
 
-@dataclass(frozen=True, slots=True)
-class ConstraintText:
+class ConstraintText(msgspec.Struct, frozen=True):
     """What the answer must look like, as the caller wrote it. `field` is where it stands in the request."""
 
     kind: str  # as `service.core.text.constraint` knows them
@@ -54,8 +51,7 @@ class ConstraintText:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What validation needs to know of the model."""
 
     name: str
@@ -69,8 +65,7 @@ class ModelFacts:
 COMPANY = 0.2  # seconds, where the caller says nothing: no bound of its own
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """How a stream is cut into messages."""
 
     max_tokens: int
@@ -80,8 +75,7 @@ class Delivery:
     company: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """What is sent back."""
 
     text: bool
@@ -92,8 +86,7 @@ class Output:
     skip_special: bool = True  # tokens, in text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stops:
+class Stops(msgspec.Struct, frozen=True, kw_only=True):
     """When an answer ends."""
 
     max_tokens: int | None
@@ -104,16 +97,14 @@ class Stops:
     include: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(msgspec.Struct, frozen=True):
     """What a request may do with a cache."""
 
     read: bool
     write: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheUse:
+class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
     """Which caches may answer or learn."""
 
     response: Access | None = None  # None: the server's own setting, as below
@@ -123,8 +114,7 @@ class CacheUse:
     threshold: float | None = None  # cosine; tightens the server's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request, its prompt not yet tokenized."""
 
     request_id: str
@@ -142,19 +132,17 @@ class Request:
     answers: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, eq=False):
     """Where a request comes from. Times are seconds on the clock of `time.monotonic`."""
 
     tenant: str
     arrived_at: float
     deadline: float | None
     caller: str = ""  # which of the tenant's tokens; empty: all callers look alike
-    record: RecordBuilder = field(default_factory=RecordBuilder, compare=False, repr=False)  # what is seen of the call
+    record: RecordBuilder = msgspec.field(default_factory=RecordBuilder)  # what is seen of the call
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFacts:
+class PromptFacts(msgspec.Struct, frozen=True):
     """What the caller learns of its request before the answer."""
 
     request_id: str
@@ -172,8 +160,7 @@ class CacheSource(enum.Enum):
     SEMANTIC = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheOutcome:
+class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What looking in the caches brought."""
 
     header: str  # as in PromptFacts.cache
@@ -184,8 +171,7 @@ class CacheOutcome:
     similarity: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """Why and how an answer ended, for its caller. Times are seconds."""
 
     reason: FinishReason

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from dataclasses import replace
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from engine.api import GenerationRequest
 from service.core.admission import Abortable
@@ -56,7 +55,7 @@ class MergedOutlet:
     async def send(self, message: AnswerMessage) -> None:
         async with self._turn:
             prompt, self._prompt = self._prompt, None
-            await self._outlet.send(structs.replace(message, prompt=prompt))
+            await self._outlet.send(replace(message, prompt=prompt))
 
 
 class _Numbered:
@@ -70,7 +69,7 @@ class _Numbered:
         await self._merged.begin(prompt)
 
     async def send(self, message: AnswerMessage) -> None:
-        await self._merged.send(structs.replace(message, number=self._number))
+        await self._merged.send(replace(message, number=self._number))
 
 
 class RepeatedOutlet:
@@ -137,4 +136,4 @@ def _copied(message: AnswerMessage, number: int) -> AnswerMessage:
     ending = message.ending
     if ending is not None:
         ending = replace(ending, prompt_tokens=0, cached_tokens=0, draft_proposed=0, draft_accepted=0)
-    return structs.replace(message, number=number, prompt=None, ending=ending, prompt_ids=(), prompt_logprobs=())
+    return replace(message, number=number, prompt=None, ending=ending, prompt_ids=(), prompt_logprobs=())

@@ -7,8 +7,10 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from service.core.errors import InvalidRequest, Violation
@@ -30,8 +32,7 @@ _MOST_TOP_K = (1 << 31) - 1
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingWish:
+class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token shall be drawn. None: the model's default; of a seed, a fresh one."""
 
     temperature: float | None = None
@@ -42,11 +43,10 @@ class SamplingWish:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopWish:
+class StopWish(msgspec.Struct, frozen=True, kw_only=True):
     """When the answer shall end."""
 
     max_tokens: int | None = None  # None: as many as the context leaves

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
 from engine.api import GREEDY, GenerationRequest, Stopping, TokenLogprob
 from engine.execution.speculation.costs import Costs

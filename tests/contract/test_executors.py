@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.api import Constraint, GenerationRequest
 from engine.errors import Unsupported
@@ -75,7 +76,7 @@ class Trial:
         """As the entry does them: every other one with a constraint, where that is what it is for."""
         if self.entry.name != "constrained":
             return requests
-        return [replace(one, constraint=None if at % 2 else Constraint("")) for at, one in enumerate(requests)]
+        return [structs.replace(one, constraint=None if at % 2 else Constraint("")) for at, one in enumerate(requests)]
 
     def runner(self) -> Runner:
         """Of this entry and eager."""

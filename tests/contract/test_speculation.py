@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from bench.forced_drafts import Forced
 from engine.api import GenerationRequest
@@ -138,7 +139,7 @@ def test_answers_are_those_without(model: tuple[EngineSettings, Prepared], name:
     """Greedy and sampled, with penalties, biases, filters, stop tokens that are barred at first, and log-probabilities,
     together, in chunks, short of pages, and one after the other."""
     asked = requests(8)
-    asked[1::3] = [replace(one, logprobs=3) for one in asked[1::3]]
+    asked[1::3] = [structs.replace(one, logprobs=3) for one in asked[1::3]]
     expected = right(model, asked)
     runner = speculating(*model, *proposers(name, model[1], by_prompt(asked, expected)))
     counted = Tally(runner)

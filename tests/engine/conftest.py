@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import GREEDY, GenerationRequest, Stopping, TokenLogprob
 from engine.kv.page_pool import PagePool

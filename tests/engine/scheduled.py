@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.api import FinishReason, GenerationRequest
 from engine.fake import FakeRunner, plain_request
@@ -66,7 +66,7 @@ class Bench:
         key = len(self.sequences) + 1
         rng = random.Random(key if text is None else str(text))
         ids = tuple(rng.randrange(1, 256) for _ in range(prompt))
-        request = dataclasses.replace(plain_request(ids, output, arrived_at=self.now), **changes)  # type: ignore[arg-type]
+        request = replace(plain_request(ids, output, arrived_at=self.now), **changes)  # type: ignore[arg-type]
         self.sequences[key] = Sequence(request, list(request.token_ids), key=key, solo=solo)
         self.scheduler.admit(self.sequences[key])
         self.events[key] = []
@@ -114,7 +114,7 @@ def sent(message: Sent) -> Sent:
 def alone(request: GenerationRequest, pages: int) -> list[int]:
     """What the request brings with the engine to itself and all the time: the oracle for everything below."""
     bench = Bench(pages=pages, batch=100_000, prefix=False)
-    request = dataclasses.replace(request, deadline=None, expires_at=None)
+    request = replace(request, deadline=None, expires_at=None)
     sequence = Sequence(request, list(request.token_ids), key=1)
     bench.sequences[1], bench.events[1] = sequence, []
     bench.scheduler.admit(sequence)

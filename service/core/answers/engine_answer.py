@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
+
+from msgspec.structs import replace
 
 from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused
 from engine.api import (

@@ -11,10 +11,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
+
+import msgspec
+from msgspec.structs import replace
 
 from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Question, Refused, SemanticLookup, Turn
 from cache.open.caches import Caches
@@ -57,8 +60,7 @@ class Plan:
         return self.response.write or self.semantic != _NO
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
     """What the caches have for a request, and what the engine would be asked otherwise."""
 
     request: Request

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import grpc
+from msgspec.structs import replace
 
 from service.core.delivery import AnswerMessage
 from service.core.request import Origin, PromptFacts

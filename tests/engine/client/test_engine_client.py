@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from msgspec import structs
 
 from engine.api import (
     Engine,
@@ -223,7 +224,7 @@ async def test_ten_thousand_cancels_leave_nothing() -> None:
 
 
 def changed(**changes: object) -> GenerationRequest:
-    return dataclasses.replace(plain_request((1,)), **changes)  # type: ignore[arg-type]
+    return structs.replace(plain_request((1,)), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -235,9 +236,9 @@ def changed(**changes: object) -> GenerationRequest:
         (plain_request((1, 256)), "token_ids"),
         (plain_request((1,), 0), "max_tokens"),
         (changed(stopping=Stopping(max_tokens=1, stop_token_ids=(256,))), "stop_token_ids"),
-        (changed(sampling=dataclasses.replace(plain_request((1,)).sampling, logit_bias=((-1, 1.0),))), "logit_bias"),
-        (changed(sampling=dataclasses.replace(plain_request((1,)).sampling, seed=1 << 64)), "seed"),
-        (changed(sampling=dataclasses.replace(plain_request((1,)).sampling, seed=-1)), "seed"),
+        (changed(sampling=structs.replace(plain_request((1,)).sampling, logit_bias=((-1, 1.0),))), "logit_bias"),
+        (changed(sampling=structs.replace(plain_request((1,)).sampling, seed=1 << 64)), "seed"),
+        (changed(sampling=structs.replace(plain_request((1,)).sampling, seed=-1)), "seed"),
     ],
 )
 def test_what_the_model_cannot_run_is_refused(request_: GenerationRequest, match: str) -> None:

@@ -7,9 +7,9 @@ import gc
 import itertools
 import random
 import statistics
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import Finish, FinishReason, Priority, Start, TokenEvents, TokenLogprob
 from engine.client.streams import Streams

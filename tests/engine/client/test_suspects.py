@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import GenerationRequest
 from engine.client.suspects import NO_SOLO, Suspects
@@ -21,7 +21,7 @@ class Clock:
 
 
 def sampled(request: GenerationRequest, **changes: object) -> GenerationRequest:
-    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **changes))  # type: ignore[arg-type]
+    return replace(request, sampling=replace(request.sampling, **changes))  # type: ignore[arg-type]
 
 
 ONE, OTHER = plain_request((1, 2, 3)), plain_request((1, 2, 4))
@@ -53,7 +53,7 @@ def test_a_retry_has_another_seed_and_is_known_all_the_same() -> None:
     suspects.died_together([(sampled(ONE, seed=1), 0)], ahead=1)
     assert suspects.solo(sampled(ONE, seed=2)) != NO_SOLO
     assert suspects.solo(sampled(ONE, temperature=0.5)) == NO_SOLO
-    assert suspects.solo(dataclasses.replace(ONE, logprobs=1)) == NO_SOLO
+    assert suspects.solo(replace(ONE, logprobs=1)) == NO_SOLO
 
 
 def test_who_runs_to_the_end_is_forgotten() -> None:

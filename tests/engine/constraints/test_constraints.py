@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 
 from bench.constrained import EOS, Answering, asked, demo, grammar, tokenizer
 from bench.schemas import schemas

@@ -6,7 +6,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping
 from engine.errors import EngineFailed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.api import ModelInfo
 from engine.fake import plain_request
@@ -40,10 +40,10 @@ def requests() -> list[Sequence]:
     for number in range(6):
         plain = plain_request(TEXT[number : number + 6 + 8 * number], 36, logprobs=2 if number == 1 else None)
         if number % 2:
-            sampling = dataclasses.replace(plain.sampling, temperature=0.8, top_p=0.9, seed=number)
+            sampling = replace(plain.sampling, temperature=0.8, top_p=0.9, seed=number)
         else:
-            sampling = dataclasses.replace(plain.sampling, repetition_penalty=1.2)
-        request = dataclasses.replace(plain, sampling=sampling)
+            sampling = replace(plain.sampling, repetition_penalty=1.2)
+        request = replace(plain, sampling=sampling)
         chosen.append(Sequence(request, list(request.token_ids), key=number + 1))
     return chosen
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed, Unsupported

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.api import GREEDY, SamplingParams, Stopping
 from engine.sampling.noise import gumbel, seed_key, signed
@@ -378,7 +379,7 @@ def test_penalties_survive_a_move_to_another_slot() -> None:
         for step in range(30):
             if moves and step in (7, 20):  # preempted; another has the slot meanwhile; comes back elsewhere
                 draw([other], logits[step], sampler)
-                sequence = replace(sequence, slot=(sequence.slot + 1) % 3)
+                sequence = dataclasses.replace(sequence, slot=(sequence.slot + 1) % 3)
             sequence.token_ids += draw([sequence], logits[step], sampler)
             assert sequence.token_ids[-1] == expected(logits[step, 0].tolist(), _without_last(sequence))
         runs.append(sequence.token_ids)
@@ -386,4 +387,4 @@ def test_penalties_survive_a_move_to_another_slot() -> None:
 
 
 def _without_last(sequence: SequenceState) -> SequenceState:
-    return replace(sequence, token_ids=sequence.token_ids[:-1])
+    return dataclasses.replace(sequence, token_ids=sequence.token_ids[:-1])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.execution.batched.pipeline import BatchPipeline, BatchRow
 from engine.execution.batched.steps import BatchedSteps

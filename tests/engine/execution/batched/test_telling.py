@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
+from msgspec.structs import replace
 
 from engine.api import GREEDY, FinishReason, GenerationRequest
 from engine.execution import device_sampling as sampled

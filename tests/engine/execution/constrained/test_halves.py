@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
+from msgspec.structs import replace
 
 from engine.api import Constraint, GenerationRequest
 from engine.execution.constrained.pipeline import MOST_ROWS, HalvesPipeline, Mask

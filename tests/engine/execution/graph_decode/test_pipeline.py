@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
+from msgspec.structs import replace
 
 from engine.api import GREEDY, GenerationRequest
 from engine.errors import EngineFailed

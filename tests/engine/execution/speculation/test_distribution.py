@@ -3,10 +3,9 @@ probabilities computed from the definition, for each kind of sampling."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.api import GREEDY, SamplingParams, Stopping
 from engine.execution.speculation.verify import accept

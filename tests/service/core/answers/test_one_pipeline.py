@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import GREEDY, Finish, FinishReason, Priority, Start, TokenEvents
@@ -208,7 +209,7 @@ class Front:
         self.generator = Generator(self.model, sources, self.admission)
 
     async def read(self, request: Request, name: str, whole: bool = False) -> Recorder:
-        recorder, named = Recorder(), replace(request, request_id=name)
+        recorder, named = Recorder(), structs.replace(request, request_id=name)
         run = self.generator.answer if whole else self.generator.stream
         await run(named, Origin("t", 0.0, None), recorder)
         return recorder
@@ -304,7 +305,7 @@ async def test_a_stored_answer_is_cut_for_a_reader_of_smaller_messages() -> None
     case = Case("a🙂b".encode(), (6,), False, (), False, 0, Delivery(9, FOREVER), True, True)
     front = Front(case, cached=True)
     assert numbers(await front.read(case.request, "first")) == [6]
-    fine = replace(case.request, delivery=Delivery(1, 0.0))
+    fine = structs.replace(case.request, delivery=Delivery(1, 0.0))
     assert [text for text, _ in (await stored(front, fine)).messages] == ["a", "", "", "", "🙂", "b"]
     await front.caches.aclose()
 
@@ -322,7 +323,7 @@ async def test_while_many_are_served_what_came_together_goes_together(cached: bo
         crowd(front, others)
         assert numbers(await front.read(case.request, "r")) == sizes
         await front.caches.aclose()
-    front, strict = Front(case, cached), replace(case.request, delivery=Delivery(1, 0.0))
+    front, strict = Front(case, cached), structs.replace(case.request, delivery=Delivery(1, 0.0))
     crowd(front, MANY)
     assert numbers(await front.read(strict, "r")) == [1] * 6
     await front.caches.aclose()
@@ -332,12 +333,12 @@ async def test_a_stored_answer_is_cut_when_the_crowd_has_gone_meanwhile() -> Non
     case = replace(PLAIN, sizes=(6,), delivery=Delivery(9, FOREVER))
     front = Front(case, cached=True)
     await front.read(case.request, "first")
-    elastic = replace(case.request, delivery=Delivery(1, 0.0, company=0.05))
+    elastic = structs.replace(case.request, delivery=Delivery(1, 0.0, company=0.05))
     assert numbers(await stored(front, elastic)) == [1] * 6
     others = crowd(front, MANY)
     assert numbers(await front.read(elastic, "r")) == [6]
     recorder = Recorder()
     recorder.crowd = others
-    await front.generator.stream(replace(elastic, request_id="s"), Origin("t", 0.0, None), recorder)
+    await front.generator.stream(structs.replace(elastic, request_id="s"), Origin("t", 0.0, None), recorder)
     assert numbers(recorder) == [1] * 6
     await front.caches.aclose()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from cache.api import Turn
 from service.core.answers.question import turn_of
 from service.core.request import ChatPrompt
@@ -18,7 +20,7 @@ QUESTION: Any = None
 
 def turn(*messages: ChatMessage, **options: Any) -> Turn | None:
     prompt = ChatPrompt((*messages, LAST), replace(NO_OPTIONS, **options))
-    return turn_of(replace(read(pb.GenerateRequest()), prompt=prompt), QUESTION, "", False)
+    return turn_of(structs.replace(read(pb.GenerateRequest()), prompt=prompt), QUESTION, "", False)
 
 
 def test_all_that_a_template_is_told_must_be_equal() -> None:
@@ -50,4 +52,4 @@ def test_calls_of_tools_are_not_served_by_likeness() -> None:
 def test_only_a_plain_last_message_is_compared() -> None:
     for field in ({"parts": ("x",)}, {"name": "x"}):
         prompt = ChatPrompt((replace(LAST, **field),))  # type: ignore[arg-type]
-        assert turn_of(replace(read(pb.GenerateRequest()), prompt=prompt), QUESTION, "", False) is None
+        assert turn_of(structs.replace(read(pb.GenerateRequest()), prompt=prompt), QUESTION, "", False) is None

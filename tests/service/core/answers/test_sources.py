@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused, Unfinished
 from engine.api import Finish, FinishReason, Priority, Start, TokenEvents

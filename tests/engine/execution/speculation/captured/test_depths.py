@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import GREEDY, Stopping
 from engine.execution.speculation.captured.depths import PaidDepths

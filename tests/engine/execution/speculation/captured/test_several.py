@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
+from msgspec.structs import replace
 
 from engine.api import FinishReason
 from tests.engine.execution.slow_device import SICK, answer, request

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.api import GREEDY, Stopping
 from engine.execution.speculation.captured.depths import PaidDepths
