@@ -29,6 +29,15 @@ MAX_ANSWERS = 16  # of one prompt; each takes an admission slot
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
 _MOST_TOP_K = (1 << 31) - 1
+_BOUNDS = (  # of what is wished of the next token: lowest, highest, and whether it must lie above the lowest
+    ("temperature", 0, 100, False),
+    ("top_k", 0, _MOST_TOP_K, False),
+    ("top_p", 0, 1, True),
+    ("min_p", 0, 1, False),
+    ("repetition_penalty", _LEAST_PENALTY, 100, False),
+    ("presence_penalty", -2, 2, False),
+    ("frequency_penalty", -2, 2, False),
+)
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 
@@ -63,24 +72,17 @@ def read_sampling(wish: SamplingWish | None, facts: ModelFacts, found: Violation
     seed = secrets.randbits(63) if wish is None or wish.seed is None else wish.seed % _SEEDS
     if wish is None:
         return replace(facts.defaults, seed=seed)
-
-    def check(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:
+    wished: dict[str, Any] = {}
+    for name, low, high, above in _BOUNDS:
+        value = getattr(wish, name)
         if value is not None:
             wished[name] = value
             found.number(prefix + name, value, low, high, above=above)
-
-    wished: dict[str, Any] = {}
-    check("temperature", wish.temperature, 0, 100)
-    check("top_k", wish.top_k, 0, _MOST_TOP_K)
-    check("top_p", wish.top_p, 0, 1, above=True)
-    check("min_p", wish.min_p, 0, 1)
-    check("repetition_penalty", wish.repetition_penalty, _LEAST_PENALTY, 100)
-    check("presence_penalty", wish.presence_penalty, -2, 2)
-    check("frequency_penalty", wish.frequency_penalty, -2, 2)
     if wish.temperature is not None and wish.temperature < GREEDY_BELOW:
         wished["temperature"] = 0.0
-    bias = _logit_bias(wish.logit_bias, facts, found, f"{prefix}logit_bias")
-    return replace(facts.defaults, seed=seed, logit_bias=bias, **wished)
+    if wish.logit_bias:
+        wished["logit_bias"] = _logit_bias(wish.logit_bias, facts, found, f"{prefix}logit_bias")
+    return replace(facts.defaults, seed=seed, **wished)
 
 
 def _logit_bias(
@@ -138,8 +140,8 @@ def read_token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations, fie
         found.add(field, "must not be empty")
     elif len(ids) >= facts.max_context:
         found.add(field, too_long(len(ids), facts.max_context))
-    elif found.token_ids(field, ids, facts.vocab_size):
-        return TokenPrompt(tuple(ids))
+    elif found.token_ids(field, plain := tuple(ids[:]), facts.vocab_size):  # protobuf goes through its own slowly
+        return TokenPrompt(plain)
     return TokenPrompt(())
 
 

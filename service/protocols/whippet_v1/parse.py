@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from google.protobuf.duration_pb2 import Duration
 
 from engine.api import Priority
@@ -138,22 +136,7 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
 def _sampling(message: GenerationMessage) -> SamplingWish | None:
     if not message.HasField("sampling"):
         return None
-    given = message.sampling
-
-    def wished(name: str) -> Any:
-        return getattr(given, name) if given.HasField(name) else None
-
-    return SamplingWish(
-        temperature=wished("temperature"),
-        top_k=wished("top_k"),
-        top_p=wished("top_p"),
-        min_p=wished("min_p"),
-        repetition_penalty=wished("repetition_penalty"),
-        presence_penalty=wished("presence_penalty"),
-        frequency_penalty=wished("frequency_penalty"),
-        seed=wished("seed"),
-        logit_bias=given.logit_bias,
-    )
+    return SamplingWish(**{field.name: value for field, value in message.sampling.ListFields()})
 
 
 def _stops(message: GenerationMessage, facts: ModelFacts, found: Violations) -> Stops:
