@@ -140,8 +140,8 @@ def read_token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations, fie
         found.add(field, "must not be empty")
     elif len(ids) >= facts.max_context:
         found.add(field, too_long(len(ids), facts.max_context))
-    elif found.token_ids(field, plain := tuple(ids[:]), facts.vocab_size):  # protobuf goes through its own slowly
-        return TokenPrompt(plain)
+    elif found.token_ids(field, given := tuple(ids[:]), facts.vocab_size):  # a slice of protobuf's is a list: quick
+        return TokenPrompt(given)
     return TokenPrompt(())
 
 

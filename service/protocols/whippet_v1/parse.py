@@ -136,6 +136,7 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
 def _sampling(message: GenerationMessage) -> SamplingWish | None:
     if not message.HasField("sampling"):
         return None
+    # Its fields are called as the wish's.
     return SamplingWish(**{field.name: value for field, value in message.sampling.ListFields()})
 
 
