@@ -20,6 +20,7 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.bodies import decode
 from service.protocols.whippet_v1.parse import read_generation
 from service.protocols.whippet_v1.render import put_sampling
+from service.protocols.wishes import SamplingWish
 
 DEFAULTS = SamplingParams(
     temperature=0.6,
@@ -225,3 +226,8 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     assert read(pb.GenerateRequest(sampling=pb.SamplingOptions(temperature=1e-6))).sampling.temperature == 0.0
     kept = read(pb.GenerateRequest(sampling=pb.SamplingOptions(temperature=1e-4))).sampling.temperature
     assert kept == pytest.approx(1e-4)
+
+
+def test_a_wish_has_the_fields_of_its_message() -> None:
+    """It is made of whatever is set there."""
+    assert set(SamplingWish.__struct_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)
