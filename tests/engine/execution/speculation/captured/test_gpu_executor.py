@@ -28,6 +28,7 @@ from tests.engine.execution.graph_decode.test_gpu_executor import nobody, prepar
 pytestmark = pytest.mark.gpu
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+APART = 5  # tokens that each has had when the next comes
 FREE = Costs({1: 1.0, 8: 1.0})  # whatever is guessed is verified
 
 
@@ -98,8 +99,9 @@ def answers(runner: ModelRunner, asked: list[GenerationRequest], flips: int = 0,
     scheduler, told, steps = Scheduler(limits, PagePool(info.total_pages)), [Told() for _ in asked], 0
     waiting = list(enumerate(asked))
     while waiting or scheduler.live:
-        # A prompt by itself, so that its keys are the same to the bit.
-        if waiting and (steps >= 5 * waiting[0][0] or not scheduler.live):
+        # A prompt by itself, so that its keys are the same to the bit. Not after so many steps: one of them may bring
+        # all that was under way, and whoever came before would have ended.
+        if waiting and (not scheduler.live or len(told[waiting[0][0] - 1].ids) >= APART):
             key, request = waiting.pop(0)
             scheduler.admit(Sequence(request, list(request.token_ids), key=key))
         plan = scheduler.plan(0.0)

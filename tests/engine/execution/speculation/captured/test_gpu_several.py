@@ -26,6 +26,7 @@ from tests.engine.execution.speculation.captured.test_gpu_executor import (
 pytestmark = pytest.mark.gpu
 
 SIZES = 5, 40, 130, 16
+LENGTH = 200  # tokens of the first: when the second has its first one, the rounds before it have brought 133 at most
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def rounds(
 
 def compare(rounds: Rounds, count: int, **sampling: Any) -> int:
     """The ids of so many that end apart, with and without; rounds that they were in."""
-    asked = [request(3 * text, 120 + 40 * at, **sampling) for at, text in enumerate(texts(SIZES[:count]))]
+    asked = [request(3 * text, LENGTH + 40 * at, **sampling) for at, text in enumerate(texts(SIZES[:count]))]
     runner, before = rounds.runner, rounds.read()
     runner.set_optimization("speculation", False)
     plain = answers(runner, asked, at_once=4)
@@ -129,7 +130,7 @@ def test_a_draft_model_that_is_the_target_is_mostly_right(
     rounds = begun(folder, folder)
     for flips in (0, 7):
         asked = [
-            request(3 * text, 150 + 20 * at, **{**sampling, **({"seed": at} if sampling else {})})
+            request(3 * text, LENGTH + 20 * at, **{**sampling, **({"seed": at} if sampling else {})})
             for at, text in enumerate(texts(SIZES[:count]))
         ]
         rounds.runner.set_optimization("speculation", True)
