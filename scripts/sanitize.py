@@ -40,6 +40,7 @@ SMALL = {
     "test_gpu_batch_attention": "(borders and None) or padding or columns_lie",
     "test_gpu_gated_product": "104-128 or extreme",
     "test_gpu_gemm": "264-256 or rows_of_eight_bits",
+    "test_gpu_plain_product": "208-128",
     "test_gpu_prefill": "(test_gate and -6]) or (embedded and 64) or (heads and 32-) or 2-0-16-None",
     "test_gpu_sampling": "(filters and 40-) or empty_rows or left_to_the_head",
     "test_gpu_speculation": "acceptance or (rows_alone and 256)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import gated_product
+from engine.kernels import gated_product, plain_product
 from engine.kernels import gemm as many
 from engine.kernels import prefill as ops
 from engine.kernels.build import Kernels
@@ -59,8 +59,10 @@ class Products:
         linear = self._plain.of(linear, tokens)
         if isinstance(linear, CudaLinear):
             slices = many.divide(linear.matrix, tokens, self._gpu).slices
-            return tokens * linear.matrix.rows * (2 if slices == 1 else 4 * slices)
-        return tokens * _dense(linear).weight.shape[0] * 2
+            return _bytes(slices, tokens, linear.matrix.rows)
+        dense = _dense(linear)
+        own = self._of_few(dense, tokens, many.MOST_SLICES)
+        return _bytes(1 if own is None else own.slices, tokens, dense.weight.shape[0])
 
     def __call__(
         self, linear: Linear, x: torch.Tensor, room: torch.Tensor, most_slices: int = many.MOST_SLICES
@@ -71,6 +73,11 @@ class Products:
             how = many.divide(linear.matrix, x.shape[0], self._gpu, most_slices)
             return self._quantized(linear, x, room, how)
         dense = _dense(linear)
+        own = self._of_few(dense, x.shape[0], most_slices)
+        if own is not None:
+            out = self._results(room, own.slices, x.shape[0], dense.weight.shape[0])
+            self._enqueue(plain_product.plain_product(self._library, x, dense.weight, out, own))
+            return ops.Parts(out)
         out = self._view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)
         if x.is_meta:  # nothing to multiply, and no kernel of ours
             return ops.Parts(out)
@@ -82,35 +89,54 @@ class Products:
 
     def gated(self, linear: Linear, x: torch.Tensor, room: torch.Tensor, inner: torch.Tensor, order: Format) -> None:
         """inner bfloat16 [tokens, half], columns in the order named, = silu(gate) · up of x · Wᵀ, W gates then ups."""
-        if not self._gates_itself(linear, x.shape[0], order):
+        dense = self._gating(linear, x.shape[0], order)
+        if dense is None:
             self._enqueue(ops.gate(self._library, self(linear, x, room), inner, order))
             return
-        weight = _dense(self._plain.of(linear, x.shape[0])).weight
-        self._enqueue(gated_product.gated_product(self._library, x, weight, inner))
+        own = self._of_few(dense, x.shape[0], 1, gated=True)
+        if own is None:
+            self._enqueue(gated_product.gated_product(self._library, x, dense.weight, inner))
+        else:
+            self._enqueue(plain_product.plain_product(self._library, x, dense.weight, inner, own, gated=True))
 
     def layer_bytes(self, layer: Layer, tokens: int) -> int:
         """What the products of a layer take in the room, one at a time."""
         left = [layer.qkv, layer.output, layer.down]
-        if not self._gates_itself(layer.gate_up, tokens, self.order(layer.down, tokens)):
+        if self._gating(layer.gate_up, tokens, self.order(layer.down, tokens)) is None:
             left.append(layer.gate_up)
         return max(self.bytes_of(linear, tokens) for linear in left)
 
-    def _gates_itself(self, linear: Linear, tokens: int, order: Format) -> bool:
-        """Whether product and gate are one kernel, which leaves its columns as they come."""
+    def _gating(self, linear: Linear, tokens: int, order: Format) -> DenseLinear | None:
+        """Where product and gate are one kernel, which leaves its columns as they come: what it multiplies by."""
         linear = self._plain.of(linear, tokens)
         if order is not Format.BF16 or not isinstance(linear, DenseLinear) or linear.bias is not None:
-            return False
-        return gated_product.why_not(linear.weight, tokens, self._gpu) is None
+            return None
+        few = self._of_few(linear, tokens, 1, gated=True) is not None
+        return linear if few or gated_product.why_not(linear.weight, tokens, self._gpu) is None else None
+
+    def _of_few(
+        self, dense: DenseLinear, tokens: int, most_slices: int, *, gated: bool = False
+    ) -> plain_product.Division | None:
+        """How our own kernel multiplies so few tokens; None: it does not."""
+        weight = dense.weight
+        if dense.bias is not None or plain_product.why_not(weight, tokens, self._gpu, gated=gated) is not None:
+            return None
+        return plain_product.divide(tokens, *weight.shape, self._gpu, most_slices, gated=gated)
 
     def _quantized(self, linear: CudaLinear, x: torch.Tensor, room: torch.Tensor, how: many.Division) -> ops.Parts:
         matrix, tokens = linear.matrix, x.shape[0]
+        out = self._results(room, how.slices, tokens, matrix.rows)
         if how.slices == 1:
-            out = self._view(room, (tokens, matrix.rows), torch.bfloat16)
             self._go(matrix, many.Batch(x, out, linear.bias), how)
             return ops.Parts(out)
-        out = self._view(room, (how.slices, tokens, matrix.rows), torch.float32)
         self._go(matrix, many.Batch(x, out), how)
         return ops.Parts(out, linear.bias)
+
+    def _results(self, room: torch.Tensor, slices: int, tokens: int, rows: int) -> torch.Tensor:
+        """The front of the room, for a product's results as `ops.Parts` has them."""
+        if slices == 1:
+            return self._view(room, (tokens, rows), torch.bfloat16)
+        return self._view(room, (slices, tokens, rows), torch.float32)
 
     def _view(self, room: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The front of the room. Made once, since a start asks for each some hundred times."""
@@ -127,6 +153,11 @@ class Products:
 
     def _enqueue(self, launch: Launch) -> None:
         self._launcher.enqueue((launch if self._overlap else launch.alone(),))
+
+
+def _bytes(slices: int, tokens: int, rows: int) -> int:
+    """Of a product's results, as `ops.Parts` has them."""
+    return tokens * rows * (2 if slices == 1 else 4 * slices)
 
 
 def _dense(linear: Linear) -> DenseLinear:

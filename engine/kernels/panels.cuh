@@ -2,14 +2,16 @@
 #pragma once
 #include "warpgroup.cuh"
 
-#define SUMS_80 SUMS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define SUMS_96 SUMS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define SUMS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define SUMS_16 SUMS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define SUMS_24 SUMS_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define SUMS_112 SUMS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define SUMS_128 SUMS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define HELD_80 HELD_64, HELD_16(64)
-#define HELD_96 HELD_80, HELD_16(80)
-#define HELD_112 HELD_96, HELD_16(96)
-#define HELD_128 HELD_112, HELD_16(112)
+#define HELD_8 HELD_4_FROM(0), HELD_4_FROM(4)
+#define HELD_16 HELD_16_FROM(0)
+#define HELD_24 HELD_16, HELD_4_FROM(16), HELD_4_FROM(20)
+#define HELD_112 HELD_96, HELD_16_FROM(96)
+#define HELD_128 HELD_112, HELD_16_FROM(112)
 
 // d [64, W] (+)= a [64, 16] · b [W, 16]ᵀ; lanes hold d as for `mma`.
 #define PRODUCT_OF(width, count, a_at, b_at, more_at)                                                              \
@@ -20,6 +22,11 @@
                      : HELD_##count                                                                                \
                      : "l"(a), "l"(b), "r"(int(more)));                                                            \
     }
+PRODUCT_OF(16, 8, "%8", "%9", "%10")
+PRODUCT_OF(32, 16, "%16", "%17", "%18")
+PRODUCT_OF(48, 24, "%24", "%25", "%26")
+PRODUCT_OF(64, 32, "%32", "%33", "%34")
+PRODUCT_OF(96, 48, "%48", "%49", "%50")
 PRODUCT_OF(128, 64, "%64", "%65", "%66")
 PRODUCT_OF(160, 80, "%80", "%81", "%82")
 PRODUCT_OF(192, 96, "%96", "%97", "%98")

@@ -45,13 +45,13 @@ __device__ __forceinline__ u64 operand(const u8* at, u32 panel) {
 #define SUMS_64 SUMS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define SUMS_80 SUMS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define SUMS_96 SUMS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define HELD_4(n) "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3])
-#define HELD_16(n) HELD_4(n), HELD_4(n + 4), HELD_4(n + 8), HELD_4(n + 12)
-#define HELD_32 HELD_16(0), HELD_16(16)
-#define HELD_48 HELD_32, HELD_16(32)
-#define HELD_64 HELD_48, HELD_16(48)
-#define HELD_80 HELD_64, HELD_16(64)
-#define HELD_96 HELD_80, HELD_16(80)
+#define HELD_4_FROM(n) "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3])
+#define HELD_16_FROM(n) HELD_4_FROM(n), HELD_4_FROM(n + 4), HELD_4_FROM(n + 8), HELD_4_FROM(n + 12)
+#define HELD_32 HELD_16_FROM(0), HELD_16_FROM(16)
+#define HELD_48 HELD_32, HELD_16_FROM(32)
+#define HELD_64 HELD_48, HELD_16_FROM(48)
+#define HELD_80 HELD_64, HELD_16_FROM(64)
+#define HELD_96 HELD_80, HELD_16_FROM(80)
 
 // d [64, n] (+)= a [64, 16] · b, lanes hold d and a as for `mma`. b is n rows of 16 columns, or, BY_ROWS, 16 rows of n
 // columns.

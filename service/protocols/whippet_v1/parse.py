@@ -90,7 +90,7 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
         answers=_answers(message, found) if message.HasField("n") else 1,
     )
     found.raise_any()
-    _refuse_unimplemented(message, request, facts, semantic)
+    _refuse_unimplemented(request, facts, semantic)
     return request
 
 
@@ -247,7 +247,7 @@ def _access(field: str, given: int, found: Violations) -> Access | None:
     return Access(read=access.read, write=access.write)
 
 
-def _refuse_unimplemented(message: GenerationMessage, request: Request, facts: ModelFacts, semantic: bool) -> None:
+def _refuse_unimplemented(request: Request, facts: ModelFacts, semantic: bool) -> None:
     wished = request.cache.semantic
     if not semantic and wished is not None and (wished.read or wished.write):
         raise Unimplemented("cache.semantic", "this server has no semantic cache")

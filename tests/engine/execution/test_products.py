@@ -75,6 +75,19 @@ def test_linears_that_no_kernel_multiplies_by_are_named() -> None:
     assert products.why_not(CudaLinear(matrix, None)) is None
 
 
+def test_a_product_of_few_tokens_is_a_kernel_of_ours_that_may_leave_slices() -> None:
+    gpu, launched = GpuShape(132, 227 << 10, warpgroups=True), Chain()
+    found = Products(WantedKernels(gpu), launched, gpu, True, PlainCopies(), ChosenProducts())
+    down = DenseLinear(torch.empty(1024, 3072, device="meta", dtype=torch.bfloat16))
+    x = torch.empty(64, 3072, device="meta", dtype=torch.bfloat16)
+    room = torch.empty(found.bytes_of(down, 64), device="meta", dtype=torch.uint8)
+    parts = found(down, x, room)
+    assert launched.names == ["plain_product"]
+    assert parts.split
+    assert parts.data.numel() * 4 == room.numel()
+    assert not found(down, x, room, most_slices=1).split
+
+
 class Chain:
     """Kernels' names, as they are enqueued."""
 
@@ -92,7 +105,9 @@ class Chain:
         (28672, 4096, 384, False, ["gate"]),
         (28672, 4096, 256, True, ["gate"]),
         (6144, 1024, 512, False, ["gated_product"]),
-        (6144, 1024, 64, False, ["gate"]),
+        (6144, 1024, 300, False, ["gate"]),
+        (6144, 1024, 64, False, ["plain_product"]),
+        (6144, 1024, 64, True, ["gate"]),
     ],
 )
 def test_a_product_and_its_gate_are_one_kernel_where_that_is_faster(
@@ -113,10 +128,11 @@ def test_a_product_and_its_gate_are_one_kernel_where_that_is_faster(
     room = torch.empty(tokens * rows * 2, device="meta", dtype=torch.uint8)
     found.gated(gate_up, nowhere(tokens, columns), room, nowhere(tokens, rows // 2), Format.BF16)
     assert launched.names == chain
-    assert found.layer_bytes(layer, tokens) == tokens * 2 * (columns if chain == ["gated_product"] else rows)
+    plain = 0 if chain != ["gate"] else tokens * rows * 2
+    assert found.layer_bytes(layer, tokens) == max(plain, found.bytes_of(other, tokens))
     # the next product may be in four bits, without a plain copy, and want its columns in an order of its own
     found.gated(gate_up, nowhere(tokens, columns), room, nowhere(tokens, rows // 2), Format.INT4)
-    assert launched.names == [*chain, "gate"]
+    assert launched.names[len(chain) :][-1] == "gate"
     packed = CudaLinear(Matrix(Format.INT4, columns, rows // 2, nowhere(1), group=128), None)
-    wanted = max(tokens * rows * 2, found.bytes_of(packed, tokens))
+    wanted = max(*(found.bytes_of(one, tokens) for one in (gate_up, other, packed)))
     assert found.layer_bytes(replace(layer, down=packed), tokens) == wanted

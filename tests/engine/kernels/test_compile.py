@@ -16,7 +16,16 @@ import torch
 
 from engine.execution.speculation.captured.draft_steps import DraftSteps
 from engine.execution.speculation.captured.layout import DRAFT_ROWS, Draws
-from engine.kernels import batch_attention, batch_sampling, gated_product, gemm, prefill, sampling, speculation
+from engine.kernels import (
+    batch_attention,
+    batch_sampling,
+    gated_product,
+    gemm,
+    plain_product,
+    prefill,
+    sampling,
+    speculation,
+)
 from engine.kernels import rows as row_states
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import compile_with_nvrtc, source_text
@@ -227,6 +236,18 @@ def test_a_product_that_gates_its_results_compiles(recorder: Any, compiler: Comp
     x, weight, out = (torch.empty(shape, device="meta") for shape in ((600, 1024), (6144, 1024), (600, 3072)))
     how = gated_product.division(tile, 600, 3072, GpuShape(132, 227 << 10, warpgroups=True))
     gated_product.gated_product(recorder, x, weight, out, how)
+    for name, _, defines, shared in recorder.asked:
+        assert shared <= LARGEST_BLOCK
+        assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, "sm_90a").startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("tile", plain_product.TILES)
+@pytest.mark.parametrize("peers", plain_product.PEERS)
+def test_a_product_of_few_tokens_compiles(recorder: Any, compiler: Compiler, peers: int, tile: int) -> None:
+    x, weight, out = (torch.empty(shape, device="meta") for shape in ((100, 1024), (6144, 1024), (100, 6144)))
+    for slices, gated in ((1, False), (3, False), (1, True)):
+        how = plain_product.division(100, 1024, GpuShape(132, 227 << 10, warpgroups=True), 1, tile, peers, slices)
+        plain_product.plain_product(recorder, x, weight, out, how, gated=gated)
     for name, _, defines, shared in recorder.asked:
         assert shared <= LARGEST_BLOCK
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, "sm_90a").startswith(b"\x7fELF")

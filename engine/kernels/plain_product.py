@@ -1,0 +1,144 @@
+"""Wrapper of `plain_product`: a product of up to some hundred tokens with plain weights, gated or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+
+import torch
+
+from engine.kernels.build import Kernels
+from engine.kernels.gpu import GpuShape
+from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
+from engine.kernels.linear import CHAIN
+
+MOST_TOKENS, _MOST_PLAIN_TOKENS = 256, 128  # the second of products that are neither gated nor in slices
+MOST_WEIGHTS = 8 << 20  # of a matrix: beyond each of these a library's product is as fast or faster
+MOST_SLICES = 4
+MOST_BLOCK_TOKENS = 128
+TILES, PEERS = (16, 32, 48, 64, 96, 128), (2, 4)  # rows of a block, blocks of a cluster
+_SPAN, _ROW_BYTES = 64, 128  # columns of a stage, and their bytes
+_BARRIERS = 1 << 10  # bytes of shared memory beside the stages
+_MOST_STAGES = 12
+# What a block takes, µs on an H100, about (docs/perf-log.md): a token or row of a stage, copied; 64 tokens by 64 rows
+# of a stage, multiplied; a stage at least; beginning and end; and a byte of a slice's results until it is read again.
+_COPIED, _MULTIPLIED, _STAGE, _ENDS, _SLICED = 0.0033, 0.164, 0.18, 1.1, 1.2e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a product is spread over blocks."""
+
+    tokens: int  # of a block
+    tile: int  # rows of a block; half of them gates, where it is gated
+    peers: int  # blocks of a cluster
+    slices: int  # of the columns
+    stages: int
+
+    @property
+    def room(self) -> int:
+        """Tokens of a block, as its warpgroups multiply them."""
+        return _ceil(self.tokens, 64) * 64
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a block."""
+        return self.stages * (self.room + self.tile) * _ROW_BYTES
+
+    def grid(self, tokens: int, rows: int) -> tuple[int, int, int]:
+        """Blocks by tiles of rows, of tokens, and slices; without rows, where a cluster would not be whole."""
+        tiles = _ceil(rows, self.tile)
+        return _ceil(tiles, self.peers) * self.peers, _ceil(tokens, self.tokens), self.slices
+
+    def blocks(self, tokens: int, rows: int) -> int:
+        """Of the grid."""
+        return prod(self.grid(tokens, rows))
+
+
+def division(tokens: int, columns: int, gpu: GpuShape, blocks: int, tile: int, peers: int, slices: int) -> Division:
+    """Tokens into so many blocks, with as many stages as there is room for."""
+    block = _ceil(_ceil(tokens, blocks), 8 * peers) * 8 * peers
+    most = (gpu.shared - _BARRIERS) // ((_ceil(block, 64) * 64 + tile) * _ROW_BYTES)
+    return Division(block, tile, peers, slices, min(_MOST_STAGES, _stages(columns, slices), most))
+
+
+@cache
+def divide(
+    tokens: int, rows: int, columns: int, gpu: GpuShape, most_slices: int = MOST_SLICES, *, gated: bool = False
+) -> Division | None:
+    """Into blocks that the GPU holds at a time and that take the least; None where they are too many."""
+    slices = range(1, (1 if gated else min(most_slices, MOST_SLICES, _ceil(columns, _SPAN))) + 1)
+    tried = [division(tokens, columns, gpu, *one) for one in product((1, 2), TILES, PEERS, slices)]
+    fit = [
+        one for one in tried if one.tokens <= MOST_BLOCK_TOKENS and one.blocks(tokens, rows) <= _held(one.peers, gpu)
+    ]
+    return min(fit, key=lambda one: _cost(one, tokens, rows, columns), default=None)
+
+
+def _cost(how: Division, tokens: int, rows: int, columns: int) -> float:
+    """Microseconds, about."""
+    copied, multiplied = _COPIED * (how.tokens / how.peers + how.tile), _MULTIPLIED * how.room / 64 * how.tile / 64
+    results = 0 if how.slices == 1 else how.slices * tokens * rows * 4
+    return _ENDS + _stages(columns, how.slices) * max(copied, multiplied, _STAGE) + _SLICED * results
+
+
+def _held(peers: int, gpu: GpuShape) -> int:
+    """Blocks that the GPU has room for: clusters of four do not go evenly into its groups of multiprocessors."""
+    return gpu.multiprocessors if peers == 2 else gpu.multiprocessors * 7 // 8
+
+
+def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape, *, gated: bool = False) -> str | None:
+    """Why the kernel does not multiply so many tokens by it, or None. weight bfloat16 [rows, columns]."""
+    if not gpu.warpgroups:
+        return "products of warpgroups need compute capability 9.0"
+    rows, columns = weight.shape
+    if weight.dtype != torch.bfloat16 or rows % (16 if gated else 8) or columns % 8:
+        return f"weights of {weight.dtype} and shape {tuple(weight.shape)} are not bfloat16 in runs of 16 bytes"
+    if tokens > MOST_TOKENS or rows * columns > MOST_WEIGHTS:
+        return f"{tokens} tokens by {rows * columns} weights are too many"
+    how = divide(tokens, rows, columns, gpu, gated=gated)
+    if how is None:
+        return f"{tokens} tokens by {rows} rows are more than the GPU holds at a time"
+    if tokens > _MOST_PLAIN_TOKENS and not gated and how.slices == 1:
+        return f"{tokens} tokens are too many for products that leave no slices"
+    return None
+
+
+def plain_product(
+    library: Kernels, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, how: Division, *, gated: bool = False
+) -> Launch:
+    """out = x · Wᵀ, bfloat16 [tokens, rows], or float32 [slices, tokens, rows] to be added up. `gated`: out bfloat16
+    [tokens, rows / 2] = silu(x · Gᵀ) · (x · Uᵀ), weight [G; U]. x bfloat16 [tokens, columns]."""
+    rows, columns = weight.shape
+    tokens = x.shape[0]
+    defines = {
+        "OP_ROWS": rows,
+        "OP_COLUMNS": columns,
+        "OP_TOKENS": how.tokens,
+        "OP_TILE": how.tile,
+        "OP_PEERS": how.peers,
+        "OP_STAGES": how.stages,
+        "OP_GATED": int(gated),
+        "OP_SLICES": int(how.slices > 1),
+    }
+    kernel = library.kernel("plain_product", "plain_product", defines, how.shared)
+    shape = Shape(how.grid(tokens, rows), how.room * 2 + 32, how.shared)
+    values: dict[str, Argument] = {
+        "x": Boxes(x, how.tokens // how.peers),
+        "weights": Boxes(weight, how.tile // 2 if gated else how.tile),
+        "out": out,
+        "tokens": tokens,
+        **CHAIN,
+    }
+    return prepare(kernel, shape, values)
+
+
+def _stages(columns: int, slices: int) -> int:
+    """Of a slice, at most."""
+    return _ceil(_ceil(columns, _SPAN), slices)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
