@@ -14,8 +14,10 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 
-MOST_TOKENS, _MOST_PLAIN_TOKENS = 256, 128  # the second of products that are neither gated nor in slices
-MOST_WEIGHTS = 8 << 20  # of a matrix: beyond each of these a library's product is as fast or faster
+# Beyond each of these a library's product is as fast or faster (docs/perf-log.md): tokens of any product, of one that
+# is gated, of one that has more rows than columns and is not; weights of a matrix.
+MOST_TOKENS, _MOST_GATED, _MOST_WIDE = 384, 256, 128
+MOST_WEIGHTS = 8 << 20
 MOST_SLICES = 4
 MOST_BLOCK_TOKENS = 128
 TILES, PEERS = (16, 32, 48, 64, 96, 128), (2, 4)  # rows of a block, blocks of a cluster
@@ -57,9 +59,9 @@ class Division:
         return prod(self.grid(tokens, rows))
 
 
-def division(tokens: int, columns: int, gpu: GpuShape, blocks: int, tile: int, peers: int, slices: int) -> Division:
-    """Tokens into so many blocks, with as many stages as there is room for."""
-    block = _ceil(_ceil(tokens, blocks), 8 * peers) * 8 * peers
+def division(tokens: int, columns: int, gpu: GpuShape, tile: int, peers: int, slices: int) -> Division:
+    """Into blocks of so many rows, with as many stages as there is room for."""
+    block = _ceil(_ceil(tokens, _ceil(tokens, MOST_BLOCK_TOKENS)), 8 * peers) * 8 * peers
     most = (gpu.shared - _BARRIERS) // ((_ceil(block, 64) * 64 + tile) * _ROW_BYTES)
     return Division(block, tile, peers, slices, min(_MOST_STAGES, _stages(columns, slices), most))
 
@@ -68,12 +70,11 @@ def division(tokens: int, columns: int, gpu: GpuShape, blocks: int, tile: int, p
 def divide(
     tokens: int, rows: int, columns: int, gpu: GpuShape, most_slices: int = MOST_SLICES, *, gated: bool = False
 ) -> Division | None:
-    """Into blocks that the GPU holds at a time and that take the least; None where they are too many."""
-    slices = range(1, (1 if gated else min(most_slices, MOST_SLICES, _ceil(columns, _SPAN))) + 1)
-    tried = [division(tokens, columns, gpu, *one) for one in product((1, 2), TILES, PEERS, slices)]
-    fit = [
-        one for one in tried if one.tokens <= MOST_BLOCK_TOKENS and one.blocks(tokens, rows) <= _held(one.peers, gpu)
-    ]
+    """Into blocks that the GPU holds at a time and that take the least; None where there are none that serve."""
+    least = 2 if tokens > _MOST_WIDE and not gated else 1  # whole results take the library's time, too
+    slices = range(least, (1 if gated else min(most_slices, MOST_SLICES, _ceil(columns, _SPAN))) + 1)
+    tried = [division(tokens, columns, gpu, *one) for one in product(TILES, PEERS, slices)]
+    fit = [one for one in tried if one.blocks(tokens, rows) <= _held(one.peers, gpu)]
     return min(fit, key=lambda one: _cost(one, tokens, rows, columns), default=None)
 
 
@@ -96,13 +97,11 @@ def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape, *, gated: bool = F
     rows, columns = weight.shape
     if weight.dtype != torch.bfloat16 or rows % (16 if gated else 8) or columns % 8:
         return f"weights of {weight.dtype} and shape {tuple(weight.shape)} are not bfloat16 in runs of 16 bytes"
-    if tokens > MOST_TOKENS or rows * columns > MOST_WEIGHTS:
-        return f"{tokens} tokens by {rows * columns} weights are too many"
-    how = divide(tokens, rows, columns, gpu, gated=gated)
-    if how is None:
+    most = _MOST_GATED if gated else _MOST_WIDE if rows >= columns else MOST_TOKENS
+    if tokens > most or rows * columns > MOST_WEIGHTS:
+        return f"{tokens} tokens by {rows} · {columns} weights are too many"
+    if divide(tokens, rows, columns, gpu, gated=gated) is None:
         return f"{tokens} tokens by {rows} rows are more than the GPU holds at a time"
-    if tokens > _MOST_PLAIN_TOKENS and not gated and how.slices == 1:
-        return f"{tokens} tokens are too many for products that leave no slices"
     return None
 
 

@@ -246,7 +246,7 @@ def test_a_product_that_gates_its_results_compiles(recorder: Any, compiler: Comp
 def test_a_product_of_few_tokens_compiles(recorder: Any, compiler: Compiler, peers: int, tile: int) -> None:
     x, weight, out = (torch.empty(shape, device="meta") for shape in ((100, 1024), (6144, 1024), (100, 6144)))
     for slices, gated in ((1, False), (3, False), (1, True)):
-        how = plain_product.division(100, 1024, GpuShape(132, 227 << 10, warpgroups=True), 1, tile, peers, slices)
+        how = plain_product.division(100, 1024, GpuShape(132, 227 << 10, warpgroups=True), tile, peers, slices)
         plain_product.plain_product(recorder, x, weight, out, how, gated=gated)
     for name, _, defines, shared in recorder.asked:
         assert shared <= LARGEST_BLOCK

@@ -78,7 +78,7 @@ def test_one_launch_after_another_in_a_graph(library: KernelLibrary, launcher: L
     chain = []
     for index, weight in enumerate(weights):
         for tile in (16, 64):  # the second finds blocks of the first still there
-            how = division(tokens, width, library.gpu, 1, tile, 4, slices)
+            how = division(tokens, width, library.gpu, tile, 4, slices)
             source, target = (x, y) if index % 2 == 0 or slices > 1 else (y, x)
             chain.append(plain_product(library, source, weight, parts if slices > 1 else target, how))
     begun = x.clone()
