@@ -36,6 +36,7 @@ ENTRIES = {
     "draft.cu": ["follow", "guess"],
     "gemm.cu": ["gemm"],
     "gemm_wide.cu": ["gemm"],
+    "plain_product.cu": ["plain_product"],
     "prefill_attention.cu": ["prefill_attention"],
     "prefill_ends.cu": ["keep_ends"],
     "prefill_gate.cu": ["gate"],

@@ -289,11 +289,13 @@ def test_the_head_in_two_passes_changes_no_token(large_head: Path, request_of: A
     kinds = [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.5, "seed": 2}]
     asked = [request_of(text, 60, **kind) for text, kind in zip(texts((20, 70, 9)), kinds, strict=True)]
     filtered = request_of(texts((30,))[0], 60, temperature=0.8, seed=3, top_k=40)
-    before = [one.token_ids for one in drive(runner, [*asked, filtered]).answers]
-    for enabled in (True, False, True):
+    # How a prompt's sums are rounded depends on those beside it, so each company is compared with itself.
+    companies = [[*asked, filtered], asked, *([one] for one in (*asked, filtered))]
+    found = []
+    for enabled in (True, False, True, False):
         runner.set_optimization("two_pass_head", enabled)
-        assert [one.token_ids for one in drive(runner, asked).answers] == before[:-1]
-        assert [drive(runner, [one]).answers[0].token_ids for one in (*asked, filtered)] == before
+        found.append([[one.token_ids for one in drive(runner, together).answers] for together in companies])
+    assert found[1:] == found[:1] * 3
     runner.close()
 
 
