@@ -20,3 +20,23 @@ __device__ __forceinline__ void arrive_at(u64& barrier, u32 rank) {
         "r"(rank)
         : "memory");
 }
+
+// Of a ring of stages that each of PEERS blocks has and all of them fill; READERS warps of each read.
+template <int STAGES, int READERS, int PEERS>
+struct ClusterBarriers {
+    u64 full[STAGES], empty[STAGES];  // empty: of all blocks' readers
+
+    // They are there for the block's other threads once those have met, and for the cluster's likewise.
+    __device__ __forceinline__ void init() {
+        if (threadIdx.x < STAGES) {
+            init_barrier(full[threadIdx.x], 1);
+            init_barrier(empty[threadIdx.x], READERS * PEERS);
+        }
+        publish_barriers();
+    }
+    // By a warp that reads the stage no more.
+    __device__ __forceinline__ void leave(int stage) {
+        __syncwarp();
+        if (threadIdx.x % 32 < PEERS) arrive_at(empty[stage], threadIdx.x % 32);
+    }
+};

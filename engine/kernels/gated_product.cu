@@ -19,24 +19,7 @@ constexpr int kOutRow = 256;  // bytes of a token's results on their way
 constexpr int kGroup = 8;     // clusters' tokens that all rows are gone through for before the next: they stay in the L2
 static_assert(kTile % 32 == 0 && kOut * 2 <= kOutRow && OP_HALF % 8 == 0, "tile");
 
-struct Barriers {
-    u64 full[kStages], empty[kStages];  // empty: of both blocks' readers, since either block writes into both
-
-    __device__ __forceinline__ void init() {
-        if (threadIdx.x < kStages) {
-            init_barrier(full[threadIdx.x], 1);
-            init_barrier(empty[threadIdx.x], kReaderWarps * kPeers);
-        }
-        publish_barriers();
-        meet_cluster();
-    }
-    // By a warp that reads the stage no more.
-    __device__ __forceinline__ void leave(int stage) {
-        __syncwarp();
-        if (threadIdx.x % 32 < kPeers) arrive_at(empty[stage], threadIdx.x % 32);
-    }
-};
-
+using Barriers = ClusterBarriers<kStages, kReaderWarps, kPeers>;
 using Place = RingPlace<kStages>;
 
 // The tiles of a cluster, one after the other: tokens first, in groups.
@@ -129,6 +112,7 @@ extern "C" __global__ void __cluster_dims__(kPeers, 1, 1) __launch_bounds__(kThr
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), group = warp / 4;  // alike in a warp, as is what follows
     if (trigger == 0) let_next_start();
     barriers.init();
+    meet_cluster();
     Tiles tile(tokens);
     if (warp == kReaderWarps) {
         if (threadIdx.x % 32 == 0) Copies{&x, &weights, stages, barriers, rank_in_cluster()}.all(tile);

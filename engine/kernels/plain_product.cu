@@ -20,24 +20,7 @@ constexpr int kWidth = OP_GATED ? OP_ROWS / 2 : OP_ROWS, kOut = OP_GATED ? kTile
 static_assert(kShare * kPeers == kTokens && kShare % 8 == 0 && kTile % 16 == 0 && kWidth % 8 == 0, "tile");
 static_assert(!OP_GATED || !OP_SLICES, "a part of the columns cannot be gated");
 
-struct Barriers {
-    u64 full[kStages], empty[kStages];  // empty: of all readers of the cluster, whose blocks write into each other
-
-    __device__ __forceinline__ void init() {
-        if (threadIdx.x < kStages) {
-            init_barrier(full[threadIdx.x], 1);
-            init_barrier(empty[threadIdx.x], kReaderWarps * kPeers);
-        }
-        publish_barriers();
-        __syncthreads();
-    }
-    // By a warp that reads the stage no more.
-    __device__ __forceinline__ void leave(int stage) {
-        __syncwarp();
-        if (threadIdx.x % 32 < kPeers) arrive_at(empty[stage], threadIdx.x % 32);
-    }
-};
-
+using Barriers = ClusterBarriers<kStages, kReaderWarps, kPeers>;
 using Place = RingPlace<kStages>;
 
 // By one thread.
@@ -140,6 +123,7 @@ extern "C" __global__ void __cluster_dims__(kPeers, 1, 1) __launch_bounds__(kThr
     const int out0 = blockIdx.x * kOut, token0 = blockIdx.y * kTokens, slices = gridDim.z;
     const int first = kUnits * blockIdx.z / slices, last = kUnits * (blockIdx.z + 1) / slices;
     barriers.init();
+    __syncthreads();
     const Copies copies{&x, &weights, stages, barriers, token0, out0};
     const bool copier = threadIdx.x == 32 * kReaderWarps;
     if (copier) copies.ahead(first, last);
