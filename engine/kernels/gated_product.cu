@@ -128,11 +128,7 @@ extern "C" __global__ void __cluster_dims__(kPeers, 1, 1) __launch_bounds__(kThr
             for (int unit = 0; unit < kUnits; ++unit, place.next()) {
                 const u64 stage = first + u32(place.stage) * (kStage / 16), rows = stage + kTokenBytes / 16;
                 wait_barrier(barriers.full[place.stage], place.round);
-                before_products();
-#pragma unroll
-                for (int i = 0; i < kSpan / 16; ++i)
-                    multiply(sums, stage + group * (64 * 128 / 16) + i * 2, rows + i * 2, unit > 0 || i > 0);
-                end_products();
+                multiply_panel(sums, stage + group * (64 * 128 / 16), rows, unit > 0);
                 if (unit > 0) {
                     wait_products<1>();
                     barriers.leave(before);

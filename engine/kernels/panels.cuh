@@ -33,6 +33,15 @@ PRODUCT_OF(192, 96, "%96", "%97", "%98")
 PRODUCT_OF(224, 112, "%112", "%113", "%114")
 PRODUCT_OF(256, 128, "%128", "%129", "%130")
 
+// d (+)= a · bᵀ over the 64 columns of a panel of each, as a group of products to be waited for.
+template <int N>
+__device__ __forceinline__ void multiply_panel(float (&d)[N], u64 a, u64 b, bool more) {
+    before_products();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) multiply(d, a + i * 2, b + i * 2, more || i > 0);  // 32 bytes are sixteen columns
+    end_products();
+}
+
 // Two 8×8 matrices of 16-bit values, below each other, into sixteen rows of shared memory; lane r < 16 names row r.
 __device__ __forceinline__ void store_matrices(void* row, u32 upper, u32 lower) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(upper), "r"(lower)
