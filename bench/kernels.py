@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,11 +115,16 @@ def timers() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 def median_us(launcher: Launcher, launches: Sequence[Launch], each: int) -> float:
     """Of one of `each` equal parts, in a graph: the median of nine replays."""
-    launcher.enqueue(launches)
+    return median_of_replays(lambda: launcher.enqueue(launches), each)
+
+
+def median_of_replays(enqueue: Callable[[], None], each: int) -> float:
+    """The same of whatever is enqueued."""
+    enqueue()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launcher.enqueue(launches)
+        enqueue()
     graph.replay()
     times = []
     for _ in range(9):
