@@ -55,7 +55,7 @@ def cases(model: str) -> list[Case]:
 
 def divisions(case: Case, tokens: int, gpu: GpuShape) -> Iterator[few.Division]:
     """All that the GPU may hold at a time and that leave few multiprocessors idle."""
-    slices = range(1, few.MOST_SLICES + 1) if case.normed else (1,)
+    slices = (1,) if case.gated else range(1, few.MOST_SLICES + 1)
     for one in product(few.TILES, few.PEERS, slices):
         how = few.division(tokens, case.columns, gpu, *one)
         if gpu.multiprocessors // 3 <= how.blocks(tokens, case.rows) <= gpu.multiprocessors:

@@ -95,8 +95,10 @@ def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape, *, gated: bool = F
     if not gpu.warpgroups:
         return "products of warpgroups need compute capability 9.0"
     rows, columns = weight.shape
-    if weight.dtype != torch.bfloat16 or rows % (16 if gated else 8) or columns % 8:
-        return f"weights of {weight.dtype} and shape {tuple(weight.shape)} are not bfloat16 in runs of 16 bytes"
+    if weight.dtype != torch.bfloat16 or rows % (16 if gated else 8) or columns % 8 or columns < _SPAN:
+        return (
+            f"weights of {weight.dtype} and shape {tuple(weight.shape)} are not bfloat16 in runs of 16 bytes, 128 a row"
+        )
     most = _MOST_GATED if gated else _MOST_WIDE if rows >= columns else MOST_TOKENS
     if tokens > most or rows * columns > MOST_WEIGHTS:
         return f"{tokens} tokens by {rows} · {columns} weights are too many"

@@ -69,6 +69,7 @@ def test_few_tokens_and_small_matrices_are_served(rows: int, columns: int, serve
 def test_what_it_cannot_do_is_said() -> None:
     assert "9.0" in str(why_not(weight(1024, 1024), 64, OLDER))
     assert "float16" in str(why_not(weight(1024, 1024, torch.float16), 64, H100))
+    assert "(64, 56)" in str(why_not(weight(64, 56), 64, H100))
     assert "(1028, 1024)" in str(why_not(weight(1028, 1024), 64, H100))
     assert "(1032, 1024)" in str(why_not(weight(1032, 1024), 64, H100, gated=True))
     assert "too many" in str(why_not(weight(4096, 1024), 192, H100))
