@@ -33,6 +33,7 @@ struct Tiles {
         find();
     }
     __device__ __forceinline__ bool left() const { return at < all; }
+    __device__ __forceinline__ int count() const { return left() ? ceil_div(all - at, int(gridDim.x) / kPeers) : 0; }
     __device__ __forceinline__ void next() { at += gridDim.x / kPeers, find(); }
 
   private:
@@ -121,6 +122,8 @@ extern "C" __global__ void __cluster_dims__(kPeers, 1, 1) __launch_bounds__(kThr
         wait_for_previous();  // who may still read `out`
         if (trigger == 1) let_next_start();
         const u64 first = operand(stages, 16);  // counts 16 bytes
+        // Stages are left as long as they are filled again: then no arrival is still on its way to a block that has gone.
+        int refills = tile.count() * kUnits - kStages;
         Place place;
         for (; tile.left(); tile.next()) {
             float sums[kTile / 2];
@@ -131,13 +134,13 @@ extern "C" __global__ void __cluster_dims__(kPeers, 1, 1) __launch_bounds__(kThr
                 multiply_panel(sums, stage + group * (64 * 128 / 16), rows, unit > 0);
                 if (unit > 0) {
                     wait_products<1>();
-                    barriers.leave(before);
+                    if (refills-- > 0) barriers.leave(before);
                 }
                 before = place.stage;
             }
             wait_products<0>();
             settle(sums);
-            barriers.leave(before);
+            if (refills-- > 0) barriers.leave(before);
             store(sums, stages + kStages * kStage + warp * 16 * kOutRow, out, tile.token0 + group * 64 + warp % 4 * 16,
                   tile.out0, tokens);
         }
