@@ -14,10 +14,11 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 
-# Beyond each of these a library's product is as fast or faster (docs/perf-log.md): tokens of any product, of one that
-# is gated, of one that has more rows than columns and is not; weights of a matrix.
+# Beyond so many tokens a library's product is as fast or faster (docs/perf-log.md): tokens of any product, of one that
+# is gated, of one that has more rows than columns and is not; and of a large matrix, not gated and gated.
 MOST_TOKENS, _MOST_GATED, _MOST_WIDE = 384, 256, 128
-MOST_WEIGHTS = 8 << 20
+_MOST_LARGE, _MOST_LARGE_GATED = 96, 128
+_LARGE = 8 << 20  # more weights are
 MOST_SLICES = 4
 MOST_BLOCK_TOKENS = 128
 TILES, PEERS = (16, 32, 48, 64, 96, 128), (2, 4)  # rows of a block, blocks of a cluster
@@ -99,12 +100,19 @@ def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape, *, gated: bool = F
         return (
             f"weights of {weight.dtype} and shape {tuple(weight.shape)} are not bfloat16 in runs of 16 bytes, 128 a row"
         )
-    most = _MOST_GATED if gated else _MOST_WIDE if rows >= columns else MOST_TOKENS
-    if tokens > most or rows * columns > MOST_WEIGHTS:
+    if tokens > _most_tokens(rows, columns, gated):
         return f"{tokens} tokens by {rows} · {columns} weights are too many"
     if divide(tokens, rows, columns, gpu, gated=gated) is None:
         return f"{tokens} tokens by {rows} rows are more than the GPU holds at a time"
     return None
+
+
+def _most_tokens(rows: int, columns: int, gated: bool) -> int:
+    if rows * columns > _LARGE:
+        return _MOST_LARGE_GATED if gated else _MOST_LARGE
+    if gated:
+        return _MOST_GATED
+    return _MOST_WIDE if rows >= columns else MOST_TOKENS
 
 
 def plain_product(

@@ -107,6 +107,7 @@ class Chain:
         (6144, 1024, 512, False, ["gated_product"]),
         (6144, 1024, 300, False, ["gate"]),
         (6144, 1024, 64, False, ["plain_product"]),
+        (16384, 2048, 64, False, ["plain_product"]),
         (6144, 1024, 64, True, ["gate"]),
     ],
 )

@@ -45,7 +45,8 @@ def check(
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(4096, 1024), (1024, 3072), (6144, 1024), (2048, 2048), (1040, 64), (2000, 72), (208, 128)]
+    ("rows", "columns"),
+    [(4096, 1024), (1024, 3072), (6144, 1024), (2048, 2048), (1040, 64), (2000, 72), (208, 128), (16384, 2048)],
 )
 def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, rows: int, columns: int, gated: bool) -> None:
     for tokens in (1, 9, 16, 63, 64, 65, 100, 128, 129, 200, MOST_TOKENS):

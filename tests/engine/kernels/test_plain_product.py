@@ -57,13 +57,20 @@ def test_no_more_slices_than_the_reader_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "served"),
-    [(4096, 1024, {1, 64, 128}), (1024, 3072, {1, 64, 128, 256, 384}), (28672, 4096, set()), (4096, 4096, set())],
-    ids=["qwen queries, keys, values", "qwen down", "mistral gate and up", "mistral output"],
+    ("rows", "columns", "gated", "served"),
+    [
+        (4096, 1024, False, {1, 64, 96, 128}),
+        (6144, 1024, True, {1, 64, 96, 128, 256}),
+        (1024, 3072, False, {1, 64, 96, 128, 256, 384}),
+        (16384, 2048, True, {1, 64, 96, 128}),
+        (2048, 8192, False, {1, 64, 96}),
+        (4096, 14336, False, {1, 64, 96}),
+        (28672, 4096, True, set()),  # more rows than blocks that the GPU holds have
+    ],
 )
-def test_few_tokens_and_small_matrices_are_served(rows: int, columns: int, served: set[int]) -> None:
-    sizes = (1, 64, 128, 256, 384, 512)
-    assert {tokens for tokens in sizes if why_not(weight(rows, columns), tokens, H100) is None} == served
+def test_few_tokens_are_served(rows: int, columns: int, gated: bool, served: set[int]) -> None:
+    sizes = (1, 64, 96, 128, 256, 384, 512)
+    assert {tokens for tokens in sizes if why_not(weight(rows, columns), tokens, H100, gated=gated) is None} == served
 
 
 def test_what_it_cannot_do_is_said() -> None:
@@ -75,6 +82,7 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "too many" in str(why_not(weight(4096, 1024), 192, H100))
     assert why_not(weight(6144, 1024), 256, H100, gated=True) is None
     assert "too many" in str(why_not(weight(6144, 1024), 384, H100, gated=True))
+    assert "too many" in str(why_not(weight(16384, 2048), 192, H100, gated=True))
     assert "at a time" in str(why_not(weight(16384, 512), 256, H100, gated=True))
 
 
