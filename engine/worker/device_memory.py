@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_INTERVAL = 1.0  # seconds: the driver is asked no more often
+# Seconds between two questions to the driver, each of which takes up to 0.2 milliseconds.
+_IDLE = 1.0  # where nobody waits for the engine
+_BUSY = 10.0  # where somebody does
 
 
 class DeviceMemory:
@@ -21,17 +23,18 @@ class DeviceMemory:
             ask = torch.cuda.mem_get_info
         self._ask = ask
         self._clock = clock
-        self._asked_at = -_INTERVAL
-        self._known = (0, 0)
+        self._asked_at = -_BUSY
+        self.known = (0, 0)  # bytes in use and in all, as the driver said last
+        self.look(idle=True)
 
-    def read(self) -> tuple[int, int]:
-        """Bytes in use and in all, at most a second old; the last ones known where the device is lost."""
+    def look(self, *, idle: bool) -> None:
+        """Asks, if it is time. Where the device is lost, what was known stays."""
         now = self._clock()
-        if now - self._asked_at >= _INTERVAL:
-            self._asked_at = now
-            try:
-                free, total = self._ask()
-            except RuntimeError:  # which the next step meets as well
-                return self._known
-            self._known = total - free, total
-        return self._known
+        if now - self._asked_at < (_IDLE if idle else _BUSY):
+            return
+        self._asked_at = now
+        try:
+            free, total = self._ask()
+        except RuntimeError:  # which the next step meets as well
+            return
+        self.known = total - free, total

@@ -199,11 +199,13 @@ class Loop:
                 self._told_load, self._told_at = load, now
         if events or load is not None:
             self._link.send(packed(events, load))
+        if self._memory is not None:
+            self._memory.look(idle=idle)
 
     def _load(self) -> EngineLoad:
         load = self._scheduler.load
         if self._memory is not None:
-            used, total = self._memory.read()
+            used, total = self._memory.known
             load = replace(load, device_used_bytes=used, device_bytes=total)
         return load if self._tier_report is None else replace(load, tier=self._tier_report())
 

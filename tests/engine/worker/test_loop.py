@@ -329,9 +329,10 @@ def test_only_the_latest_profile_has_stacks_and_none_goes_on(front: Front) -> No
     assert "stack sampler" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_memory_of_a_gpu_is_asked_for_once_a_second_and_kept_where_it_is_lost() -> None:
-    answers = iter([(59, 100), (58, 100), RuntimeError("CUDA error"), (56, 100)])
-    times = iter([0.0, 0.5, 1.0, 2.0, 3.0])
+def test_a_driver_is_asked_for_memory_where_nobody_waits_or_seldom() -> None:
+    answers = iter([(59, 100), (58, 100), RuntimeError("CUDA error"), (56, 100), (55, 100)])
+    looks = [(0.5, True), (1.0, True), (2.5, False), (10.9, False), (11.0, False), (11.5, True), (12.0, True)]
+    times = iter([0.0, *(at for at, _ in looks)])
 
     def ask() -> tuple[int, int]:
         answer = next(answers)
@@ -340,8 +341,12 @@ def test_the_memory_of_a_gpu_is_asked_for_once_a_second_and_kept_where_it_is_los
         return answer
 
     memory = DeviceMemory(ask, lambda: next(times))
-    assert [memory.read()[0] for _ in range(5)] == [41, 41, 42, 42, 44]
-    assert next(answers, None) is None
+    known = [memory.known]
+    for _, idle in looks:
+        memory.look(idle=idle)
+        known.append(memory.known)
+    assert [used for used, _ in known] == [41, 41, 42, 42, 42, 42, 42, 44]
+    assert next(answers) == (55, 100), "each look that was due has asked once"
 
 
 def test_the_load_tells_of_a_gpus_memory() -> None:
