@@ -64,6 +64,12 @@ class FrameClient:
 
     def start(self, path: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> int:
         """Sends one request. Returns its stream id."""
+        stream_id, data = self.prepare(path, message, metadata)
+        self.socket.sendall(data)
+        return stream_id
+
+    def prepare(self, path: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> tuple[int, bytes]:
+        """One request's stream id, and what is to be sent of it before anything that is prepared or started later."""
         stream_id = self._next_id
         self._next_id += 2
         self.streams[stream_id] = Stream()
@@ -85,8 +91,7 @@ class FrameClient:
         frames = [frame(HEADERS, END_HEADERS, stream_id, self._encoder.encode(headers))]
         for at in cuts:
             frames.append(frame(DATA, END_STREAM if at == cuts[-1] else 0, stream_id, body[at : at + _MOST]))
-        self.socket.sendall(b"".join(frames))
-        return stream_id
+        return stream_id, b"".join(frames)
 
     def reset(self, stream_id: int) -> None:
         """Cancels one RPC."""
