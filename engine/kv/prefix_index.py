@@ -116,7 +116,8 @@ class PrefixIndex:
     def begin(self, sequence: Sequence, found: Items[PrefixPage]) -> None:
         """Starts a sequence with the pages that were found. What else it needs is to be allocated afterwards."""
         sequence.prefix.term = self._term
-        self._use(sequence, found)
+        if found:
+            self._use(sequence, found)
 
     def catch_up(self, sequence: Sequence) -> None:
         """Takes pages that others computed meanwhile in place of its own that are still empty."""

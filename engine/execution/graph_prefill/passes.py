@@ -83,21 +83,19 @@ class Layout:
         """What the device is sent: the counts of tokens and chunks, the table of chunks (first token, count, position
         of the first, where its pages begin) and that of their ends, ids, positions, owners and pages."""
         held = [chunk.sequence.pages[: -(-chunk.end // PAGE_SIZE)] for chunk in one.chunks]
-        words = np.zeros(self.pages + sum(map(len, held)), dtype=np.int32)
+        ends, ids, positions, owners, first_page = self.ends, self.ids, self.positions, self.owners, self.pages
+        words = np.zeros(first_page + sum(map(len, held)), dtype=np.int32)
         words[0], words[1] = one.tokens, len(one.chunks)
-        words[self.positions : self.owners] = -1
+        words[positions:owners] = -1
         row = 0  # of the pages
         for at, (chunk, pages) in enumerate(zip(one.chunks, held, strict=True)):
-            count = len(chunk.ids)
-            words[TABLE + 4 * at : TABLE + 4 * at + 4] = chunk.first, count, chunk.start, row
-            words[self.ends + 4 * at : self.ends + 4 * at + 4] = at, 1, chunk.end - 1, row
-            for part, values in (
-                (self.ids, chunk.ids),
-                (self.positions, np.arange(chunk.start, chunk.end)),
-                (self.owners, row),
-            ):
-                words[part + chunk.first : part + chunk.first + count] = values
-            words[self.pages + row : self.pages + row + len(pages)] = pages
+            first, last, start, end = chunk.first, chunk.first + len(chunk.ids), chunk.start, chunk.end
+            words[TABLE + 4 * at : TABLE + 4 * at + 4] = first, last - first, start, row
+            words[ends + 4 * at : ends + 4 * at + 4] = at, 1, end - 1, row
+            words[ids + first : ids + last] = chunk.ids
+            words[positions + first : positions + last] = np.arange(start, end, dtype=np.int32)
+            words[owners + first : owners + last] = row
+            words[first_page + row : first_page + row + len(pages)] = pages
             row += len(pages)
         return words
 
