@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from hashlib import sha256
 
@@ -90,8 +90,10 @@ class PrefixIndex:
             self._pool.release([page.number for page in gone])
         return self._pool.allocate(count, after)
 
-    def reclaimable(self, sequences: Iterable[Sequence], besides: Items[PrefixPage]) -> int:
+    def reclaimable(self, sequences: Items[Sequence], besides: Items[PrefixPage]) -> int:
         """By how many pages `room` would grow if these gave all of theirs back, not counting those in `besides`."""
+        if not sequences:
+            return 0
         own = 0
         uses: Counter[PrefixPage] = Counter()
         for sequence in sequences:

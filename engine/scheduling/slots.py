@@ -173,9 +173,7 @@ class Slots:
         It may if afterwards each that runs could still get another page, lest it be thrown out again at once.
         """
         prefixes = self._prefixes
-        if not self.paused:
-            return pages + len(self.running) <= prefixes.room - prefixes.idle(found)
-        paused = [sequence for sequence in self.running if sequence.paused]
+        paused = [sequence for sequence in self.running if sequence.paused] if self.paused else []
         wanted = pages + len(self.running) - len(paused)
         if wanted > prefixes.room - prefixes.idle(found) + prefixes.reclaimable(paused, found):
             return False
