@@ -13,23 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import selectors
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from bench import about, own_server
 from bench.front import STREAM
 from bench.grpc_frames import FrameClient, Stream
+from bench.pace import quantile
 from bench.serving.caller import message
 from bench.serving.jobs import Job, Wish
-from service.pb.whippet.v1 import model_pb2
-from service.pb.whippet.v1.model_pb2_grpc import ModelServiceStub
 
 _SPIN = 0.001  # seconds before a burst in which its caller no longer sleeps
 _WARM = 3  # bursts that do not count
@@ -40,10 +36,7 @@ class Callers:
 
     def __init__(self, address: str, count: int) -> None:
         self._clients = [FrameClient(address, time.monotonic) for _ in range(count)]
-        with grpc.insecure_channel(address) as channel:
-            make: Any = ModelServiceStub
-            served = make(channel).ListModels(model_pb2.ListModelsRequest())
-        self._job = Job(0.0, [], vocabulary=served.models[0].limits.vocab_size)
+        self._job = Job(0.0, [], vocabulary=own_server.served_model(address).limits.vocab_size)
         self._asked = 0
 
     def burst(self, count: int, prompt: int, tokens: int, gap: float) -> list[float]:
@@ -87,14 +80,12 @@ class Callers:
 def measure(tree: Path | None, flags: Sequence[str], given: argparse.Namespace) -> dict[int, list[list[float]]]:
     """By number of prompts, the first tokens of each burst. A server of its own."""
     found: dict[int, list[list[float]]] = {count: [] for count in given.together}
-    with own_server.server(flags, tree) as server:
-        callers = Callers(server.address, max(given.together))
+    with own_server.server(flags, tree) as server, closing(Callers(server.address, max(given.together))) as callers:
         for number in range(_WARM + given.bursts):
             for count in given.together:
                 took = callers.burst(count, given.prompt, given.tokens, given.gap)
                 if number >= _WARM:
                     found[count].append(took)
-        callers.close()
     return found
 
 
@@ -115,25 +106,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         if given.model is not None:
             model = own_server.with_tokenizer(Path(given.model).resolve(), Path(folder) / Path(given.model).name)
-            flags = [f"--model={model}", *flags]
+            served = [f"--model={model}", *flags]
+        else:
+            served = flags
         for _ in range(given.turns):
             for tree in trees:
-                for count, bursts in measure(tree, flags, given).items():
+                for count, bursts in measure(tree, served, given).items():
                     name = "this tree" if tree is None else tree.name
                     print(_row(name, count, [max(burst) for burst in bursts]), flush=True)
-                    records.append({"tree": name, "revision": about.revision(tree or about.ROOT), "together": count})
-                    records[-1]["first_tokens_ms"] = [[round(one, 3) for one in burst] for burst in bursts]
-    print(json.dumps({"device": about.device(), "flags": flags, "gap_s": given.gap, "bursts": records}))
+                    records.append(
+                        {
+                            "tree": name,
+                            "revision": about.revision(tree or about.ROOT),
+                            "together": count,
+                            "first_tokens_ms": [[round(one, 3) for one in burst] for burst in bursts],
+                        }
+                    )
+    about_run = {"device": about.device(), "model": Path(given.model or "").name, "flags": flags, "gap_s": given.gap}
+    print(json.dumps({**about_run, "bursts": records}))
     return 0
 
 
 def _row(name: str, count: int, last: Sequence[float]) -> str:
     """Of the last first token of each burst."""
-    ordered = sorted(last)
-    late = ordered[int(0.9 * len(ordered))]
     return (
         f"{name:16} {count:3} together: the last first token after "
-        f"{ordered[0]:6.2f} ms at best, {statistics.median(ordered):6.2f} median, {late:6.2f} p90"
+        f"{min(last):6.2f} ms at best, {quantile(last, 0.5):6.2f} median, {quantile(last, 0.9):6.2f} p90"
     )
 
 

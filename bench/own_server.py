@@ -12,6 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import grpc
+
+from service.pb.whippet.v1 import model_pb2
+from service.pb.whippet.v1.model_pb2_grpc import ModelServiceStub
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "demo" / "tokenizer.json"
 _READY = re.compile(r"^ready: data (\S+)")
@@ -74,6 +80,16 @@ def _address(process: subprocess.Popen[str]) -> str:
         if match := _READY.match(line):
             return match[1]
     raise RuntimeError("the server did not start")
+
+
+def served_model(address: str, token: str = "") -> model_pb2.Model:
+    """What a server says of its model."""
+    make: Any = ModelServiceStub
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(address) as channel:
+        listed = make(channel).ListModels(model_pb2.ListModelsRequest(), metadata=metadata, timeout=60)
+    first: model_pb2.Model = listed.models[0]
+    return first
 
 
 def cpu_seconds(pid: int) -> float:

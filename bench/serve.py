@@ -23,11 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import grpc
 import msgspec
 
 from bench.about import device, revision
-from bench.own_server import Server, server, with_tokenizer
+from bench.own_server import Server, served_model, server, with_tokenizer
 from bench.serving.crew import Crew, crew, soon
 from bench.serving.jobs import Job, Wish, shared_out
 from bench.serving.loads import Source, counts, of_trace, of_workload, poisson, rates, read_prompts
@@ -37,7 +36,6 @@ from bench.workloads import append
 from engine.settings import LoadFormat
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
-from service.pb.whippet.v1.model_pb2_grpc import ModelServiceStub
 
 _SETTLING = 5.0  # seconds of a timed load that do not count, a fifth of it at most
 _PEAK = 3.0, 20.0  # seconds at least and at most in which the peak is looked for; between them a quarter of the load's
@@ -180,22 +178,13 @@ def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
             running = stack.enter_context(server(flags))
             print(f"the server was ready after {running.seconds:.1f} s", flush=True)
         address = running.address if running is not None else given.target
-        model = _model(address, given.token)
+        model = served_model(address, given.token)
         read = () if given.prompts is None else read_prompts(given.prompts, given.tokens)
         callers = stack.enter_context(crew(address, given.token, given.processes))
         callers.warm(model.limits.vocab_size)
         name = Path(given.model).name if given.model else model.name
         about = {"device": device(), "revision": given.revision or revision(), "model": name, "path": "grpc"}
         yield Bench(callers, running, model, given, Source(given.prompt, given.tokens, read), {**about, **told})
-
-
-def _model(address: str, token: str) -> model_pb2.Model:
-    make: Any = ModelServiceStub
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    with grpc.insecure_channel(address) as channel:
-        listed = make(channel).ListModels(model_pb2.ListModelsRequest(), metadata=metadata, timeout=60)
-    first: model_pb2.Model = listed.models[0]
-    return first
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -28,7 +29,6 @@ def test_each_burst_has_a_first_token_a_prompt(capsys: pytest.CaptureFixture[str
 
 def test_a_call_that_is_refused_is_no_first_token() -> None:
     with own_server.server(FAKE) as server:
-        callers = Callers(server.address, 2)
-        with pytest.raises(RuntimeError, match=r"calls ended with \[3, 3\]"):
+        refused = pytest.raises(RuntimeError, match=r"calls ended with \[3, 3\]")
+        with closing(Callers(server.address, 2)) as callers, refused:
             callers.burst(2, prompt=4, tokens=1_000_000, gap=0.0)
-        callers.close()
