@@ -7,6 +7,7 @@ import time
 import torch
 
 from engine.errors import EngineFailed
+from engine.execution.meanwhile import Meanwhile
 
 _NAP = 20e-6  # seconds between two looks
 _LOOKS = 64  # after so many the stream is asked, which costs more
@@ -23,8 +24,9 @@ def all_told(entries: torch.Tensor, number: int) -> list[int] | None:
 class Patience:
     """Of one device's steps, which all go to torch's current stream."""
 
-    def __init__(self, nap: float = _NAP) -> None:
+    def __init__(self, nap: float = _NAP, meanwhile: Meanwhile | None = None) -> None:
         self._nap = nap
+        self._meanwhile = meanwhile or Meanwhile()
         self._looks = 0
         self._idle = False  # all that was launched has ended, so what it told is there
 
@@ -33,9 +35,12 @@ class Patience:
         self._idle = False
 
     def wait(self) -> None:
-        """A moment. Raises where nothing is under way, and what went wrong on the device."""
+        """A moment, in which other work may be done. Raises where nothing is under way, and what went wrong on the
+        device."""
         if self._idle:
             raise EngineFailed("the device ended its steps without a token")
+        if self._meanwhile():
+            return
         self._looks += 1
         if self._looks % _LOOKS:
             time.sleep(self._nap)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.api import ModelInfo
@@ -23,6 +25,7 @@ class ModelRunner:
         self._executors = executors
         self._sharing = Sharing(executors)  # the last claims all that is left
         self._pages = PoolPages(parts.pool)
+        self._meanwhile = parts.meanwhile
 
     @property
     def info(self) -> ModelInfo:
@@ -43,6 +46,10 @@ class ModelRunner:
         results = self._constraints.follow(plan.rows, results)
         self._sequences.append(plan.rows, results)
         return StepResult(results)
+
+    def meanwhile(self, piece: Callable[[], bool]) -> None:
+        """What is done while a pass of prompts is waited for."""
+        self._meanwhile.piece = piece
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         """The executors' switches. One that does nothing here may be set as well; Unsupported for any other name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.api import ModelInfo
 from engine.fake.checker import PlanChecker
 from engine.fake.pages import TrustedPages
@@ -31,6 +33,9 @@ class CheckedRunner:
         result = self._inner.run(plan)
         self.checker.result(plan, result)
         return result
+
+    def meanwhile(self, piece: Callable[[], bool]) -> None:
+        self._inner.meanwhile(piece)
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         self._inner.set_optimization(name, enabled)

@@ -17,6 +17,7 @@ import enum
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -94,6 +95,7 @@ class FakeRunner:
             unused=tuple(Unused(name=name, reason="the fake engine has no kernels") for name in _SWITCHES),
         )
         self._graphs = settings.graphs
+        self._piece: Callable[[], bool] = lambda: False  # of other work
 
     @property
     def info(self) -> ModelInfo:
@@ -114,10 +116,15 @@ class FakeRunner:
                 results[row.key] = self._sample(row, held)
             if row.score:
                 results[row.key] = results.get(row.key, RowResult(())).scored(self._scores(row, held.state))
+        while self._piece():
+            pass
         if self._fake.step_time:
             time.sleep(max(0.0, started + self._fake.step_time - time.monotonic()))
         result = StepResult(results)
         return stamped(result) if self._fake.stamps else result
+
+    def meanwhile(self, piece: Callable[[], bool]) -> None:
+        self._piece = piece
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         if name not in _SWITCHES:

@@ -7,7 +7,7 @@ and not dataclasses, since a step builds some of them and a struct takes an eigh
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol
 
@@ -123,6 +123,10 @@ class Runner(Protocol):
     def pages(self) -> PageAccess: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    def meanwhile(self, piece: Callable[[], bool]) -> None:
+        """What it may do while it waits for a step, again and again: a short piece of other work, True where there was
+        any. It raises nothing."""
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         """Raises Unsupported for a name it does not have."""

@@ -45,6 +45,11 @@ class Slots:
         return len(self._waiting)
 
     @property
+    def spare(self) -> bool:
+        """Whether one more sequence may run beside all that have a slot."""
+        return len(self.running) < self.most_running
+
+    @property
     def most_running(self) -> int:
         """Sequences that may run at once."""
         return min(self._width, self._pacing.rows)
@@ -79,21 +84,29 @@ class Slots:
 
     def start_waiting(self) -> None:
         """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
-        while (first := self._line.first()) is not None:
-            sequence = self._waiting[first[1]]
-            if not self._may_start() and not self._given_way(sequence):
-                return
-            found = self._prefixes.find(sequence)
-            pages = self._pages_for(len(sequence.token_ids) + self._limits.lookahead_tokens) - len(found)
-            if not self._make_room(pages, found):
-                return
-            self._leave_line(sequence)
-            self._prefixes.begin(sequence, found)
-            sequence.pages += self._prefixes.allocate(pages, after=found[-1].number if found else None) or []
-            sequence.slot = self._free.pop()
-            self._admitted[sequence.slot] = sequence
-            insort(self.running, sequence, key=rank)
-            self.changes += 1
+        while self.start_first():
+            pass
+
+    def start_first(self) -> bool:
+        """Gives slot and pages to the first that waits; whether there was one, and room for it."""
+        first = self._line.first()
+        if first is None:
+            return False
+        sequence = self._waiting[first[1]]
+        if not self._may_start() and not self._given_way(sequence):
+            return False
+        found = self._prefixes.find(sequence)
+        pages = self._pages_for(len(sequence.token_ids) + self._limits.lookahead_tokens) - len(found)
+        if not self._make_room(pages, found):
+            return False
+        self._leave_line(sequence)
+        self._prefixes.begin(sequence, found)
+        sequence.pages += self._prefixes.allocate(pages, after=found[-1].number if found else None) or []
+        sequence.slot = self._free.pop()
+        self._admitted[sequence.slot] = sequence
+        insort(self.running, sequence, key=rank)
+        self.changes += 1
+        return True
 
     def grow(self, sequence: Sequence, end: int) -> bool:
         """Gives a running sequence pages for its first `end` tokens; False where it had to yield instead."""
@@ -152,8 +165,7 @@ class Slots:
 
     def _may_start(self) -> bool:
         """Whether one more sequence would have a slot, if need be a paused one's."""
-        most = self.most_running
-        return len(self.running) < most or sum(not one.paused for one in self.running) < most
+        return self.spare or sum(not one.paused for one in self.running) < self.most_running
 
     def _given_way(self, sequence: Sequence) -> bool:
         """For who is watched, one of the background that ranks behind gives up its slot: it might keep it for long."""

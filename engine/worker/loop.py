@@ -35,6 +35,7 @@ from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.worker.arrivals import Arrivals
 from engine.worker.compiling import Compiling
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.marking import Marking
@@ -80,6 +81,8 @@ class Loop:
         self._told_at = 0.0
         self._failures = 0  # steps in a row
         self._refused: list[Event] = []
+        self._arrivals = Arrivals(link, self._obey)
+        runner.meanwhile(self._early)
 
     def run(self) -> None:
         """The engine's life."""
@@ -96,16 +99,21 @@ class Loop:
         busy = False
         while True:
             try:
-                commands = self._link.receive(0 if busy else self._patience())
+                self._arrivals.take(0 if busy else self._patience())
             except EOFError:
                 return
-            for command in commands:
-                self._obey(command)
             self._scheduler.collect()
             self._refused += self._compiling.collect()
             busy = self._step()
             if self._tier is not None and self._tier.spare():
                 busy = True
+
+    def _early(self) -> bool:
+        """Of the next step what can be done while this one runs: takes in a request and gives it its slot."""
+        if not self._arrivals.take_early():
+            return False
+        self._scheduler.start_early()
+        return True
 
     def _patience(self) -> float | None:
         """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -77,13 +78,16 @@ class Bench:
             assert not self.ended(event.key), "something came after the end"
             self.events[event.key].append(event)
 
-    def step(self, seconds: float = 0.01) -> StepPlan | None:
+    def step(self, seconds: float = 0.01, meanwhile: Callable[[], object] = lambda: None) -> StepPlan | None:
+        """`meanwhile` is done while the step runs."""
         self.now += seconds
         self.take(self.scheduler.expire(self.now))
         plan = self.scheduler.plan(self.now)
         if plan is not None:
             self.plans.append(plan)
-            self.take(self.scheduler.commit(plan, sent(self.runner.run(sent(plan))), self.now))
+            result = sent(self.runner.run(sent(plan)))
+            meanwhile()
+            self.take(self.scheduler.commit(plan, result, self.now))
         return plan
 
     def run(self, most: int = 10_000) -> int:

@@ -39,7 +39,8 @@ class GraphPrefill:
         self._fused = True
         self._why_one_pass: str | None = None
         self._one = self._first_tokens()
-        self._many = ManyFirstTokens(self._passes.run, parts.model.config.vocab_size, parts.model.placement.device)
+        vocabulary, device = parts.model.config.vocab_size, parts.model.placement.device
+        self._many = ManyFirstTokens(self._passes.run, vocabulary, device, parts.meanwhile)
 
     def _first_tokens(self) -> FirstTokens | None:
         """None where the kernels of decode steps do not read this model."""
@@ -49,7 +50,7 @@ class GraphPrefill:
             return None
         read, self._why_one_pass = step_weights.shared(parts)
         fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
-        return FirstTokens(self._passes.run.library, read, fed, parts.max_sequences)
+        return FirstTokens(self._passes.run.library, read, fed, parts.max_sequences, parts.meanwhile)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures every size. Raises Unfit where that cannot be."""

@@ -12,6 +12,7 @@ from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graph_decode.pipeline import NO_TOKEN, RowState
 from engine.execution.graph_decode.row_exchange import fill, idle, placed, told, words
+from engine.execution.meanwhile import Meanwhile
 from engine.execution.patience import Patience
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
@@ -43,7 +44,9 @@ class Chain:
 class FirstTokens:
     """Draws for one prompt after another; no more than `most` may be unread."""
 
-    def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int) -> None:
+    def __init__(
+        self, library: Kernels, weights: StepWeights, fed: Fed, most: int, meanwhile: Meanwhile | None = None
+    ) -> None:
         device = weights.table.device
         self._state = idle(1, device)
         self._masks = TokenMasks(1, weights.head.rows, device)
@@ -60,7 +63,7 @@ class FirstTokens:
         self._two_pass = None if weights.coarse is None else chain(replace(plain, two_pass=True))
         self._drawing = chain(plain, self._sampling)
         self._launcher = launcher_of(device)
-        self._patience = Patience(nap=0.0)
+        self._patience = Patience(nap=0.0, meanwhile=meanwhile)
         self._number = 0  # of the last entry
         self.captured = True  # False: launches one by one
         self.two_pass = True  # False: the whole head is read

@@ -13,6 +13,7 @@ from engine.execution.forward_pass import ForwardPass
 from engine.execution.graph_prefill.first_token import result_of
 from engine.execution.graph_prefill.passes import MOST_CHUNKS
 from engine.execution.mailbox import Mailbox
+from engine.execution.meanwhile import Meanwhile
 from engine.execution.patience import Patience, all_told
 from engine.kernels import rows as states
 from engine.scheduling.plan import RowResult
@@ -24,7 +25,9 @@ _PASSES = 512  # whose entries are kept: of at most 1,024 sequences, at least th
 class ManyFirstTokens:
     """Draws for up to MOST_CHUNKS prompts at once, all of which `can_choose`."""
 
-    def __init__(self, run: ForwardPass, vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self, run: ForwardPass, vocabulary: int, device: torch.device, meanwhile: Meanwhile | None = None
+    ) -> None:
         self._run = run
         self._rows = RowMail(run, vocabulary, MOST_CHUNKS, 1, device)
         ring = torch.zeros(_PASSES, MOST_CHUNKS, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -33,7 +36,7 @@ class ManyFirstTokens:
         self._logits = torch.zeros(MOST_CHUNKS, vocabulary, dtype=torch.float32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._number = 0  # of the last draw
-        self._patience = Patience(nap=0.0)
+        self._patience = Patience(nap=0.0, meanwhile=meanwhile)
 
     def warmup(self, recorder: Recorder) -> None:
         """Captures, and does each thing once."""

@@ -68,6 +68,15 @@ def test_rows_come_back_by_their_keys(settings: EngineSettings, request_of: Any)
         assert runner.run(step(row, admitted=[one])).rows == {one.key: result.rows[one.key]}
 
 
+def test_the_loop_says_what_is_done_while_a_step_is_waited_for(settings: EngineSettings) -> None:
+    held = prepare(settings, progress)
+    runner = make_runner(settings, held, progress)
+    assert not held.parts.meanwhile(), "nothing, until it does"
+    runner.meanwhile(lambda: True)
+    assert held.parts.meanwhile()
+    runner.close()
+
+
 def test_a_row_of_nobody_is_refused(settings: EngineSettings, request_of: Any) -> None:
     runner = build(settings, progress)
     one, other = holding(request_of(ids(5)), [0], 0), holding(request_of(ids(5)), [0], 0, key=9)

@@ -58,6 +58,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             solo=data.draw(st.sampled_from([(0, 0), (0, 0), (0, 5), (3, 9)])),
         )
 
+    @rule(count=st.integers(1, 5), prompt=st.integers(1, 40), priority=st.sampled_from(Priority))
+    def come_while_a_step_runs(self, count: int, prompt: int, priority: Priority) -> None:
+        """Those who do may have slots and pages before it ends; nobody who may be in that step loses any to them."""
+        bench = self.bench
+
+        def held() -> dict[int, tuple[int, int]]:
+            mine = {key: bench.sequences[key] for key in self.live()}
+            return {key: (one.slot, len(one.pages)) for key, one in mine.items() if one.slot >= 0 and not one.paused}
+
+        def come() -> None:
+            before = held()
+            for _ in range(count):
+                bench.admit(prompt=min(prompt, bench.limits.max_context - 1), priority=priority, text=1)
+                bench.scheduler.start_early()
+            assert before.items() <= held().items()
+            self.pages_and_slots_are_accounted_for()
+
+        bench.step(meanwhile=come)
+
     @rule(data=st.data())
     def go_on(self, data: st.DataObject) -> None:
         """The next turn of a conversation: what was asked and answered, and a little more."""

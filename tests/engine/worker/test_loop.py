@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -35,6 +35,7 @@ from engine.ipc.frames import (
 from engine.ipc.link import Link
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
+from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings, FakeSettings
 from engine.worker.device_memory import DeviceMemory
@@ -51,7 +52,9 @@ def _all_of(step: Step) -> list[Event]:
 class Front:
     """The other end of a running loop."""
 
-    def __init__(self, memory: DeviceMemory | None = None, **fake: object) -> None:
+    def __init__(
+        self, memory: DeviceMemory | None = None, runner: type[FakeRunner] = FakeRunner, **fake: object
+    ) -> None:
         settings = EngineSettings(
             model="",
             kind="fake",
@@ -63,8 +66,9 @@ class Front:
         self.reader = report_reader()
         self.seen: list[Report] = []
         limits = Limits(max_sequences=2, max_batch_tokens=64, max_context=1024)
-        runner, scheduler = FakeRunner(settings), Scheduler(limits, PagePool(64))
-        self.loop = Loop(Link(theirs), runner, scheduler, Switches(settings, runner, scheduler), memory=memory)
+        self.runner, self.scheduler = runner(settings), Scheduler(limits, PagePool(64))
+        switches = Switches(settings, self.runner, self.scheduler)
+        self.loop = Loop(Link(theirs), self.runner, self.scheduler, switches, memory=memory)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(theirs,))
         self.thread.start()
@@ -114,6 +118,29 @@ class Front:
         self.socket.close()
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
+
+
+class Watched(FakeRunner):
+    """In its first step it does what the test says, and nothing meanwhile of its own accord."""
+
+    in_step: Callable[[Callable[[], bool]], None]
+
+    def meanwhile(self, piece: Callable[[], bool]) -> None:
+        self.piece = piece
+
+    def run(self, plan: StepPlan) -> StepResult:
+        in_step, self.in_step = self.in_step, lambda piece: None
+        in_step(self.piece)
+        return super().run(plan)
+
+
+def during_a_step(in_step: Callable[[Front, Callable[[], bool]], None]) -> Front:
+    """A front whose first request, of one token, is in a step in which this is done."""
+    front = Front(runner=Watched)
+    assert isinstance(front.runner, Watched)
+    front.runner.in_step = lambda piece: in_step(front, piece)
+    front.send(Submit(1, plain_request((5,), max_tokens=1)))
+    return front
 
 
 @pytest.fixture
@@ -301,6 +328,31 @@ def test_a_loop_ends_when_the_front_goes() -> None:
     front.send(Submit(1, plain_request((1,), 900)))
     front.close()
     assert front.error is None or isinstance(front.error, ConnectionError)
+
+
+def test_a_prompt_that_comes_during_a_step_has_its_slot_before_the_end() -> None:
+    def in_step(front: Front, piece: Callable[[], bool]) -> None:
+        assert not piece(), "nothing has come"
+        front.send(Submit(2, plain_request((6,) * 20, 3)))
+        assert piece()
+        assert front.scheduler.load.running == 2
+        assert not piece()
+
+    front = during_a_step(in_step)
+    front.read_to_end(2)
+    assert [[event.key for event in step] for step in front.steps()] == [[1], [2], [2], [2]]
+    front.close()
+
+
+def test_a_switch_that_comes_during_a_step_is_set_behind_it() -> None:
+    def in_step(front: Front, piece: Callable[[], bool]) -> None:
+        front.send(Switch(9, "batching", False), Submit(2, plain_request((6,), 3)))
+        assert not piece()
+
+    front = during_a_step(in_step)
+    front.read_to_end(2)
+    assert front.seen[1] == Switched(9, None, 1), "behind the step, before the next"
+    front.close()
 
 
 def profiles(front: Front, count: int) -> list[Profiled]:

@@ -244,6 +244,28 @@ def test_tokens_after_prompts_of_one_plan(tmp_path: Path) -> None:
     assert equal > 90
 
 
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_other_work_is_done_while_first_tokens_are_waited_for(prompts: int, tmp_path: Path) -> None:
+    parts = prepared(tmp_path, "qwen3").parts
+    stage = GraphPrefill(parts, SIZES)
+    stage.warmup(watch)
+    fed = [
+        (of_request([1 + slot, 2, 3] * 5, [slot], slot, GREEDY), 0, 15, True) for slot in range(prompts)
+    ]  # one first token is drawn by itself, several together
+    alone = run(stage, parts, *fed)
+    pieces = iter([True, True, False])
+    done: list[bool] = []
+
+    def piece() -> bool:
+        done.append(next(pieces, False))
+        return done[-1]
+
+    parts.meanwhile.piece = piece
+    torch.cuda._sleep(20_000_000)  # cycles
+    assert run(stage, parts, *fed) == alone
+    assert done[:3] == [True, True, False]
+
+
 def test_a_prompt_without_numbers_has_no_token(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen3").parts
     with torch.inference_mode():

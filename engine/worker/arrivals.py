@@ -1,0 +1,44 @@
+"""What comes from the front, and when it is obeyed: between steps, and short requests also while one runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from engine.ipc.frames import Command, FrameError, Submit
+from engine.ipc.link import Link
+
+_SHORT = 1024  # tokens of a prompt that is taken in within a tenth of a millisecond
+
+
+class Arrivals:
+    """The engine's end of the link, as far as it is read."""
+
+    def __init__(self, link: Link, obey: Callable[[Command], None]) -> None:
+        self._link = link
+        self._obey = obey
+        self._came = deque[Command]()  # and is not obeyed yet
+        self._broken: Exception | None = None  # what the link ended with while a step ran
+
+    def take(self, timeout: float | None) -> None:
+        """Obeys all that has come, waiting `timeout` seconds for something, None for ever. EOFError where the front has
+        gone."""
+        if self._broken is not None:
+            raise self._broken
+        self._came += self._link.receive(0 if self._came else timeout)
+        while self._came:
+            self._obey(self._came.popleft())
+
+    def take_early(self) -> bool:
+        """Obeys one request, if the next thing that came is a short one; whether it was. All else waits for the end of
+        the step that runs, and so does what the link ended with."""
+        if not self._came and self._broken is None:
+            try:
+                self._came += self._link.receive(0)
+            except (EOFError, ConnectionError, FrameError) as error:
+                self._broken = error
+        match next(iter(self._came), None):
+            case Submit(request=request) if len(request.token_ids) <= _SHORT:
+                self._obey(self._came.popleft())
+                return True
+        return False
