@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 _EXIT_POLL = 0.01  # seconds between two looks at a process that is about to end
+_CHUNK = 256 * 1024  # bytes
 
 
 class Child(asyncio.Protocol):
@@ -115,6 +118,7 @@ class Child(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
@@ -129,8 +133,19 @@ class Child(asyncio.Protocol):
             self._on_report(report)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        with self._socket:
+            if exc is not None and (rest := self._rest()):
+                self.data_received(rest)
         if not self.closed.done():
             self.closed.set_result(None)
+
+    def _rest(self) -> bytes:
+        """What the process had sent before it ended: the event loop reads no more once something could not be sent."""
+        parts = []
+        with contextlib.suppress(OSError):
+            while part := self._socket.recv(_CHUNK, socket.MSG_DONTWAIT):
+                parts.append(part)
+        return b"".join(parts)
 
     def _flush(self) -> None:
         if self._unsent and self._transport is not None and not self._transport.is_closing():

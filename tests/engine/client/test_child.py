@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from engine import launch
 from engine.client import EngineClient
+from engine.client.child import Child
+from engine.ipc.frames import Ping, Pong, Report, encode
 from engine.ipc.step_mark import StepMark
 from engine.launch import Begun
 from engine.settings import EngineSettings
@@ -76,3 +81,30 @@ def test_a_process_whose_front_has_gone_ends_before_it_loads() -> None:
         done = subprocess.run(command, pass_fds=[theirs.fileno(), mark], env=environment, timeout=60, check=False)
     os.close(mark)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_what_a_process_said_before_it_ended_is_heard_though_it_cannot_be_told_more(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """By it the front knows at which token the process ended."""
+    heard: list[Report] = []
+
+    async def end_while_it_is_told(process: subprocess.Popen[bytes]) -> int:
+        ours, theirs = socket.socketpair()
+        with launch._step_mark() as (_, mark):
+            one = Child(process, mark, heard.append)
+        await asyncio.get_running_loop().create_unix_connection(lambda: one, sock=ours)
+
+        def speak_and_end() -> None:
+            with theirs:
+                theirs.sendall(encode(Pong()) * 3)
+
+        asyncio.get_running_loop().call_soon(speak_and_end)
+        one.send(Ping())  # in the same turn of the loop, behind it
+        await asyncio.wait_for(one.closed, 60)
+        return await one.end(grace=60)
+
+    with subprocess.Popen(["/bin/true"]) as process, asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(end_while_it_is_told(process)) == 0
+    assert heard == [Pong()] * 3
