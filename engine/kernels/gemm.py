@@ -7,6 +7,7 @@ capability 9.0; it wants its tokens laid out as `ordered` does it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -15,7 +16,7 @@ from engine.kernels.build import Kernels
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN, weight_values
-from engine.kernels.weights import INT4_SPAN, Format, Matrix
+from engine.kernels.weights import INT4_SPAN, Format, Matrix, MatrixShape
 
 BLOCK_ROWS = 128
 BLOCKS = tuple((tokens, BLOCK_ROWS) for tokens in (16, 32, 64, 128))  # tokens and rows
@@ -67,7 +68,7 @@ def why_not(matrix: Matrix) -> str | None:
     return "plain weights are torch's business" if matrix.format is Format.BF16 else None
 
 
-def stage_bytes(matrix: Matrix, how: Division) -> int:
+def stage_bytes(matrix: MatrixShape, how: Division) -> int:
     """Shared memory of a stage: 64 bytes of each row, scales, and the same columns of the tokens."""
     scales = 4 * how.rows * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
     return how.rows * 64 + scales + how.tokens * matrix.format.span * 2
@@ -75,6 +76,11 @@ def stage_bytes(matrix: Matrix, how: Division) -> int:
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> Division:
     """The division whose blocks, wave by wave, take the least."""
+    return _divide(matrix.shape, tokens, gpu, most_slices)
+
+
+@lru_cache(1024)  # eager has any number of tokens
+def _divide(matrix: MatrixShape, tokens: int, gpu: GpuShape, most_slices: int) -> Division:
     slices = range(1, min(most_slices, matrix.columns // matrix.format.span) + 1)
     if gpu.warpgroups and tokens > _NARROW:
         every = [Division(*block, n, wide=True) for n in slices for block in WIDE_BLOCKS]
@@ -85,7 +91,7 @@ def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_S
     return with_stages(how, matrix, gpu)
 
 
-def with_stages(how: Division, matrix: Matrix, gpu: GpuShape) -> Division:
+def with_stages(how: Division, matrix: MatrixShape, gpu: GpuShape) -> Division:
     """The same with as many stages as a block has room for. Raises ValueError where it has none for two."""
     size = stage_bytes(matrix, how)
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if how.wide else min(_STAGES, gpu.shared // size)
@@ -94,7 +100,7 @@ def with_stages(how: Division, matrix: Matrix, gpu: GpuShape) -> Division:
     return replace(how, stages=stages)
 
 
-def _cost(how: Division, matrix: Matrix, tokens: int, gpu: GpuShape) -> float:
+def _cost(how: Division, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> float:
     """In stages, or µs where the kernel is the wide one. What several slices leave is wider, and read by whoever adds
     them up."""
     moved = tokens * matrix.rows * 2 * (2 if how.slices == 1 else 4 * how.slices)
@@ -139,7 +145,7 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launc
     }
     if how.wide:
         defines["OP_ROWS"] = how.rows
-    shared = how.stages * stage_bytes(matrix, how)
+    shared = how.stages * stage_bytes(matrix.shape, how)
     grid = (_ceil(tokens, how.tokens), _ceil(matrix.rows, how.rows), how.slices)
     values: dict[str, Argument] = {
         "x": batch.x,

@@ -32,6 +32,16 @@ class Format(IntEnum):
         return (32, 64, INT4_SPAN, 64)[self]
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """What of a matrix decides how a product by it is done."""
+
+    format: Format
+    rows: int
+    columns: int
+    group: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     """weight [rows, columns] on the GPU."""
@@ -43,6 +53,11 @@ class Matrix:
     scales: torch.Tensor | None = None  # int4: [rows / 8, columns / group, 8] words
     row_scale: torch.Tensor | None = None  # int8: float32 [rows]
     group: int = 128
+
+    @property
+    def shape(self) -> MatrixShape:
+        """Without its values."""
+        return MatrixShape(self.format, self.rows, self.columns, self.group)
 
     @property
     def nbytes(self) -> int:

@@ -54,7 +54,7 @@ def test_a_division_fits_the_card_and_leaves_no_slice_empty(
     assert 1 <= how.slices <= min(MOST_SLICES, units)
     assert how.wide == (gpu is H100 and tokens > 32)
     assert how.stages >= (3 if how.wide else 2)
-    stages = how.stages * stage_bytes(one, how)
+    stages = how.stages * stage_bytes(one.shape, how)
     assert stages <= gpu.shared
     # what is left of the stages at the end holds a tile of float32 results
     assert stages >= how.tokens * (how.rows + 4) * 4

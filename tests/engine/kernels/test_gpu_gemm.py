@@ -73,7 +73,7 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
         assert error(expected, x.double() @ exact.T) < 2 * ROUNDED
         for slices in {min(n, columns // matrix.format.span) for n in (1, how.slices, 2, 3)}:
             for block in WIDE_BLOCKS if how.wide else ((how.tokens, how.rows),):
-                one = with_stages(Division(*block, slices, wide=how.wide), matrix, gpu)
+                one = with_stages(Division(*block, slices, wide=how.wide), matrix.shape, gpu)
                 out = poisoned(matrix, tokens, one)
                 launcher.enqueue([product(library, matrix, Batch(x, out), one)])
                 if one.slices == 1:
@@ -92,7 +92,7 @@ def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form
     bias = torch.randn(392, device="cuda")
     for tokens in (1, tile - 3, tile, 2 * tile + 5):
         x = torch.randn(tokens, 1024, device="cuda").bfloat16()
-        how = with_stages(Division(*block, 1), matrix, gpu)
+        how = with_stages(Division(*block, 1), matrix.shape, gpu)
         for one in {
             how,
             replace(divide(matrix, tile, narrow), slices=1),
