@@ -44,9 +44,7 @@ class Chain:
 class FirstTokens:
     """Draws for one prompt after another; no more than `most` may be unread."""
 
-    def __init__(
-        self, library: Kernels, weights: StepWeights, fed: Fed, most: int, meanwhile: Meanwhile | None = None
-    ) -> None:
+    def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int, meanwhile: Meanwhile) -> None:
         device = weights.table.device
         self._state = idle(1, device)
         self._masks = TokenMasks(1, weights.head.rows, device)

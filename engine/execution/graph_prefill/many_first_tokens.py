@@ -25,9 +25,7 @@ _PASSES = 512  # whose entries are kept: of at most 1,024 sequences, at least th
 class ManyFirstTokens:
     """Draws for up to MOST_CHUNKS prompts at once, all of which `can_choose`."""
 
-    def __init__(
-        self, run: ForwardPass, vocabulary: int, device: torch.device, meanwhile: Meanwhile | None = None
-    ) -> None:
+    def __init__(self, run: ForwardPass, vocabulary: int, device: torch.device, meanwhile: Meanwhile) -> None:
         self._run = run
         self._rows = RowMail(run, vocabulary, MOST_CHUNKS, 1, device)
         ring = torch.zeros(_PASSES, MOST_CHUNKS, dtype=torch.int64, pin_memory=device.type == "cuda")
