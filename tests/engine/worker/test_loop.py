@@ -3,144 +3,34 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from engine.api import TRIAL_STEPS, EngineLoad, FinishReason
+from engine.api import TRIAL_STEPS, FinishReason
 from engine.errors import EngineFailed, Unsupported
 from engine.fake import FakeRunner, Fault, plain_request
-from engine.ipc.events import Event, Failure
+from engine.ipc.events import Failure
 from engine.ipc.frames import (
     Cancel,
-    Command,
     Configure,
     EndProfile,
     FrameError,
     Pause,
     Profiled,
-    Report,
     Resume,
     StartProfile,
     Step,
     Submit,
     Switch,
     Switched,
-    encode,
-    report_reader,
 )
-from engine.ipc.link import Link
-from engine.kv.page_pool import PagePool
-from engine.scheduling.limits import Limits
-from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.scheduler import Scheduler
-from engine.settings import EngineSettings, FakeSettings
+from engine.settings import EngineSettings
 from engine.worker.device_memory import DeviceMemory
-from engine.worker.loop import Loop, out_of_memory
-from engine.worker.switches import Switches
-
-PATIENCE = 60.0  # seconds after which a test that waits has failed
-
-
-def _all_of(step: Step) -> list[Event]:
-    return [Event(key, (one,)) for key, one in zip(step.keys, step.ids, strict=True)] + step.events
-
-
-class Front:
-    """The other end of a running loop."""
-
-    def __init__(
-        self, memory: DeviceMemory | None = None, runner: type[FakeRunner] = FakeRunner, **fake: object
-    ) -> None:
-        settings = EngineSettings(
-            model="",
-            kind="fake",
-            max_sequences=2,
-            fake=FakeSettings(faults=True, total_pages=64, **fake),  # type: ignore[arg-type]
-        )
-        self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(PATIENCE)
-        self.reader = report_reader()
-        self.seen: list[Report] = []
-        limits = Limits(max_sequences=2, max_batch_tokens=64, max_context=1024)
-        self.runner, self.scheduler = runner(settings), Scheduler(limits, PagePool(64))
-        switches = Switches(settings, self.runner, self.scheduler)
-        self.loop = Loop(Link(theirs), self.runner, self.scheduler, switches, memory=memory)
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(theirs,))
-        self.thread.start()
-
-    def _run(self, theirs: socket.socket) -> None:
-        with theirs:
-            try:
-                self.loop.run()
-            except Exception as error:
-                self.error = error
-
-    def send(self, *commands: Command) -> None:
-        self.socket.sendall(b"".join(encode(command) for command in commands))
-
-    def receive(self) -> list[Report]:
-        data = self.socket.recv(1 << 16)
-        assert data, "the loop has gone"
-        reports = self.reader.feed(data)
-        self.seen += reports
-        return reports
-
-    def events(self, key: int) -> list[Event]:
-        return [event for step in self.steps() for event in step if event.key == key]
-
-    def steps(self) -> list[list[Event]]:
-        """What each brought, of those that brought anything."""
-        told = [_all_of(report) for report in self.seen if isinstance(report, Step)]
-        return [step for step in told if step]
-
-    def read_to_end(self, key: int) -> list[Event]:
-        while not any(event.finish or event.failure for event in self.events(key)):
-            self.receive()
-        return self.events(key)
-
-    def loads(self) -> list[EngineLoad]:
-        return [report.load for report in self.seen if isinstance(report, Step) and report.load is not None]
-
-    def wait_for_load(self, **wanted: int) -> EngineLoad:
-        """Until the last load told is such."""
-        while True:
-            for load in self.loads()[-1:]:
-                if all(getattr(load, name) == value for name, value in wanted.items()):
-                    return load
-            self.receive()
-
-    def close(self) -> None:
-        self.socket.close()
-        self.thread.join(PATIENCE)
-        assert not self.thread.is_alive()
-
-
-class Watched(FakeRunner):
-    """In its first step it does what the test says, and nothing meanwhile of its own accord."""
-
-    in_step: Callable[[Callable[[], bool]], None]
-
-    def meanwhile(self, piece: Callable[[], bool]) -> None:
-        self.piece = piece
-
-    def run(self, plan: StepPlan) -> StepResult:
-        in_step, self.in_step = self.in_step, lambda piece: None
-        in_step(self.piece)
-        return super().run(plan)
-
-
-def during_a_step(in_step: Callable[[Front, Callable[[], bool]], None]) -> Front:
-    """A front whose first request, of one token, is in a step in which this is done."""
-    front = Front(runner=Watched)
-    assert isinstance(front.runner, Watched)
-    front.runner.in_step = lambda piece: in_step(front, piece)
-    front.send(Submit(1, plain_request((5,), max_tokens=1)))
-    return front
+from engine.worker.loop import out_of_memory
+from tests.engine.worker.loops import PATIENCE, Front, all_of
 
 
 @pytest.fixture
@@ -166,7 +56,7 @@ def test_the_last_event_of_all_brings_the_load_along(front: Front) -> None:
     for key in range(1, 4):
         front.send(Submit(key, plain_request((5,), max_tokens=1)))
         front.read_to_end(key)
-    steps = [report for report in front.seen if isinstance(report, Step) and _all_of(report)]
+    steps = [report for report in front.seen if isinstance(report, Step) and all_of(report)]
     told = [None if step.load is None else (step.load.running, step.load.generated_tokens) for step in steps]
     assert told == [(0, 1), (0, 2), (0, 3)]
 
@@ -328,31 +218,6 @@ def test_a_loop_ends_when_the_front_goes() -> None:
     front.send(Submit(1, plain_request((1,), 900)))
     front.close()
     assert front.error is None or isinstance(front.error, ConnectionError)
-
-
-def test_a_prompt_that_comes_during_a_step_has_its_slot_before_the_end() -> None:
-    def in_step(front: Front, piece: Callable[[], bool]) -> None:
-        assert not piece(), "nothing has come"
-        front.send(Submit(2, plain_request((6,) * 20, 3)))
-        assert piece()
-        assert front.scheduler.load.running == 2
-        assert not piece()
-
-    front = during_a_step(in_step)
-    front.read_to_end(2)
-    assert [[event.key for event in step] for step in front.steps()] == [[1], [2], [2], [2]]
-    front.close()
-
-
-def test_a_switch_that_comes_during_a_step_is_set_behind_it() -> None:
-    def in_step(front: Front, piece: Callable[[], bool]) -> None:
-        front.send(Switch(9, "batching", False), Submit(2, plain_request((6,), 3)))
-        assert not piece()
-
-    front = during_a_step(in_step)
-    front.read_to_end(2)
-    assert front.seen[1] == Switched(9, None, 1), "behind the step, before the next"
-    front.close()
 
 
 def profiles(front: Front, count: int) -> list[Profiled]:
