@@ -99,8 +99,7 @@ def _reserve(setting: str, address: str) -> tuple[list[socket.socket], int]:
                 alone.bind((where[0], port, *where[2:]))
             one = socket.socket(family, socket.SOCK_STREAM)
             reserved.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            one.bind((where[0], port, *where[2:]))
+            _bind_shared(one, (where[0], port, *where[2:]))
             port = one.getsockname()[1]
         except OSError as error:
             if error.errno == errno.EADDRINUSE or not reserved:  # a name may have an address that is not to be had
@@ -108,6 +107,19 @@ def _reserve(setting: str, address: str) -> tuple[list[socket.socket], int]:
                     one.close()
                 raise cannot_listen(setting, address) from None
     return reserved, port
+
+
+def _bind_shared(one: socket.socket, where: Any) -> None:
+    """Binds for processes that share the port. SO_REUSEADDR is needed where a former server's connections are in
+    TIME_WAIT on it. It is not set otherwise: until relays listen, it would let another server reserve the port too."""
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        one.bind(where)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(where)
 
 
 def _resolved(setting: str, address: str) -> list[tuple[socket.AddressFamily, Any]]:

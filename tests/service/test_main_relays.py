@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,13 @@ import grpc
 import pytest
 
 from bench.floods import GENERATE, Rogue
+from bench.grpc_frames import ACK, PREFACE, SETTINGS, frame
+from bench.ports import free_port
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.conftest import PATIENCE, STEP, Server, ask, ask_stream
 from tests.service.scraped import page_of
+
+pytestmark = pytest.mark.product
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 OWN = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
@@ -177,3 +182,30 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not holds():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_the_number_of_fronts_changes_while_old_connections_are_in_time_wait(
+    serve: Serve, before: int, after: int
+) -> None:
+    """The server closes connections first, so that their TIME_WAIT is on its own port when it starts again."""
+    port = free_port()
+    with serve(f"--listen=127.0.0.1:{port}", f"--server.fronts={before}") as server, contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE)) for _ in range(8)]
+        for one in sockets:
+            one.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(SETTINGS, ACK, 0, b""))
+            assert one.recv(1)
+        assert server.stop() == 0
+        for one in sockets:
+            while one.recv(4096):
+                pass  # the server hangs up, and only then does the client
+    assert in_time_wait(port) >= 1
+    with serve(f"--listen=127.0.0.1:{port}", f"--server.fronts={after}") as server:
+        assert server.generation.Generate(ask("again", 2), timeout=PATIENCE).text
+
+
+def in_time_wait(port: int) -> int:
+    """Connections of a server on the port, which has closed them."""
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return sum(local.endswith(f":{port:04X}") and state == "06" for _, local, _, state, *_ in lines)
