@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -27,6 +28,14 @@ SCORED_LOGITS = 1 << 24  # of a prompt, at a time: 64 MiB of float32; their loga
 def why_not(parts: Parts) -> str | None:
     """Nothing stands against it."""
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """Hidden states of a pass [places, hidden], both in the order of its rows."""
+
+    sampled: torch.Tensor  # behind which a token is chosen: of each row that samples, and of each token of its draft
+    scored: torch.Tensor  # of prompts, whose successors' log-probabilities are wanted
 
 
 class Eager:
@@ -55,25 +64,26 @@ class Eager:
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """One token for each row that samples; log-probabilities of the prompt for each that scores."""
-        # Rows of one token first, as attention wants them.
-        ordered = sorted(rows, key=lambda row: row.count > 1)
-        scored = [row for row in ordered if row.score]
+        ordered = in_order(rows)
         sampled = [row for row in ordered if row.sample]
-        model = self._parts.model
-        hidden = model.forward(self._pack(ordered, NO_DRAFTS), self._parts.pool)
+        fed = self.feed(ordered)
         results: dict[int, RowResult] = {}
         if sampled:
-            logits = model.logits(hidden[: len(sampled)])
+            logits = self._parts.model.logits(fed.sampled)
             found = self._parts.sampler.sample([self._parts.sequences.of(row) for row in sampled], logits)
             results = {row.key: result for row, result in zip(sampled, found, strict=True)}
-        return results | self._scored(scored, hidden[len(sampled) :], results) if scored else results
+        return results | self.scored(ordered, fed, results)
 
-    def logits(self, rows: Rows[Row], drafts: Mapping[int, Draft] = NO_DRAFTS) -> torch.Tensor | None:
-        """Feeds rows, those of one token first, and after some of those a draft of what follows, by the row's key.
-        float32 [rows that sample, vocab], one more for each token of a draft; None where no row samples."""
-        model = self._parts.model
-        hidden = model.forward(self._pack(rows, drafts), self._parts.pool)
-        return model.logits(hidden) if hidden.shape[0] else None
+    def feed(self, rows: Rows[Row], drafts: Mapping[int, Draft] = NO_DRAFTS) -> Fed:
+        """Feeds rows, those of one token first, and after some of those a draft of what follows, by the row's key."""
+        hidden = self._parts.model.forward(self._pack(rows, drafts), self._parts.pool)
+        sampled = sum(1 + len(drafts.get(row.key, ())) for row in rows if row.sample)
+        return Fed(hidden[:sampled], hidden[sampled:])
+
+    def logits(self, rows: Rows[Row]) -> torch.Tensor | None:
+        """Feeds rows, those of one token first. float32 [rows that sample, vocab]; None where no row does."""
+        sampled = self.feed(rows).sampled
+        return self._parts.model.logits(sampled) if sampled.shape[0] else None
 
     def rehearse(self, tokens: int, before: int) -> None:
         """Feeds so many tokens of nobody behind `before` others, each followed by a choice, and waits for the device.
@@ -86,17 +96,19 @@ class Eager:
         hidden = model.forward(StepInput(places * 0, places, places, attention, None), self._parts.pool)
         model.logits(hidden).argmax(dim=-1).tolist()
 
-    def _scored(self, rows: Rows[Row], hidden: torch.Tensor, results: Mapping[int, RowResult]) -> dict[int, RowResult]:
-        """With the log-probabilities of the prompt. hidden [their places, in order, hidden]."""
+    def scored(self, rows: Rows[Row], fed: Fed, results: Mapping[int, RowResult]) -> dict[int, RowResult]:
+        """The results of the rows that score, with the log-probabilities of their prompts."""
         model, found, first = self._parts.model, {}, 0
         most = max(1, SCORED_LOGITS // model.config.vocab_size)
         for row in rows:
+            if not row.score:
+                continue
             state = self._parts.sequences.of(row)
-            after = torch.tensor(state.token_ids[row.start + 1 : _scores_to(row, state) + 1], device=hidden.device)
+            after = torch.tensor(state.token_ids[row.start + 1 : _scores_to(row, state) + 1], device=fed.scored.device)
             scores: list[TokenLogprob] = []
             for at in range(0, len(after), most):
                 tokens = after[at : at + most]
-                logits = model.logits(hidden[first + at : first + at + len(tokens)])
+                logits = model.logits(fed.scored[first + at : first + at + len(tokens)])
                 scores += token_logprobs(logits, tokens, [state.prompt_logprobs or 0] * len(tokens))
             first += len(after)
             found[row.key] = results.get(row.key, RowResult(())).scored(tuple(scores))
@@ -140,6 +152,11 @@ class Eager:
             if scored or len(sampled) < len(token_ids)
             else None,
         )
+
+
+def in_order(rows: Rows[Row]) -> list[Row]:
+    """Rows of one token first, as attention wants them."""
+    return sorted(rows, key=lambda row: row.count > 1)
 
 
 def _scores_to(row: Row, state: SequenceState) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.execution.eager import Eager
+from engine.execution.eager import Eager, in_order
 from engine.execution.speculation import costs
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
@@ -74,23 +74,26 @@ class Speculation:
         return rows if self._drafted else ()
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        """One id for each row that samples, or several."""
+        """One id for each row that samples, or several; log-probabilities of the prompt for each that scores."""
         drafts = self._propose()
         for key, draft in drafts.items():
             self._parts.constraints.expect(key, draft)
-        ordered = sorted(rows, key=lambda row: row.count > 1)  # rows of one token first, as attention wants them
-        logits = self._eager.logits(ordered, drafts)
-        if logits is None:
-            return {}
+        ordered = in_order(rows)
+        fed = self._eager.feed(ordered, drafts)
         sampled = [row for row in ordered if row.sample]
+        results = self._choose(sampled, drafts, self._parts.model.logits(fed.sampled))
+        self._tell(results)
+        return results | self._eager.scored(ordered, fed, results)
+
+    def _choose(self, rows: list[Row], drafts: Mapping[int, Draft], logits: torch.Tensor) -> dict[int, RowResult]:
+        """What each row and its draft bring. logits [places of all rows, vocab]."""
         of = self._parts.sequences.of
-        places = [(of(row), drafts.get(row.key, ())[:at]) for row in sampled for at in self._places(row, drafts)]
+        places = [(of(row), drafts.get(row.key, ())[:at]) for row in rows for at in self._places(row, drafts)]
         chosen = iter(self._parts.sampler.sample([one for one, _ in places], logits, [ids for _, ids in places]))
         results = {}
-        for row in sampled:
+        for row in rows:
             of_row = [next(chosen) for _ in self._places(row, drafts)]
             results[row.key] = accept(of(row), drafts.get(row.key, ()), of_row)
-        self._tell(results)
         return results
 
     def switch(self, name: str, enabled: bool) -> None:

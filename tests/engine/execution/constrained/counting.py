@@ -47,6 +47,17 @@ class CountingMatcher:
             self._said += 1
         return True
 
+    def try_consume_tokens(self, ids: Items[int]) -> int:
+        """As many of them as may come."""
+        for at, token in enumerate(ids):
+            if self._said == self._end or not allowed(self._said, self._vocabulary)[token]:
+                return at
+            self._said += 1
+        return len(ids)
+
+    def rollback(self, count: int) -> None:
+        self._said -= count
+
     def compute_ff_tokens(self) -> list[int]:
         found = []
         while (at := self._said + len(found)) % 11 in FORCED and at != self._end:
