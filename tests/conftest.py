@@ -1,6 +1,8 @@
-"""What all tests share: examples of property tests are the same in every run, unless someone goes exploring; torch has
-one thread, for models so small that a second costs more than it gives; what is marked `gpu` needs a card, and says so
-where there is none; real Redis servers on free ports."""
+"""Fixtures and settings that all tests share.
+
+Tiers are in tests/tiers.py, the number of a property test's examples in tests/properties.py. torch has one thread: the
+models are so small that a second costs more than it gives. A test marked `gpu` is skipped where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 
 from bench.ports import free_port
 from bench.redis_server import RedisServer, write_keys
+from tests.properties import load_profile
+from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_ignore_collect, pytest_runtest_protocol
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_ignore_collect",
+    "pytest_runtest_protocol",
+]
 
 if TYPE_CHECKING:
     from cache.semantic.embedder import ModelEmbedder
@@ -25,9 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is first imported
 
-settings.register_profile("repeat", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+load_profile()
 
 
 @pytest.hookimpl(tryfirst=True)

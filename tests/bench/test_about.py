@@ -8,6 +8,8 @@ import pytest
 
 from bench.about import gpu_bytes
 
+pytestmark = pytest.mark.product
+
 
 def says(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, processes: str, code: int = 0) -> None:
     tool = folder / "nvidia-smi"

@@ -10,6 +10,8 @@ import pytest
 from bench import own_server
 from bench.bursts import Callers, main
 
+pytestmark = pytest.mark.proof
+
 FAKE = ("--engine=fake", "--optimizations.response-cache=false", "--cache.semantic.mode=off")
 
 

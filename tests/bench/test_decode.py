@@ -25,6 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], dict
     return table, json.loads(line)
 
 
+@pytest.mark.proof
 def test_through_engine_and_server(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (f"--model={DEMO}", "--dtype=float32", "--context", "8", "40", "--tokens=6", "--grpc", "--revision=abc")
     table, record = run(capsys, *flags)
@@ -45,6 +46,7 @@ def test_through_engine_and_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("first token" in line for line in table)
 
 
+@pytest.mark.proof
 def test_from_a_config_alone_and_with_a_roofline(
     bf16_units: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_request_over_grpc_asks_for_what_the_engine_is_asked() -> None:
     assert message.cache.bypass_prefix
 
 
+@pytest.mark.proof
 def test_a_long_prompt_goes_out_in_frames_that_a_server_takes() -> None:
     ports = ["--engine=fake", "--fake.max-context=20000", "--fake.vocab-size=151936"]
     sampling = replace(GREEDY, seed=7)

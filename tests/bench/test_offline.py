@@ -9,6 +9,8 @@ import pytest
 
 from bench import offline
 
+pytestmark = pytest.mark.proof
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 

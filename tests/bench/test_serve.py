@@ -9,6 +9,8 @@ import pytest
 
 from bench import serve
 
+pytestmark = pytest.mark.proof
+
 SERVER = ["--engine=fake", "--scheduler.max-sequences=4", "--limits.queued-requests=8", "--fake.step-time=0.02"]
 
 

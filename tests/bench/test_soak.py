@@ -11,6 +11,8 @@ from bench import soak
 from bench.soak import Record
 from engine.scheduling.plan import RowResult, StepPlan, StepResult
 
+pytestmark = pytest.mark.proof
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 

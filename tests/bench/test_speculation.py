@@ -12,6 +12,8 @@ from bench.speculating import depths
 from bench.speculating.arms import Beside, Run
 from engine.execution.speculation.costs import Costs
 
+pytestmark = pytest.mark.proof
+
 
 def test_a_record_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "kept.json"

@@ -38,7 +38,7 @@ def keyring() -> Keyring:
     return Keyring.generate()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.product)])
 async def store(request: pytest.FixtureRequest, counters: Counters) -> AsyncIterator[Store]:
     """Each of the two stores. The Redis one has a roomy budget: here it is about what it says, not when."""
     if request.param == "memory":

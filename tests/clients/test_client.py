@@ -138,6 +138,7 @@ async def test_nobody_there_is_unavailable_and_without_a_reason() -> None:
     assert (caught.value.reason, caught.value.retry_after) == ("", None)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("first", ["service", "whippet_client"])
 def test_both_packages_stubs_live_in_one_process(first: str) -> None:
     packages = [first, *({"service", "whippet_client"} - {first})]

@@ -71,6 +71,7 @@ def make_stubs(out: Path, *flags: str) -> None:
     subprocess.run(["protoc", f"-I{PROTOS}", *flags, *protos], check=True, cwd=out, timeout=120)
 
 
+@pytest.mark.product
 def test_the_contract_makes_stubs_where_its_options_say(tmp_path: Path) -> None:
     for folder in ("go", "java", "csharp", "objc"):
         (tmp_path / folder).mkdir()
@@ -85,6 +86,7 @@ def test_the_contract_makes_stubs_where_its_options_say(tmp_path: Path) -> None:
     assert "@interface WHPGenerateRequest " in next((tmp_path / "objc").rglob("Generation.pbobjc.h")).read_text()
 
 
+@pytest.mark.product
 def test_buf_generate_makes_the_same_stubs(tmp_path: Path) -> None:
     """Without a plugin from elsewhere."""
     for maker in ("protoc", "buf"):

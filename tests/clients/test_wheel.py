@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 
 from tests.service.conftest import ROOT, Server
 
+pytestmark = pytest.mark.product
+
 STREAM = """
 import asyncio, importlib.util, sys
 from whippet_client import AsyncClient

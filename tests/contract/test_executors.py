@@ -128,6 +128,7 @@ def within(request: GenerationRequest) -> Callable[[int], torch.Tensor] | None:
     return partial(allowed, vocabulary=320, stops=request.stopping.stop_token_ids)
 
 
+@pytest.mark.product
 def test_each_executor_agrees_with_eager(trial: Trial) -> None:
     """Judged token by token, and where nothing is rounded equal to what eager brings each request alone."""
     if trial.reason is not None:

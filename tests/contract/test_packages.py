@@ -19,6 +19,7 @@ def test_package_is_this_checkouts(name: str) -> None:
     assert Path(found).resolve() == ROOT / name / "__init__.py"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "module", ["service.serving", "service.cli", "engine.client", "engine.fake", "engine.scheduling.scheduler"]
 )
@@ -27,6 +28,7 @@ def test_module_imports_without_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.product
 def test_the_engine_process_is_told_what_to_load_before_the_server_imports_its_own() -> None:
     """`service.main` needs no more for that than the settings and their message."""
     code = (

@@ -10,6 +10,8 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 
 from tests.gateways import run
 
+pytestmark = pytest.mark.product
+
 ROOT = Path(__file__).resolve().parents[2]
 # Where they have it → the packages, and the requests of which every field must be known.
 THEIRS = {

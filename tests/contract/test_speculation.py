@@ -134,6 +134,7 @@ def test_a_draft_is_timed_as_it_will_be_made(
     assert 0 == draft.seconds(1, 0) < draft.seconds(1, 1) < draft.seconds(1, 2) < draft.seconds(1, 7)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("model", "name"), CASES, indirect=["model"])
 def test_answers_are_those_without(model: tuple[EngineSettings, Prepared], name: str) -> None:
     """Greedy and sampled, with penalties, biases, filters, stop tokens that are barred at first, and log-probabilities,

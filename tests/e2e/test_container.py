@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import grpc
+import pytest
 
 from service.pb.whippet.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.conftest import ROOT, _ready
+
+pytestmark = pytest.mark.proof
 
 # Only $0 stays writable.
 _CONFINE = (

@@ -14,6 +14,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.gateways import Gateway, smg
 
+pytestmark = pytest.mark.product
+
 HELLO = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello")]))
 TEXT = pb.GenerateRequest(text="def read_json(path):\n")
 MOST = 24  # tokens

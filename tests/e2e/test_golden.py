@@ -16,6 +16,8 @@ import pytest
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
+pytestmark = pytest.mark.product
+
 LEAD = 0.1
 READ_JSON = (
     "\"\"\"Return the Json's Json's algorithm used by Json's algorithm.\n\nThis module provides"  # to max_tokens

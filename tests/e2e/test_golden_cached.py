@@ -14,6 +14,8 @@ from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.conftest import Running
 from tests.e2e.test_golden import GOLDEN, greedy
 
+pytestmark = pytest.mark.product
+
 
 def say(stub: GenerationServiceStub, request: pb.GenerateRequest) -> tuple[pb.GenerateResponse, str]:
     response, call = stub.Generate.with_call(request, timeout=60)

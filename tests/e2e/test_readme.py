@@ -6,6 +6,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.product
+
 ROOT = Path(__file__).resolve().parents[2]
 CALL = re.compile(r"<!-- readme-call -->\s*```sh\n(.*?)```", re.DOTALL)
 

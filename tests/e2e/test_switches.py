@@ -13,6 +13,8 @@ import pytest
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from tests.e2e.conftest import Running
 
+pytestmark = pytest.mark.product
+
 FLIPS = 50  # of each switch
 LONGEST = 10.0  # seconds until a switch is in force, asked for
 PROMPTS = ("def read_json(path):", "import os\n\ndef main():")

@@ -17,6 +17,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from tests import envoy
 from tests.e2e.conftest import ROOT, Running, Serve
 
+pytestmark = pytest.mark.proof
+
 PATIENCE = 90.0  # seconds
 SHARED = 640  # tokens
 TRIES = 4  # prefixes: for each alone, computing may look faster than fetching on a busy machine

@@ -15,6 +15,8 @@ from tests import nginx
 from tests.examples.behind import PATIENCE, Serve, asked, backend, certificates, client, ended, kill, with_tls, working
 from tests.service.conftest import Server, ask, refused
 
+pytestmark = pytest.mark.proof
+
 Pair = tuple[Server, Server]
 RETRIES = {
     "name": [{}],

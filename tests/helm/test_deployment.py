@@ -13,6 +13,8 @@ import yaml
 
 from tests.helm.conftest import CHART, ROOT, Object
 
+pytestmark = pytest.mark.proof
+
 Helm = Callable[..., CompletedProcess[str]]
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}

@@ -11,6 +11,8 @@ import pytest
 from tests.helm.api_server import Cluster, cluster
 from tests.helm.conftest import CHART
 
+pytestmark = pytest.mark.proof
+
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 

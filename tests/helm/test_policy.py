@@ -13,6 +13,8 @@ import yaml
 
 from tests.helm.conftest import CHART, NAMESPACE, Object
 
+pytestmark = pytest.mark.proof
+
 Holds = Callable[[Object, Object], bool]  # of a pod's spec and one of its containers
 Breaks = Callable[[Object, Object], Any]
 DIGEST = "@sha256:"

@@ -24,6 +24,8 @@ from service.observability.metric_names import FAMILIES
 from tests.helm.conftest import CHART, ROOT
 from tests.service.conftest import Server, ask, ask_stream, serve, template
 
+pytestmark = pytest.mark.proof
+
 __all__ = ["serve", "template"]
 
 PATIENCE = 60.0  # seconds

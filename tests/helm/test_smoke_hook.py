@@ -21,6 +21,8 @@ from tests.service.certificates import Authority
 from tests.service.conftest import Server, serve, template
 from tests.service.transport.presented import entry
 
+pytestmark = pytest.mark.proof
+
 __all__ = ["grpcurl", "serve", "template"]
 
 TOKENS = ("auth.tokens.existingSecret=tokens", "smoke.tokenSecret=smoke-token")

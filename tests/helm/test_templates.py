@@ -18,6 +18,8 @@ from tests.helm.conftest import CHART, Object
 from tests.helm.custom_resources import check
 from tests.redis_guarded import rules
 
+pytestmark = pytest.mark.proof
+
 Render = Callable[..., list[Object]]
 VERSIONS = ("1.30", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 TOKENS = "auth.tokens.existingSecret=tokens"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 
@@ -48,6 +49,7 @@ def test_every_linear_has_four_bits() -> None:
             assert tensors.get_tensor(name).dtype in (torch.int32, torch.float16), name
 
 
+@pytest.mark.proof
 def test_perplexity_stays_within_the_bar_on_a_held_out_file() -> None:
     windows = text_windows(BASE, EXCERPT, 256)
     found = evaluate(FOLDER, windows, BASE, lambda *_: None, torch.device("cpu"))

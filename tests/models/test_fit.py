@@ -73,6 +73,7 @@ def test_seconds_end_it_too() -> None:
     assert outcome.seconds < 30
 
 
+@pytest.mark.proof
 def test_is_repeatable() -> None:
     outcomes = [fit(fresh(), counting(3000), counting(300), RECIPE, next_token_loss) for _ in range(2)]
     assert outcomes[0].valid_losses == outcomes[1].valid_losses

@@ -125,6 +125,7 @@ def test_generation_stops_at_both_ends(name: str) -> None:
     assert words(name).eos_token == END
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", NAMES)
 def test_card_gives_the_perplexity_of_a_held_out_file(name: str) -> None:
     nats, places = 0.0, 0
@@ -149,6 +150,7 @@ def test_card_sums_its_own_table(name: str) -> None:
     assert math.exp(loss) == pytest.approx(card_cell(name, "perplexity a token", 1), rel=2e-3)
 
 
+@pytest.mark.proof
 def test_draft_guesses_the_target() -> None:
     hits, places = 0, 0
     for window in excerpt_windows("demo"):

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.proof
+
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 MARGIN = 0.05  # between the first two logits at every step, so that another CPU's rounding cannot change the text
 TOKENS = 64

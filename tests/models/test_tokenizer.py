@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
 from models.train import chat, tokenizer
+from tests.properties import example_count
 
 FOLDER = Path(__file__).parents[2] / "models" / "demo"
 SHIPPED = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
@@ -39,7 +40,8 @@ def test_has_8192_tokens_and_all_bytes() -> None:
     assert alphabet <= set(SHIPPED.get_vocab())
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.proof
+@settings(max_examples=example_count(300), deadline=None)
 @given(any_text | code_like)
 def test_gives_back_any_text(text: str) -> None:
     assert SHIPPED.decode(SHIPPED.encode(text).ids, skip_special_tokens=False) == text
@@ -52,7 +54,7 @@ def test_gives_back_every_code_point(plane: int) -> None:
     assert SHIPPED.decode(SHIPPED.encode(text).ids, skip_special_tokens=False) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(any_text | code_like)
 def test_transformers_reads_the_same_ids(text: str) -> None:
     assert hugging_face()(text)["input_ids"] == SHIPPED.encode(text).ids
@@ -77,7 +79,7 @@ messages = st.lists(
 ).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(messages)
 def test_template_writes_what_the_model_was_trained_on(conversation: chat.Conversation) -> None:
     plain = [{"role": message.role, "content": message.content} for message in conversation]

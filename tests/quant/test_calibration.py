@@ -89,6 +89,7 @@ def test_a_split_that_leaves_nothing_is_refused(count, held_out):
         split(torch.arange(count).unsqueeze(1), held_out)
 
 
+@pytest.mark.product
 @torch.inference_mode()
 def test_a_model_writes_its_own_text(stored, monkeypatch):
     decoder = Decoder.open(stored / "awq-tiny")

@@ -27,6 +27,7 @@ def holder(out: Path) -> subprocess.Popen[str]:
     return child
 
 
+@pytest.mark.product
 def test_the_second_is_refused_and_told_by_whom_until_the_first_ends(tmp_path):
     out = tmp_path / "models" / "out"
     with holder(out) as first:
@@ -41,6 +42,7 @@ def test_the_second_is_refused_and_told_by_whom_until_the_first_ends(tmp_path):
     assert list(out.parent.iterdir()) == []
 
 
+@pytest.mark.product
 def test_one_that_was_killed_holds_nothing(tmp_path):
     with holder(tmp_path / "out") as first:
         first.kill()
@@ -51,6 +53,7 @@ def test_one_that_was_killed_holds_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.product
 def test_two_runs_of_the_command(tmp_path):
     """Before anything is read: the model is not even there."""
     with holder(tmp_path / "out") as first:

@@ -60,6 +60,7 @@ def test_four_bits_against_eight(stored, windows):
     assert 0 < found.greedy <= 32
 
 
+@pytest.mark.product
 def test_texts_read_in_turns_are_judged_the_same(stored, windows, monkeypatch):
     model, base = stored / "awq-tiny", stored / "bnb-int8-tiny"
     whole = evaluate(model, windows, base, quiet, CPU)
@@ -76,6 +77,7 @@ def test_texts_read_in_turns_are_judged_the_same(stored, windows, monkeypatch):
     assert [news for news in heard if news[0] == "model"] == [("model", i, 8) for i in range(1, 9)]
 
 
+@pytest.mark.product
 def test_greedy_length_is_that_of_two_generations(stored, windows):
     model, base = stored / "awq-tiny", stored / "bnb-int8-tiny"
     found = evaluate(model, windows, base, quiet, CPU).comparison

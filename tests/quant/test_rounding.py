@@ -11,11 +11,12 @@ from quant.checkpoint.errors import NotFinite
 from quant.checkpoint.rounding import round_rows
 from quant.errors import CannotQuantize
 from quant.rounding import affine, encode_groups, round_groups
+from tests.properties import example_count
 
 FLOATS = st.floats(-1000, 1000, width=32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(st.lists(st.lists(FLOATS, min_size=16, max_size=16), min_size=1, max_size=4))
 def test_four_bits_err_by_less_than_a_step(rows):
     weight = torch.tensor(rows)
@@ -29,7 +30,7 @@ def test_four_bits_err_by_less_than_a_step(rows):
     assert bool((rounded.scale > 0).all())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(st.lists(st.lists(FLOATS, min_size=4, max_size=4), min_size=1, max_size=4))
 def test_eight_bits_err_by_half_a_step(rows):
     weight = torch.tensor(rows)

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.safetensors import Checkpoint
 from quant.shards import join, write_part
+from tests.properties import example_count
 
 TYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=example_count(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     parts=st.lists(
         st.lists(st.tuples(st.sampled_from(TYPES), st.lists(st.integers(0, 3), max_size=2)), max_size=4),

@@ -52,6 +52,7 @@ def the_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.product
 def test_bad_settings_are_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,12 +92,14 @@ def test_bad_settings_are_one_line_and_exit_code_2(
         assert "secret" not in err
 
 
+@pytest.mark.product
 def test_the_process_ends_with_that_code() -> None:
     done = start("--warp=9")
     assert done.returncode == 2
     assert "--warp" in the_line(done)
 
 
+@pytest.mark.product
 def test_a_folder_that_is_no_model_is_one_line_and_exit_code_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +169,7 @@ def loading(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]
             process.kill()
 
 
+@pytest.mark.product
 def test_while_loading_requests_are_told_to_come_back_and_a_signal_stops_it(tmp_path: Path) -> None:
     with loading(tmp_path) as (process, (data, admin, health)):
         with grpc.insecure_channel(data) as channel:
@@ -286,6 +290,7 @@ def test_prompts_and_answers_stay_out_of_the_log(serve: Serve) -> None:
         assert ", ".join(str(byte) for byte in canary.encode()[:5]) not in log
 
 
+@pytest.mark.product
 def test_the_front_never_imports_torch() -> None:
     code = "import sys, service.serving; sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

@@ -16,6 +16,8 @@ from bench.grpc_frames import FrameClient
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.conftest import PATIENCE, Server, ask, ask_stream, refused
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 GENERATE_STREAM = "/whippet.v1.GenerationService/GenerateStream"
 

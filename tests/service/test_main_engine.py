@@ -21,6 +21,8 @@ from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_str
 from tests.service.drained import one_at_most_in_the_gap
 from tests.service.scraped import page_of, value
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -21,6 +21,8 @@ from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.conftest import PATIENCE, Server, ask, ask_stream
 from tests.service.forked import Template
 
+pytestmark = pytest.mark.proof
+
 # Looks only when it is told to, and says how much it found.
 COUNTING = """
 import asyncio, gc, signal, sys

@@ -16,6 +16,8 @@ from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, Server, ask, ask_stream
 
+pytestmark = pytest.mark.proof
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 KILLS, MANY = 20, 50
 FEW = pb.DeliveryOptions(max_tokens_per_message=1000, max_delay=Duration(nanos=50_000_000))  # messages

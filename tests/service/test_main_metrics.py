@@ -20,6 +20,8 @@ from tests.service.asked import QUESTION, chat, greedy, kept, learnt, loaded, pr
 from tests.service.conftest import ROOT, Server, ask, ask_stream, refused
 from tests.service.scraped import fetch, page_of, parsed, told, value
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 

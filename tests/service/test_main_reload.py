@@ -9,9 +9,13 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.asked import until
 from tests.service.conftest import Server, ask_stream
+
+pytestmark = pytest.mark.product
 
 TOKENS = 400  # of the stream
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]

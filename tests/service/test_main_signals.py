@@ -16,6 +16,8 @@ import pytest
 from tests.service.conftest import PATIENCE, ROOT, Server, all_flags, ask
 from tests.service.transport.test_token_file import entry
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 

@@ -22,6 +22,8 @@ from tests.service.asked import greedy, until
 from tests.service.conftest import Refusal, Server, ask, ask_stream, refused
 from tests.service.tenants import metadata, write_tokens
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 ACME = metadata("acme")
 BRAVO = metadata("bravo")

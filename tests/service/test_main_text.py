@@ -15,6 +15,8 @@ import pytest
 from tests.service.conftest import PATIENCE, ROOT, command
 from tests.service.test_main import start, the_line
 
+pytestmark = pytest.mark.product
+
 DEMO = ROOT / "models" / "demo"
 
 

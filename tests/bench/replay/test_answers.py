@@ -99,6 +99,7 @@ async def similar(context: CacheContext, embedder: ModelEmbedder) -> AsyncIterat
     await cache.aclose()
 
 
+@pytest.mark.proof
 async def test_semantic_hits_and_false_ones(similar: SimilarCache, embedder: ModelEmbedder) -> None:
     questions = read_labelled(DATA / "clinc_500.json")[:250]
     again = [Labelled(f"please {question.text}", question.intent) for question in questions[:50]]

@@ -27,6 +27,7 @@ def test_a_block_trace(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"room for {size}: {rate:.2f} % of blocks hit" in out
 
 
+@pytest.mark.product
 def test_questions_with_their_false_hits_and_the_anchor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", f"--questions={CLINC}", "--limit=150", "--cosine", "--threshold=0.85"]) == 0
     out = capsys.readouterr().out
@@ -73,6 +74,7 @@ def test_without_the_embedder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "onnxruntime is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.product
 def test_the_command_runs_it_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["replay", f"--blocks={MOONCAKE}", "--limit=7"]
     assert main(words) == 0

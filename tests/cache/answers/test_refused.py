@@ -70,6 +70,7 @@ async def told(flights: SingleFlight, generate: Generate) -> str:
         return repr(refused.reason)
 
 
+@pytest.mark.product
 @given(st.lists(st.sampled_from(["refused", "dies", "answers"]), min_size=1, max_size=8))
 def test_every_reader_gets_the_answer_or_its_own_refusal(ways: list[str]) -> None:
     """Refusals use up no attempts; two failures end the flight for those who were not refused."""

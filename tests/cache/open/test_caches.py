@@ -30,6 +30,8 @@ from cache.open.caches import Caches, open_caches
 from cache.open.counters import Counters
 from tests.cache.waiting import until
 
+pytestmark = pytest.mark.product
+
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
 END = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=3)
 QUESTION = Question(tenant="acme", token_ids=(1, 2), parameters=(), max_tokens=9, deterministic=True)

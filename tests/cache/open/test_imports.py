@@ -9,6 +9,8 @@ import pytest
 
 from cache.semantic.embedder import ModelEmbedder
 
+pytestmark = pytest.mark.product
+
 HEAVY = ("torch", "grpc", "redis", "cryptography", "onnxruntime", "onnx", "usearch", "numpy", "msgspec", "transformers")
 
 

@@ -16,6 +16,7 @@ from cache.api import AnswerEnding, AnswerPart, CachedCompletion, CacheKey, Inva
 from cache.open.counters import Counters
 from cache.seal.envelope import OVERHEAD, Envelope
 from cache.seal.keyring import Keyring, open_keyring
+from tests.properties import example_count
 
 KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
 OTHER = replace(KEY, digest="1" * 64)
@@ -37,6 +38,7 @@ def test_opens_what_it_sealed_and_never_seals_alike(keyring: Keyring, counters: 
     assert rejected(counters) == {}
 
 
+@pytest.mark.product
 def test_a_hundred_thousand_mutations_open_to_nothing(keyring: Keyring, counters: Counters) -> None:
     envelope = Envelope(keyring, 2000, counters)
     chance = random.Random(4)
@@ -168,7 +170,7 @@ ENDINGS = st.builds(
     last=st.builds(AnswerPart, IDS, st.text(max_size=20), ENDINGS, st.just(())),
     max_tokens=st.integers(1, 2**31),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 def test_answers_come_back_with_their_borders(parts: list[AnswerPart], last: AnswerPart, max_tokens: int) -> None:
     answer = CachedCompletion(
         parts=(*parts, last), max_tokens=max_tokens, provenance="eager/bf16", created_at=12.25, entry_id="00" * 32
@@ -182,7 +184,7 @@ def test_answers_come_back_with_their_borders(parts: list[AnswerPart], last: Ans
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=example_count(300), deadline=None)
 def test_bytes_of_any_kind_are_no_answer(data: bytes) -> None:
     assert unpack_completion(data, "00" * 32) is None
 

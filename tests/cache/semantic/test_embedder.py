@@ -102,6 +102,7 @@ def test_a_broken_source_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.product
 def test_what_lies_in_the_working_directory_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is named as ours, where whoever starts a server happens to be."""
     (tmp_path / "cache").mkdir()

@@ -17,12 +17,13 @@ from cache.semantic.evidence import (
     refuted,
     unpack_evidence,
 )
+from tests.properties import example_count
 
 BOUND = (0.01, 0.95)
 
 
 @given(st.integers(0, 5000), st.integers(0, 60), st.floats(0.001, 0.3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 def test_the_chance_is_that_of_a_beta(right: int, wrong: int, error: float) -> None:
     expected = beta(right + 1, wrong + 1).cdf(1 - error)
     assert chance_above(right, wrong, error) == pytest.approx(expected, abs=1e-9, rel=1e-6)

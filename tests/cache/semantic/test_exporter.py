@@ -18,6 +18,8 @@ from cache.open.counters import Counters
 from cache.semantic.export import ExportFailed, default_source, found
 from cache.semantic.exporter import Exporter
 
+pytestmark = pytest.mark.product
+
 PATIENCE = 60.0  # seconds
 MODEL = ModelIdentity(weights="w" * 64, tokenizer="t" * 64)
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.semantic.index import VectorIndex
+from tests.properties import example_count
 
 WIDTH = 16
 
@@ -24,7 +25,7 @@ def best(model: dict[str, np.ndarray], query: np.ndarray, count: int) -> list[tu
     steps=st.lists(st.tuples(st.sampled_from("aaar"), st.integers(0, 30)), max_size=120),
     graph_at=st.sampled_from([1, 5, 20, 1000]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 def test_agrees_with_brute_force(steps: list[tuple[str, int]], graph_at: int) -> None:
     generator = np.random.default_rng(1)
     vectors = unit(generator, len(steps))

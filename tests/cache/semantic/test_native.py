@@ -27,6 +27,7 @@ from cache.semantic.embedder import MANIFEST, TOKENIZER, open_embedder
 from cache.semantic.export import ExportFailed, default_source, make_embedder
 from cache.semantic.native import LIBRARY, WEIGHTS, NativeEncoder, NotNative, compile_encoder, write_weights
 from cache.semantic.source import REFERENCE
+from tests.properties import example_count
 
 Array = npt.NDArray[Any]
 Round = Callable[[Array], Array]
@@ -140,7 +141,7 @@ def made(exported_embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 @able
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=example_count(80), deadline=None)
 @given(size=st.sampled_from(SIZES), data=st.data())
 def test_it_computes_what_it_should(made: Callable[[Size], NativeEncoder], size: Size, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, size.words - 1), min_size=1, max_size=size.places))
@@ -186,6 +187,7 @@ def test_other_shapes_are_refused(tmp_path: Path, size: Size) -> None:
         write_weights(tmp_path / WEIGHTS, random_weights(size), size.layers, size.heads, 1e-12)
 
 
+@pytest.mark.product
 def test_no_compiler_and_one_that_fails_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(NotNative, match="no C compiler: no-such-compiler"):
@@ -291,6 +293,7 @@ def quantized(raw: Path, folder: Path) -> dict[str, Any]:
     return runtimes
 
 
+@pytest.mark.proof
 @able
 def test_an_export_without_a_compiler_or_too_far_off_is_onnxruntimes(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

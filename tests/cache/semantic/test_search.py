@@ -164,6 +164,7 @@ class OneVector(WordEmbedder):
         return np.eye(1, self.width, dtype=np.float32)[0]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("half", ["tuning", "held_out"])
 async def test_case_and_signs_keep_questions_apart_where_the_vectors_do_not(
     half: str, keyring: Keyring, counters: Counters
@@ -365,6 +366,7 @@ async def test_evidence_of_one_entry_is_lent_to_others_but_not_to_one_that_was_w
     assert (await replica.look(asked)).verdict is Verdict.UNPROVEN
 
 
+@pytest.mark.product
 async def test_one_caller_cannot_buy_evidence_for_what_others_ask(make: Make) -> None:
     """Harmless questions, as many and as unlike as it likes, and those of others stay unserved. Four callers who find
     the same thing harmless open that, and nothing else. No similarity tells these questions apart."""

@@ -32,6 +32,7 @@ from cache.open.counters import Counters
 from cache.semantic.search import SimilarCache
 from cache.store.redis_store import RedisStore
 from tests.cache.semantic.test_search import MODEL, SELL, WordEmbedder, answer, turn
+from tests.properties import example_count
 
 ON = SemanticSettings(mode=Mode.ON, audit=0.0, threshold=0.55, strict_threshold=0.55)
 ALIKE, NEAR = "how can I sell a used car", "How do I sell a used car quickly?"
@@ -193,7 +194,7 @@ def test_any_bytes_under_any_name(redis_server: RedisServer, keys: Path, redis: 
                 st.binary(max_size=200), st.sampled_from([b"0" * 32, b"ab" * 16, bytes(16), b"-1", b"nan"])
             ),
         )
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=example_count(60), deadline=None, suppress_health_check=list(HealthCheck), database=None)
         def check(name: bytes, kind: str, value: bytes) -> None:
             runner.run(survives(one, redis, name, lambda: put(redis, name, kind, value)))
 

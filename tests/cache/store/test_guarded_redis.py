@@ -128,6 +128,7 @@ def called(guarded: GuardedRedis) -> set[str]:
     return {line.partition(":")[0].removeprefix("cmdstat_") for line in text.decode().split() if "cmdstat_" in line}
 
 
+@pytest.mark.product
 async def test_documented_rules_are_enough_and_no_more_than_that(guarded: GuardedRedis, counters: Counters) -> None:
     settings = guarded.settings(**ROOMY, url=guarded.settings().url + "/0")
     async with front(settings, counters) as store:
@@ -144,6 +145,7 @@ async def test_documented_rules_are_enough_and_no_more_than_that(guarded: Guarde
     assert allowed <= called(guarded) | {"select"}  # that one where the URL has another database than 0
 
 
+@pytest.mark.product
 async def test_the_link_survives_a_lookup_budget_shorter_than_connecting(guarded: GuardedRedis) -> None:
     """TLS, a sentinel and a new connection take longer than 20 ms on a slow machine: they come about beside."""
     counters = Counters()
@@ -160,6 +162,7 @@ async def test_the_link_survives_a_lookup_budget_shorter_than_connecting(guarded
         assert coming is None or (await asyncio.wrap_future(coming)) is not None
 
 
+@pytest.mark.product
 async def test_no_certificate_no_entry(guarded: GuardedRedis, counters: Counters) -> None:
     bare = guarded.settings(**ROOMY, cert_file=None, key_file=None)
     async with front(bare, counters) as store:
@@ -168,6 +171,7 @@ async def test_no_certificate_no_entry(guarded: GuardedRedis, counters: Counters
         assert not await asyncio.to_thread(kept, blocks, 3)
 
 
+@pytest.mark.product
 async def test_a_failover_is_a_gap_and_no_more(guarded: GuardedRedis, counters: Counters) -> None:
     """The master dies, with the sentinel that is asked first silent: another one is used as soon as it is named."""
     settings, before = guarded.settings(**ROOMY), guarded.master()
@@ -186,6 +190,7 @@ async def test_a_failover_is_a_gap_and_no_more(guarded: GuardedRedis, counters: 
     before.start()
 
 
+@pytest.mark.product
 async def test_a_master_that_has_become_a_replica_is_left(guarded: GuardedRedis, counters: Counters) -> None:
     """As when an operator asks for a failover: both servers live on."""
     settings = guarded.settings(**ROOMY)
@@ -236,6 +241,7 @@ async def test_what_knows_no_hello_is_too_old(make_redis: Callable[..., Any], re
     assert "Redis 7 is needed" in said
 
 
+@pytest.mark.product
 async def test_a_sentinel_is_no_store(refused: Any, guarded: GuardedRedis) -> None:
     url = f"rediss://root:of-the-operator@127.0.0.1:{guarded.sentinels[1].port}"
     plain = {"sentinels": None, "sentinel_password_file": None, "password_file": None}
@@ -243,6 +249,7 @@ async def test_a_sentinel_is_no_store(refused: Any, guarded: GuardedRedis) -> No
     assert "names a sentinel" in said
 
 
+@pytest.mark.product
 async def test_a_wrong_password_is_said_once_and_not_repeated(
     guarded: GuardedRedis, refused: Any, tmp_path: Path
 ) -> None:
@@ -259,6 +266,7 @@ async def test_what_the_rules_forbid_is_said_once(make_redis: Callable[..., Any]
     assert "forbids our user a command" in said
 
 
+@pytest.mark.product
 def test_only_the_named_authority_is_trusted_and_files_are_read_when_they_change(guarded: GuardedRedis) -> None:
     """By both kinds of connection: redis-py's own context would trust the system's authorities as well."""
     files = TlsFiles(guarded.settings())

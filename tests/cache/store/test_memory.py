@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cache.api import CacheKey, Kind
 from cache.store.memory import OVERHEAD, MemoryStore
+from tests.properties import example_count
 
 BOUND = 3000  # four entries, or fewer: something goes in almost every example
 
@@ -42,7 +43,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 def test_keeps_the_most_recently_used_within_its_bytes(steps: list[tuple[str, int, int, int]]) -> None:
     clock = Clock()
     store = MemoryStore(BOUND, clock)

@@ -36,6 +36,7 @@ def test_the_engine_process_finds_the_packages_of_this_tree(monkeypatch: pytest.
     assert (first / "engine" / "worker" / "process.py").is_file()
 
 
+@pytest.mark.product
 def test_a_process_that_was_begun_ends_unless_somebody_has_taken_it() -> None:
     one, other = Begun(), Begun()
     one.end()
@@ -47,6 +48,7 @@ def test_a_process_that_was_begun_ends_unless_somebody_has_taken_it() -> None:
     assert process.wait(60) == 0  # nobody tells it what to load
 
 
+@pytest.mark.product
 async def test_what_was_begun_is_the_first_process() -> None:
     begun = Begun()
     client = EngineClient(EngineSettings(model="", kind="fake"), begun=begun)
@@ -56,6 +58,7 @@ async def test_what_was_begun_is_the_first_process() -> None:
     begun.end()
 
 
+@pytest.mark.product
 async def test_what_was_told_at_once_is_not_told_again() -> None:
     """And loads before anybody takes it: what it says of that waits."""
     begun = Begun()
@@ -70,6 +73,7 @@ async def test_what_was_told_at_once_is_not_told_again() -> None:
     await client.close()
 
 
+@pytest.mark.product
 def test_a_process_whose_front_has_gone_ends_before_it_loads() -> None:
     """The front may end in the moment before the kernel is asked to tell of that."""
     ours, theirs = socket.socketpair()
@@ -83,6 +87,7 @@ def test_a_process_whose_front_has_gone_ends_before_it_loads() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_what_a_process_said_before_it_ended_is_heard_though_it_cannot_be_told_more(
     new_loop: Callable[[], asyncio.AbstractEventLoop],

@@ -20,6 +20,8 @@ from engine.settings import EngineSettings
 from tests.engine.client import dies_in_a_round
 from tests.engine.client.test_supervisor import QUICK, ROOT, ids_of, until
 
+pytestmark = pytest.mark.product
+
 STEP = 5  # verifying steps of the first process
 PERIODIC = (7, 8, 9) * 6  # something to look up
 TOKENS = 120

@@ -14,6 +14,8 @@ from engine.errors import EngineUnavailable, Quarantined
 from engine.fake import Fault, plain_request
 from tests.engine.client.test_supervisor import ids_of, pid_of, running, until
 
+pytestmark = pytest.mark.product
+
 MATES = [(1, number) for number in range(2, 6)]
 
 

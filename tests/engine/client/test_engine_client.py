@@ -71,6 +71,7 @@ def memory(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.product
 async def test_it_starts_answers_and_stops() -> None:
     settings = EngineSettings(model="", kind="fake")
     client = EngineClient(settings)
@@ -101,6 +102,7 @@ async def test_it_starts_answers_and_stops() -> None:
         assert caught.value.retry_after > 0
 
 
+@pytest.mark.product
 async def test_closing_ends_what_runs() -> None:
     async with running(step_time=0.01) as client:
         stream = client.submit(plain_request((1,), 4000))
@@ -112,6 +114,7 @@ async def test_closing_ends_what_runs() -> None:
     assert client.live == 0
 
 
+@pytest.mark.product
 async def test_answers_do_not_depend_on_company() -> None:
     async with running(sequences=4, total_pages=40, max_context=600) as client:
         alone = [await ids_of(client.submit(plain_request(prompt(number), 60))) for number in range(12)]
@@ -126,6 +129,7 @@ async def test_answers_do_not_depend_on_company() -> None:
         assert client.live == 0
 
 
+@pytest.mark.product
 def test_it_runs_on_uvloop() -> None:
     async def main() -> list[int]:
         async with running() as client:
@@ -134,6 +138,7 @@ def test_it_runs_on_uvloop() -> None:
     assert len(uvloop.run(main())) == 30
 
 
+@pytest.mark.product
 async def test_time_limits_hold_running_and_waiting() -> None:
     async with running(sequences=1, step_time=0.005) as client:
         first = client.submit(plain_request(prompt(0), 4000))
@@ -159,6 +164,7 @@ async def test_time_limits_hold_running_and_waiting() -> None:
         await until(lambda: client.load.used_pages == 0)
 
 
+@pytest.mark.product
 async def test_a_reader_that_stops_pauses_its_sequence_and_nobody_else() -> None:
     async with running(stream_buffer=44 * 50) as client:
         stalled = client.submit(plain_request(prompt(1), 3000))
@@ -174,6 +180,7 @@ async def test_a_reader_that_stops_pauses_its_sequence_and_nobody_else() -> None
         await until(lambda: client.load.paused == client.load.used_pages == 0)
 
 
+@pytest.mark.product
 async def test_a_dropped_stream_leaves_nothing_in_the_engine() -> None:
     async with running(step_time=0.001) as client:
         stream = client.submit(plain_request(prompt(1), 4000))
@@ -182,6 +189,7 @@ async def test_a_dropped_stream_leaves_nothing_in_the_engine() -> None:
         await until(lambda: client.live == 0 and client.load.used_pages == 0 and client.load.steps > 0)
 
 
+@pytest.mark.product
 async def test_a_broken_step_is_not_the_end_of_the_engine() -> None:
     async with running() as client:
         for _ in range(2):
@@ -209,6 +217,7 @@ async def cycles(client: EngineClient, count: int) -> None:
     await until(lambda: client.load.running + client.load.waiting + client.load.used_pages == 0)
 
 
+@pytest.mark.product
 async def test_ten_thousand_cancels_leave_nothing() -> None:
     async with running() as client:
         pids = (os.getpid(), client.pid or 0)

@@ -17,6 +17,8 @@ from engine.errors import EngineUnavailable, InvalidModel
 from engine.fake import plain_request
 from tests.engine.client.test_supervisor import FAKE, PATIENCE, QUICK, ROOT, pid_of, works_again
 
+pytestmark = pytest.mark.product
+
 DEMO = ROOT / "models" / "demo"
 
 

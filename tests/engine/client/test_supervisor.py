@@ -84,6 +84,7 @@ async def recovers(client: EngineClient) -> None:
             return
 
 
+@pytest.mark.product
 async def test_killed_in_mid_stream() -> None:
     async with running() as client:
         streams = [client.submit(plain_request((1, number), 4000)) for number in range(5)]
@@ -103,6 +104,7 @@ async def test_killed_in_mid_stream() -> None:
         await works_again(client)
 
 
+@pytest.mark.product
 async def test_a_crash_and_a_lost_device_are_followed_by_another_process() -> None:
     async with running() as client:
         for restarts, fault in enumerate((Fault.CRASH, Fault.DEVICE), start=1):
@@ -113,6 +115,7 @@ async def test_a_crash_and_a_lost_device_are_followed_by_another_process() -> No
             assert client.pid != pid
 
 
+@pytest.mark.product
 async def test_a_stopped_process_is_a_hang() -> None:
     async with running(hang_timeout=1.5) as client:
         stream = client.submit(plain_request((1,), 4000))
@@ -127,6 +130,7 @@ async def test_a_stopped_process_is_a_hang() -> None:
         assert not alive(pid)
 
 
+@pytest.mark.product
 async def test_a_switch_that_nobody_answers_is_a_hang() -> None:
     async with running(hang_timeout=1.5) as client:
         os.kill(pid_of(client), signal.SIGSTOP)
@@ -135,6 +139,7 @@ async def test_a_switch_that_nobody_answers_is_a_hang() -> None:
         await recovers(client)
 
 
+@pytest.mark.product
 async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
     async with running(hang_timeout=1.5) as client:
         bystander = asyncio.create_task(ids_of(client.submit(plain_request((1,), 4000))))
@@ -145,6 +150,7 @@ async def test_a_step_that_never_ends_is_a_hang_for_all() -> None:
         await recovers(client)
 
 
+@pytest.mark.proof
 async def test_neither_idleness_nor_a_paused_reader_nor_a_busy_front_is_a_hang() -> None:
     clients = [EngineClient(replace(FAKE, hang_timeout=3.0), stream_buffer=2000) for _ in range(2)]
     for client in clients:
@@ -160,6 +166,7 @@ async def test_neither_idleness_nor_a_paused_reader_nor_a_busy_front_is_a_hang()
         await client.close()
 
 
+@pytest.mark.product
 async def test_switches_outlive_the_process() -> None:
     async with running() as client:
         await client.set_optimization("batching", False)
@@ -171,6 +178,7 @@ async def test_switches_outlive_the_process() -> None:
             stream.cancel()
 
 
+@pytest.mark.product
 async def test_it_can_be_closed_between_two_processes() -> None:
     client = EngineClient(FAKE, backoff=Backoff(base=60.0, cap=60.0))
     await client.start()
@@ -182,6 +190,7 @@ async def test_it_can_be_closed_between_two_processes() -> None:
     assert client.state is EngineState.STOPPED
 
 
+@pytest.mark.product
 async def test_a_hung_process_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.client.supervisor._STOP_GRACE", 0.5)
     client = EngineClient(FAKE)
@@ -192,6 +201,7 @@ async def test_a_hung_process_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert not alive(pid)
 
 
+@pytest.mark.product
 async def test_a_process_that_is_killed_and_closed_at_once_leaves_no_zombie() -> None:
     """Also where its end is being waited for when that is cut short."""
     for pause in (0.0, 0.001, 0.005):
@@ -205,6 +215,7 @@ async def test_a_process_that_is_killed_and_closed_at_once_leaves_no_zombie() ->
             os.kill(pid, 0)  # finds a zombie
 
 
+@pytest.mark.product
 async def test_a_refusal_is_told_once_and_final() -> None:
     settings = EngineSettings(model="", kind="fake", fake=FakeSettings(vocab_size=5))
     client = EngineClient(settings, backoff=QUICK)
@@ -215,6 +226,7 @@ async def test_a_refusal_is_told_once_and_final() -> None:
     await client.close()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("executable", ["/bin/false", "/nonexistent"])
 async def test_a_process_that_never_comes_up_is_given_up(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.sys, "executable", executable)
@@ -225,6 +237,7 @@ async def test_a_process_that_never_comes_up_is_given_up(executable: str, monkey
     await client.close()
 
 
+@pytest.mark.product
 async def test_signals_of_a_terminal_do_not_reach_it() -> None:
     async with running() as client:
         pid = pid_of(client)
@@ -239,6 +252,7 @@ def oom_score(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
+@pytest.mark.product
 async def test_where_memory_runs_out_it_goes_before_the_front() -> None:
     async with running() as client:
         assert oom_score(pid_of(client)) == min(1000, oom_score(os.getpid()) + 300)
@@ -262,6 +276,7 @@ FRONT = """
 """
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("prompt", [(), (1, 2), (0, int(Fault.HANG), 3)], ids=["idle", "busy", "hung"])
 async def test_no_orphan_survives_the_front(prompt: tuple[int, ...]) -> None:
     script = textwrap.dedent(FRONT).replace("PROMPT", repr(prompt))
@@ -302,6 +317,7 @@ async def verdict(process: asyncio.subprocess.Process) -> tuple[int | None, str]
     return process.returncode, errors.decode()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "nonsense",
     [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x01\xc1", b"\xff" * 64, encode(Cancel(1))],
@@ -316,6 +332,7 @@ async def test_nonsense_instead_of_settings_is_told(nonsense: bytes) -> None:
         assert "Traceback" not in errors
 
 
+@pytest.mark.product
 async def test_nonsense_later_is_told() -> None:
     async with bare_process() as (process, front):
         front.sendall(encode(Configure(FAKE)))
@@ -327,6 +344,7 @@ async def test_nonsense_later_is_told() -> None:
         assert "front sent what is no message" in errors
 
 
+@pytest.mark.product
 async def test_a_process_whose_front_is_gone_ends_quietly() -> None:
     async with bare_process() as (process, front):
         front.sendall(encode(Configure(FAKE)))
@@ -335,6 +353,7 @@ async def test_a_process_whose_front_is_gone_ends_quietly() -> None:
         assert await verdict(process) == (0, "")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("level", "speaks"), [("info", False), ("debug", True)])
 async def test_it_logs_at_the_level_that_it_is_given(level: LogLevel, speaks: bool) -> None:
     async with bare_process() as (process, front):
@@ -345,6 +364,7 @@ async def test_it_logs_at_the_level_that_it_is_given(level: LogLevel, speaks: bo
         assert ("DEBUG ready: " in errors) is speaks
 
 
+@pytest.mark.product
 async def test_nonsense_from_the_process_ends_it() -> None:
     process = subprocess.Popen(["/bin/sleep", "60"])  # noqa: ASYNC220
     ours, theirs = socket.socketpair()
@@ -357,6 +377,7 @@ async def test_nonsense_from_the_process_ends_it() -> None:
         assert await one.end(grace=5.0) == -signal.SIGKILL
 
 
+@pytest.mark.product
 async def test_only_starts_that_fail_make_the_next_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was ready and dies is replaced at once, however often: its load is what callers wait for."""
     failures: list[int] = []
@@ -388,12 +409,14 @@ def test_delays_grow_to_a_cap_and_scatter() -> None:
     assert backoff.delay(10_000) <= 8.0
 
 
+@pytest.mark.product
 async def test_it_is_started_once() -> None:
     async with running() as client:
         with pytest.raises(RuntimeError, match="once"):
             await client.start()
 
 
+@pytest.mark.product
 async def test_a_fault_of_the_supervisor_itself_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as client:
         stream = client.submit(plain_request((1,), 4000))

@@ -31,6 +31,8 @@ from tests.engine.client.test_supervisor import (
     until,
 )
 
+pytestmark = pytest.mark.product
+
 TIMEOUT = 1.0  # seconds of silence that are a hang in these tests
 WHILE_LOADING = 0.5
 

@@ -10,6 +10,8 @@ from engine.errors import EngineFailed, EngineUnavailable
 from engine.fake import Fault, plain_request
 from tests.engine.client.test_engine_client import ids_of, running, until
 
+pytestmark = pytest.mark.product
+
 WITH_GRAPHS = (0, Fault.GRAPHS)  # a prompt whose steps fail while `graphs` is on
 
 

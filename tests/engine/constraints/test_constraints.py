@@ -34,6 +34,7 @@ def runner() -> Runner:
     return demo()
 
 
+@pytest.mark.product
 def test_finished_answers_are_valid_at_temperature_one(runner: Runner) -> None:
     made = schemas(40)
     told = Answering(runner).answer(
@@ -67,6 +68,7 @@ def test_batch_mates_say_what_they_say_alone(runner: Runner) -> None:
     assert [one.ids for one in Answering(runner).answer([plain, form])] == alone
 
 
+@pytest.mark.product
 def test_a_preempted_answer_goes_on_in_its_grammar(runner: Runner) -> None:
     """Two sequences that do not fit together: the one that yields takes its grammar up where it was."""
     form = grammar("json_schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 60}))

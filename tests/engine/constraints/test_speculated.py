@@ -18,6 +18,8 @@ from tests.contract.answers import progress
 from tests.contract.test_speculation import Tally, proposers, speculating
 from tests.engine.constraints.test_constraints import PERSON
 
+pytestmark = pytest.mark.product
+
 SETTINGS = EngineSettings(model=str(DEMO), device="cpu", dtype="float32", threads=1, max_sequences=8, kv_bytes=64 << 20)
 
 

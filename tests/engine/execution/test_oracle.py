@@ -116,6 +116,7 @@ def assert_greedy(model: Any, prompt: list[int], output: list[int]) -> None:
     assert output == logits.argmax(-1).tolist()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_ids_equal_transformers(name: str, tmp_path: Path, request_of: Any, drive: Any) -> None:
     model = make(name, tmp_path)

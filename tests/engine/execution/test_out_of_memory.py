@@ -22,6 +22,8 @@ from engine.settings import EngineSettings
 from engine.worker.build import build
 from engine.worker.loop import out_of_memory
 
+pytestmark = pytest.mark.product
+
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo-draft"
 TEXT = tuple(range(40, 90))
 

@@ -15,6 +15,8 @@ from engine.worker.build import build
 from tests.engine.conftest import Drive, Request
 from tests.engine.quantized import nothing
 
+pytestmark = pytest.mark.product
+
 MODELS = Path(__file__).resolve().parents[3] / "models"
 TOP = 5
 CLOSE = 1e-3

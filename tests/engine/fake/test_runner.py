@@ -19,6 +19,7 @@ from engine.scheduling.rows import row_of
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings, FakeSettings
 from tests.engine.stepped import holding, step, whole
+from tests.properties import example_count
 
 
 def runner(**fake: object) -> FakeRunner:
@@ -52,7 +53,7 @@ def sampled(seed: int) -> SamplingParams:
     return replace(GREEDY, temperature=1.0, seed=seed)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=60).map(tuple), st.integers(1, 20), st.integers(1, 4))
 def test_ids_depend_on_the_tokens_so_far_alone(prompt: tuple[int, ...], chunk: int, ids: int) -> None:
     request = plain_request(prompt)

@@ -37,6 +37,7 @@ from engine.ipc.frames import (
     report_reader,
 )
 from engine.settings import EngineSettings, FakeSettings
+from tests.properties import example_count
 
 floats = st.floats(allow_nan=False)
 keys = st.integers(0, 2**53)
@@ -96,6 +97,7 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
     return [stream[start:end] for start, end in itertools.pairwise(borders)]
 
 
+@pytest.mark.product
 @given(st.lists(commands, max_size=5), st.lists(st.integers(0, 10_000), max_size=8))
 def test_commands_come_whole_however_they_are_cut(messages: list[Command], places: list[int]) -> None:
     reader = command_reader()
@@ -151,7 +153,7 @@ def test_ids_alone_go_in_columns_and_each_sequence_keeps_its_order(
     assert len(encode(packed(lone, None))) < 6 * len(lone), "bytes"
 
 
-@settings(max_examples=200)
+@settings(max_examples=example_count(200))
 @given(st.binary(max_size=200))
 def test_nonsense_is_an_error_or_a_message(body: bytes) -> None:
     for reader in (command_reader(), report_reader()):
@@ -163,7 +165,7 @@ def test_nonsense_is_an_error_or_a_message(body: bytes) -> None:
         assert isinstance(messages[0], Command | Report)
 
 
-@settings(max_examples=200)
+@settings(max_examples=example_count(200))
 @given(st.one_of(commands, reports), st.data())
 def test_a_damaged_frame_is_an_error_or_a_message(message: Command | Report, data: st.DataObject) -> None:
     frame = bytearray(encode(message))

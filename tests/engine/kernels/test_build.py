@@ -234,6 +234,7 @@ def test_who_is_no_longer_waited_for_is_compiled_when_it_is_asked_for(tmp_path: 
         goes_on.set()
 
 
+@pytest.mark.product
 def test_side_by_side_or_one_by_one_gives_the_same_code_and_names_what_fails(tmp_path: Path) -> None:
     good: list[Source] = [("accept", (("OP_GROUP", group), ("OP_LAID", 8))) for group in (1, 2, 4, 8)]
     bad: Source = ("accept", (("OP_LAID", 8),))

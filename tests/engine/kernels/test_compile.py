@@ -78,6 +78,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return compiled
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("form", "batch", "arch"),
     [("bf16", 1, "sm_90a"), ("int8", 8, "sm_80"), ("int8", 8, "sm_90a"), ("int4", 3, "sm_80"), ("int4", 3, "sm_90a")],
@@ -115,6 +116,7 @@ def test_a_step_compiles(
         assert code.startswith(b"\x7fELF")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("sequences", "group", "arch"),
     [(1, 2, "sm_80"), (1, 8, "sm_90a"), (2, 4, "sm_80"), (2, 4, "sm_90a"), (4, 2, "sm_90a")],
@@ -147,6 +149,7 @@ def test_a_verifying_step_compiles(
             assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("longest", [100, 8192])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -166,6 +169,7 @@ def test_attention_over_fp8_compiles(recorder: Any, compiler: Compiler, arch: st
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_draft_models_steps_compile(
     recorder: Any, model: Callable[[str], StepWeights], compiler: Compiler, arch: str
@@ -194,6 +198,7 @@ def test_a_draft_models_steps_compile(
             assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "sm_100"])
 def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str, kept: torch.dtype) -> None:
@@ -210,6 +215,7 @@ def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch
         assert code.startswith(b"\x7fELF"), entry
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("rows", "columns", "batch", "arch"),
     [(151936, 1024, 1, "sm_90a"), (32000, 4096, 8, "sm_90a"), (1003, 896, 3, "sm_80")],
@@ -231,6 +237,7 @@ def test_the_head_in_two_passes_compiles(
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tile", gated_product.TILES)
 def test_a_product_that_gates_its_results_compiles(recorder: Any, compiler: Compiler, tile: int) -> None:
     x, weight, out = (torch.empty(shape, device="meta") for shape in ((600, 1024), (6144, 1024), (600, 3072)))
@@ -241,6 +248,7 @@ def test_a_product_that_gates_its_results_compiles(recorder: Any, compiler: Comp
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, "sm_90a").startswith(b"\x7fELF")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tile", plain_product.TILES)
 def test_a_product_of_few_tokens_compiles(recorder: Any, compiler: Compiler, tile: int) -> None:
     x, weight, out = (torch.empty(shape, device="meta") for shape in ((100, 1024), (6144, 1024), (100, 6144)))
@@ -252,6 +260,7 @@ def test_a_product_of_few_tokens_compiles(recorder: Any, compiler: Compiler, til
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, "sm_90a").startswith(b"\x7fELF")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str, kept: torch.dtype) -> None:
@@ -271,6 +280,7 @@ def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str, kept: 
         assert code.startswith(b"\x7fELF"), entry
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sampling_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str) -> None:
     rows, four = torch.zeros(4, sampling.ROW_WORDS, dtype=torch.int32), torch.zeros(4)
@@ -312,6 +322,7 @@ def chunk_stages(
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def weight(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torc
     return torch.empty(rows, columns, device="meta", dtype=dtype)
 
 
+@pytest.mark.product
 @given(
     tokens=st.integers(1, 384),
     rows=st.integers(1, 600).map(lambda n: 16 * n),

@@ -24,6 +24,7 @@ from engine.kernels.tokens import Choice
 from engine.sampling.noise import seed_key
 from engine.sampling.sampler import NARROW, Sampler
 from engine.scheduling.sequence_state import SequenceState
+from tests.properties import example_count
 
 CPU = torch.device("cpu")
 PLAIN = replace(GREEDY, temperature=1.0)
@@ -84,6 +85,7 @@ def eager(sequence: SequenceState, logits: torch.Tensor) -> int | None:
     return found.token_ids[0] if found.token_ids else None
 
 
+@pytest.mark.product
 @given(
     params=parameters,
     stopping=stoppings,
@@ -93,7 +95,7 @@ def eager(sequence: SequenceState, logits: torch.Tensor) -> int | None:
     vocabulary=st.sampled_from([40, NARROW + 1, 400]),
     salt=st.integers(0, 1000),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=example_count(600), deadline=None)
 def test_the_oracle_is_the_eager_sampler(
     params: SamplingParams,
     stopping: Stopping,

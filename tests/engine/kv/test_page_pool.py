@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.kv.page_pool import PagePool
+from tests.properties import example_count
 
 
 def runs(pages: list[int]) -> int:
@@ -108,7 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.allocate(self.pool.total) == list(range(self.pool.total)), "free runs were not joined"
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=example_count(40), stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

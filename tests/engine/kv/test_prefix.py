@@ -17,6 +17,7 @@ from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
 from tests.engine.prefixed import Engine, alone, text
 from tests.engine.stepped import holding, step, whole
+from tests.properties import example_count
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100])
@@ -206,7 +207,7 @@ def test_a_root_is_of_everything_that_shapes_keys_and_values() -> None:
     assert len(hashes) == 81
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(st.data())
 def test_conversations_in_any_order_bring_what_each_brings_alone(data: st.DataObject) -> None:
     ids = data.draw(st.sampled_from([1, 1, 4]))

@@ -15,6 +15,7 @@ from bench.replay.traces import read_blocks
 from engine.fake import plain_request
 from engine.scheduling.sequence import Sequence
 from tests.engine.prefixed import Engine, text
+from tests.properties import example_count
 
 TRACE = Path(__file__).parents[2] / "bench" / "replay" / "data" / "mooncake_600.jsonl.gz"
 
@@ -59,7 +60,7 @@ class Simulated:
             del self.used[gone]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=example_count(40), deadline=None)
 @given(st.integers(3, 12), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=60))
 def test_the_index_hits_what_a_simulation_hits(capacity: int, requests: list[tuple[int, ...]]) -> None:
     device, simulated = DevicePages(capacity), Simulated(capacity)

@@ -18,6 +18,8 @@ from engine.kv.open_tier import open_tier
 from engine.settings import EngineSettings, FakeSettings
 from tests.engine.tiered import CHUNK, TEXT, Engine, alone
 
+pytestmark = pytest.mark.product
+
 
 @pytest.fixture
 def server(make_redis: Callable[..., RedisServer]) -> RedisServer:

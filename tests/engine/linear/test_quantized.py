@@ -20,6 +20,7 @@ from engine.linear.quantized import place_weight, quantized_loader
 from engine.worker.hardware import cpu_features
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight
 from quant.checkpoint.spec import Int8Spec
+from tests.properties import example_count
 
 pytestmark = pytest.mark.isa
 
@@ -89,6 +90,7 @@ def placed(weight: Weight, bias: torch.Tensor | None, native: Placement) -> Line
     return place_weight(weight, bias, Placement(dtype, native.device, native.products))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
@@ -100,6 +102,7 @@ def test_products_on_a_cpu(rows: int, biased: bool, weight: Weight, native: Plac
     check(linear, weight, bias, noise(rows, weight.shape[1]), tolerance)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
 @pytest.mark.parametrize("threads", [1, 2])
 def test_how_many_rows_a_step_has_does_not_show(weight: Weight, threads: int, native: Placement) -> None:
@@ -127,6 +130,7 @@ def test_without_a_compiler_products_are_slow_and_right(
     check(linear, weight, None, noise(3, weight.shape[1]), 1e-6)
 
 
+@pytest.mark.product
 def test_the_library_is_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_products(cpu_features().flags, tmp_path)
     (kept,) = tmp_path.glob("products-*.so")
@@ -141,6 +145,7 @@ def test_the_library_is_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.
         open_products(cpu_features().flags, tmp_path / "damaged")
 
 
+@pytest.mark.proof
 def test_libraries_that_were_built_ahead_need_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,7 +182,7 @@ def test_exact_products(weight: Weight) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([32, 64, 128, 0]), st.integers(0, 1 << 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=example_count(40), deadline=None)
 def test_a_packed_matrix_unpacks_to_what_it_was(tiles: int, units: int, group: int, seed: int) -> None:
     columns = 128 * units
     weight = int4(8 * tiles, columns, group or columns, seed)
@@ -213,6 +218,7 @@ def test_plain_parts_are_plain_linears() -> None:
     assert linear.bias.dtype == torch.bfloat16
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_bytes_of_four_bits(group: int, native: Placement) -> None:
     """Half a byte a weight, and three bytes a group, against two bytes a weight."""

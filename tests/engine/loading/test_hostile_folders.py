@@ -23,6 +23,7 @@ from engine.errors import InvalidModel, Unsupported
 from engine.settings import EngineSettings
 from engine.worker.build import build
 from tests.engine.loading.test_load import CONFIG, WEIGHTS, tensors, write
+from tests.properties import example_count
 
 INDEX = "model.safetensors.index.json"
 HUGE = 1 << 31
@@ -64,12 +65,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("folders") / "whole")
 
 
+@pytest.mark.product
 @given(
     fields=st.dictionaries(st.sampled_from(FIELDS), HOSTILE, max_size=2),
     rope=st.none() | ROPE,
     load_format=st.sampled_from(["auto", "dummy"]),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=example_count(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_config_of_anything_is_served_or_refused_in_one_line(
     whole: Path, fields: dict[str, Any], rope: dict[str, Any] | None, load_format: str
 ) -> None:
@@ -189,6 +191,7 @@ def test_files_of_great_length_are_not_read(tmp_path: Path) -> None:
         (tmp_path / "kept").replace(tmp_path / "config.json")
 
 
+@pytest.mark.product
 def test_a_hostile_folder_ends_the_server_with_one_line_at_once(tmp_path: Path) -> None:
     """Exit code 3, and one engine process."""
     demo = Path(__file__).resolve().parents[3] / "models" / "demo"

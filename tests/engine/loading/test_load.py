@@ -302,6 +302,7 @@ sys.stdout.write(str(peak() - before))
 """
 
 
+@pytest.mark.proof
 def test_weights_are_never_held_twice(tmp_path: Path) -> None:
     """Beside a small model, which loads the same code."""
     sizes, peaks, largest = [], [], 0

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from quant.checkpoint.config import parse_config
 from quant.checkpoint.tensors import dense_tensors, linears
 
+pytestmark = pytest.mark.proof
+
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 96,

@@ -19,6 +19,7 @@ from engine.api import GREEDY, SamplingParams, Stopping
 from engine.sampling.noise import gumbel, seed_key, signed
 from engine.sampling.sampler import NARROW, Sampler
 from engine.scheduling.sequence_state import SequenceState
+from tests.properties import example_count
 
 CPU = torch.device("cpu")
 WORD = (1 << 64) - 1
@@ -160,13 +161,14 @@ rows = st.builds(
 )
 
 
+@pytest.mark.product
 @given(
     batch=st.lists(rows, min_size=1, max_size=6),
     vocab=st.sampled_from([40, NARROW, NARROW + 1, 400]),
     spread=st.sampled_from([0.1, 1.0, 6.0]),
     salt=st.integers(0, 1000),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=example_count(300), deadline=None)
 def test_every_row_draws_what_the_reference_draws(
     batch: list[SequenceState], vocab: int, spread: float, salt: int
 ) -> None:
@@ -277,6 +279,7 @@ def test_draws_follow_the_distribution(options: dict[str, Any], vocab: int) -> N
     assert abs(chi_square(found, kept_weights(logits.tolist(), sequences[0]), draws)) < 4
 
 
+@pytest.mark.product
 def test_neighbouring_positions_and_seeds_are_independent() -> None:
     draws, vocab = 8000, 4
     flat = torch.zeros(draws, vocab)
@@ -291,6 +294,7 @@ def test_neighbouring_positions_and_seeds_are_independent() -> None:
 # Edges
 
 
+@pytest.mark.product
 def test_ties_are_kept_whole() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0]])
     for options in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
+
 from engine.fake import FakeRunner, plain_request
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
@@ -112,6 +114,7 @@ def test_a_long_prompt_goes_in_chunks_that_leave_streams_their_time() -> None:
     assert gaps[1] > 2 * TARGET
 
 
+@pytest.mark.product
 def test_a_device_that_grows_slower_and_faster_is_followed() -> None:
     slow = 1.0
 

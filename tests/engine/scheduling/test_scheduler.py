@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.api import AGING, FinishReason, Priority
 from engine.settings import PAGE_SIZE
 from tests.engine.scheduled import Bench, alone, rows_of
+from tests.properties import example_count
 
 
 def test_a_lone_request_is_planned_at_once() -> None:
@@ -118,7 +119,7 @@ def test_priorities_go_first() -> None:
     assert bench.ended(running)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=example_count(40), deadline=None)
 @given(st.integers(1, 4), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_background_is_overtaken_only_for_a_while(sequences: int, output: int, rng: random.Random) -> None:
     """A flood of interactive requests that alone would fill the engine for ever: who arrives more than two levels'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +15,9 @@ from engine.scheduling.plan import RowResult, StepPlan, StepResult
 from engine.scheduling.rank import rank
 from engine.settings import PAGE_SIZE
 from tests.engine.scheduled import Bench, alone, sent
+from tests.properties import example_count
+
+pytestmark = pytest.mark.product
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -227,5 +231,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (last.failure is Failure.STEP) <= (key in self.sick)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=example_count(60), stateful_step_count=30, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

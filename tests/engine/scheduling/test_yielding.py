@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from engine.api import Priority
 from engine.fake import FakeRunner, plain_request
 from engine.kv.page_pool import PagePool
@@ -69,6 +71,7 @@ class Device:
         return sum(len(self.times[key]) for key in keys)
 
 
+@pytest.mark.product
 def test_one_that_is_watched_stays_near_its_own_pace_and_the_background_goes_on() -> None:
     device = Device()
     (alone,) = device.ask(Priority.INTERACTIVE)

@@ -42,6 +42,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.product
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_it_tells_what_building_comes_to(dtype: Any) -> None:
@@ -66,6 +67,7 @@ def test_it_tells_what_building_comes_to(dtype: Any) -> None:
     assert report.model.weights_bytes <= info.weights_bytes <= report.model.weights_bytes * 1.05
 
 
+@pytest.mark.product
 def test_a_draft_model_takes_pages_and_guesses() -> None:
     report = doctor.examine(settings(draft_model=str(DEMO.parent / "demo-draft"), kv_bytes=4 << 20))
     runner = build(settings(draft_model=str(DEMO.parent / "demo-draft"), kv_bytes=4 << 20), lambda *_: None)
@@ -80,6 +82,7 @@ def test_a_draft_model_takes_pages_and_guesses() -> None:
     ]
 
 
+@pytest.mark.product
 def test_pages_are_counted_as_they_are_kept() -> None:
     given = settings(kv_dtype="fp8", kv_bytes=4 << 20)
     plain = replace(given, kv_dtype="auto")
@@ -95,6 +98,7 @@ def test_pages_are_counted_as_they_are_kept() -> None:
     assert infos[0].total_pages // wide.itemsize == infos[1].total_pages
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_its_digest_is_that_of_a_model_that_is_served(quantization: Any) -> None:
     given = settings(quantization=quantization)

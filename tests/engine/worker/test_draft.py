@@ -47,6 +47,7 @@ def settings_of(target: Path, draft: Path | None = None) -> EngineSettings:
     )
 
 
+@pytest.mark.product
 def test_answers_are_those_without_a_draft(folder: Folder) -> None:
     target, draft = folder("target"), folder("draft", num_hidden_layers=1, hidden_size=32)
     plain, drafted = settings_of(target), settings_of(target, draft)

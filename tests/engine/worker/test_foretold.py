@@ -98,6 +98,7 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
     return wanted.sources
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(
     ("model", "gpu", "sequences", "kept"),
@@ -125,6 +126,7 @@ def test_all_that_is_asked_for_is_foretold(
     assert len(told) > 20
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("model", "gpu"), [("mistral-7b-awq", H100), ("qwen3-0.6b", A10)])
 def test_what_is_built_ahead_serves_any_context_and_any_number_of_sequences(
     tmp_path: Path, model: str, gpu: GpuShape
@@ -147,6 +149,7 @@ def compile_nothing(source: str, name: str, defines: Mapping[str, int], arch: st
     return f"{name} {sorted(defines.items())} {arch}".encode()
 
 
+@pytest.mark.proof
 def test_a_folder_built_ahead_answers_all_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +178,7 @@ def test_a_folder_built_ahead_answers_all_that_is_asked_for(
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.product
 def test_one_that_does_not_compile_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

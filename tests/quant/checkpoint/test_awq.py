@@ -13,6 +13,7 @@ from quant.checkpoint.errors import BadTensor
 from quant.checkpoint.forms import Int4Groups
 from quant.checkpoint.nibbles import pack_nibbles
 from quant.checkpoint.spec import AwqSpec
+from tests.properties import example_count
 
 GEMM_BITS = (0, 16, 4, 20, 8, 24, 12, 28)  # where a word keeps output j of its eight
 CASES = [(f"k256.{kind}.g{g}", f"k256.g{g}", kind, g, 256, 64) for kind in ("gemm", "gemv") for g in (128, 64, 32)] + [
@@ -61,7 +62,7 @@ def words_by_bits(values: list[list[int]], bits: tuple[int, ...]) -> torch.Tenso
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(st.data())
 def test_any_gemm_layer_decodes_to_what_was_encoded(make_source, data):
     group = data.draw(st.sampled_from([8, 16, 32, 64]))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quant.checkpoint.config import ModelConfig, parse_config
 from quant.checkpoint.errors import BadFile, CheckpointError
 from quant.checkpoint.rope import Llama3Scaling, RopeConfig, YarnScaling
+from tests.properties import example_count
 
 LLAMA_31 = {
     "architectures": ["LlamaForCausalLM"],
@@ -267,7 +268,7 @@ def test_a_wrong_field_is_named(fields: Any, field: Any) -> None:
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(st.dictionaries(st.sampled_from([*OLD, "sliding_window", "layer_types", "use_sliding_window"]), ANYTHING))
 def test_anything_gives_an_architecture_or_a_refusal(fields: Any) -> None:
     said = ""

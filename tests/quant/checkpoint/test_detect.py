@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quant.checkpoint.detect import detect
 from quant.checkpoint.errors import BadConfig, CheckpointError, UnsupportedFormat
 from quant.checkpoint.spec import AwqSpec, Int8Spec, PackedScheme, PackedSpec
+from tests.properties import example_count
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
@@ -223,7 +224,8 @@ OPEN_GROUPS = {
 }
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.product
+@settings(max_examples=example_count(120), deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=8), st.booleans())
 @example(OPEN_GROUPS, True)
 def test_anything_gives_a_spec_or_a_refusal(section, beside):

@@ -12,6 +12,7 @@ from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 from quant.checkpoint.linear import read_linear, tensor_names
 from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.spec import AwqSpec, Int8Spec, PackedScheme, PackedSpec
+from tests.properties import example_count
 
 NAME = "model.layers.0.mlp.up_proj"
 AWQ = AwqSpec("gemm", 32)
@@ -113,7 +114,7 @@ def tensor(draw):
     return torch.randint(0, 256, (count,), generator=seed, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 @given(
     st.sampled_from(SPECS),
     st.dictionaries(st.sampled_from(STEMS), tensor(), max_size=5),
@@ -131,7 +132,7 @@ def test_anything_gives_a_layer_or_a_refusal(make_source, spec, tensors, inputs,
     assert "\n" not in said
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(st.sampled_from(sorted(awq())), tensor())
 def test_one_damaged_tensor_in_a_whole_layer(make_source, name, damaged):
     named = name

@@ -15,6 +15,7 @@ from quant.checkpoint.errors import BadTensor
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 from quant.checkpoint.packed import read_packed
 from quant.checkpoint.spec import PackedScheme, PackedSpec
+from tests.properties import example_count
 
 NAMES = ("w4.sym.g128", "w4.sym.g32", "w4.sym.row", "w4.asym.g128", "w4.asym.g64", "w4.asym.row", "w8.row", "w8.odd")
 
@@ -48,7 +49,7 @@ def test_layers_that_compressed_tensors_packed_decode_exactly(units, cases, make
     assert torch.equal(weight.dequantize(dense.dtype), dense)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(st.data())
 def test_any_layer_decodes_to_what_was_encoded(make_source, data):
     bits = data.draw(st.sampled_from([4, 8]))

@@ -17,6 +17,7 @@ from quant.checkpoint.errors import BadFile, CheckpointError
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.header import read_header
 from quant.checkpoint.safetensors import Checkpoint
+from tests.properties import example_count
 
 WEIGHTS = "model.safetensors"
 
@@ -50,7 +51,7 @@ def test_the_file_is_never_written(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=example_count(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_damage_to_a_header_does_more_than_refuse(data: st.DataObject, tmp_path: Path) -> None:
     file = tmp_path / WEIGHTS
     save_file({"a": torch.ones(2, 3), "b": torch.zeros(5)}, file)
@@ -157,7 +158,7 @@ def test_a_header_that_claims_much_allocates_nothing(model):
         Checkpoint(model)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=example_count(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 200), byte=st.integers(0, 255))
 def test_one_wrong_byte_anywhere(model, at, byte):
     path = model / "model.safetensors"

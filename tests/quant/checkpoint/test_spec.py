@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quant.checkpoint.spec import AwqSpec, Int8Spec, PackedScheme, PackedSpec, costly
+from tests.properties import example_count
 
 UP = "model.layers.3.mlp.up_proj"
 
@@ -96,7 +97,8 @@ def compiles(pattern: str) -> bool:
     return True
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.product
+@settings(max_examples=example_count(200), deadline=None)
 @given(st.text(alphabet="ab.*+?()[]|\\{}1,^$", max_size=24))
 def test_what_is_not_costly_matches_soon(pattern):
     assume(not costly(pattern) and compiles(pattern))

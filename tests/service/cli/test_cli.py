@@ -50,6 +50,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], flag: str) -> None
     assert out.startswith("whippet ") or all(name in out for name in COMMANDS)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(capfd: pytest.CaptureFixture[str], name: str) -> None:
     try:
@@ -60,6 +61,7 @@ def test_every_command_has_help(capfd: pytest.CaptureFixture[str], name: str) ->
     assert f"usage: whippet {name}" in capfd.readouterr().out
 
 
+@pytest.mark.product
 def test_quant_commands_answer_with_their_exit_code(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for asked in (["evaluate", str(tmp_path / "no"), "--text", "t"], ["quantize", str(DEMO), "o", "--text", "no"]):
         assert main(asked) == 1
@@ -69,6 +71,7 @@ def test_quant_commands_answer_with_their_exit_code(capfd: pytest.CaptureFixture
     assert main(["quantize", "m", "o", "--threads", "0"]) == 2
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "asked",
     [
@@ -94,6 +97,7 @@ def test_what_is_no_folder_is_told_in_one_line(
     assert told in err
 
 
+@pytest.mark.product
 def test_ctrl_c_stops_a_quantization_once(tmp_path: Path) -> None:
     """The terminal tells the whole group; the command waits for the process that does the work."""
     text = tmp_path / "text.txt"
@@ -120,11 +124,13 @@ def test_what_is_no_command(capsys: pytest.CaptureFixture[str], arguments: list[
     assert "whippet: error:" in capsys.readouterr().err
 
 
+@pytest.mark.product
 def test_serve_hands_its_flags_over(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--no-such-flag", "1"]) == 2
     assert "no-such-flag" in capsys.readouterr().err
 
 
+@pytest.mark.product
 def test_the_command_itself_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom service.cli import main\n"
@@ -135,6 +141,7 @@ def test_the_command_itself_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.product
 def test_generate_imports_no_torch() -> None:
     code = "import sys, service.cli.generate, service.cli.doctor; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -202,6 +209,7 @@ def flags(**given: Any) -> argparse.Namespace:
     )
 
 
+@pytest.mark.product
 def test_the_doctor_on_the_demo_model() -> None:
     done = whippet("doctor", "--model", str(DEMO), "--device", "cpu", "--json")
     report = json.loads(done.stdout)
@@ -220,6 +228,7 @@ def test_the_doctor_on_the_demo_model() -> None:
         assert part in told
 
 
+@pytest.mark.product
 def test_the_doctor_on_a_draft_model(tmp_path: Path) -> None:
     """Checked as a server checks it, and counted with its pages."""
     done = whippet("doctor", "--model", str(DEMO), "--draft-model", str(DRAFT), "--device", "cpu")
@@ -233,6 +242,7 @@ def test_the_doctor_on_a_draft_model(tmp_path: Path) -> None:
     assert doctor.run(["--draft-model", str(DRAFT)]) == 2, "of which model, nobody said"
 
 
+@pytest.mark.product
 def test_the_doctor_on_a_broken_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     done = whippet("doctor", "--model", str(tmp_path))
@@ -260,6 +270,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     return use
 
 
+@pytest.mark.product
 def test_the_doctor_says_where_code_is_kept(engine: Engine, tmp_path: Path) -> None:
     engine("""printf '{"problems": []}'""")
     kept = tmp_path / "kept"
@@ -277,6 +288,7 @@ def test_the_doctor_says_where_code_is_kept(engine: Engine, tmp_path: Path) -> N
     assert problem.startswith(f"prebuilt-dir: {kept} can be written by others")
 
 
+@pytest.mark.product
 def test_an_engine_that_cannot_be_asked(engine: Engine) -> None:
     engine("echo 'Traceback' >&2; echo 'ModuleNotFoundError: No module named torch' >&2; exit 1")
     report = doctor.examine(flags())
@@ -286,18 +298,21 @@ def test_an_engine_that_cannot_be_asked(engine: Engine) -> None:
     assert "serving is impossible" in render(report)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("said", ["", "nonsense", "[1, 2]", '"text"'])
 def test_an_engine_that_talks_nonsense(engine: Engine, said: str) -> None:
     engine(f"printf '%s' '{said}'")
     assert doctor.examine(flags())["problems"] == ["the engine cannot be asked (exit code 0): it said nothing"]
 
 
+@pytest.mark.product
 def test_an_engine_that_hangs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine("exec sleep 30")
     monkeypatch.setattr(doctor, "ENGINE_TIMEOUT", 0.2)
     assert doctor.examine(flags())["problems"] == ["the engine did not say what it has within 0.2 s"]
 
 
+@pytest.mark.product
 def test_problems_of_the_engine_and_missing_packages_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine("""printf '{"problems": ["broken card"]}'""")
     monkeypatch.setattr(machine, "PACKAGES", ("no-such-package",))
@@ -306,6 +321,7 @@ def test_problems_of_the_engine_and_missing_packages_count(engine: Engine, monke
     assert "no-such-package MISSING" in render(report)
 
 
+@pytest.mark.product
 def test_a_taken_port_is_told_and_no_problem(engine: Engine) -> None:
     engine("""printf '{"problems": []}'""")
     with socket.socket() as taken:

@@ -20,6 +20,8 @@ from tests.service.cli.host import Behaviour, Host, refusing, two_words
 from tests.service.cli.terminal import Terminal
 from tests.service.conftest import PATIENCE, ROOT, Server
 
+pytestmark = pytest.mark.product
+
 PROMPT = r"(?:\A|\n|\r|2004h)> "
 Talk = Callable[..., AbstractContextManager[Terminal]]
 

@@ -219,6 +219,7 @@ def test_no_server(capfd: pytest.CaptureFixture[str]) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.product
 def test_a_timeout(run: Run, host: Host) -> None:
     def sleep(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
         host.servicer.ended.wait(60)
@@ -323,6 +324,7 @@ def started(host: Host, **pipes: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **pipes)
 
 
+@pytest.mark.product
 def test_ctrl_c_cancels(host: Host) -> None:
     host.servicer.behaviour = endless
     process = started(host)
@@ -334,6 +336,7 @@ def test_ctrl_c_cancels(host: Host) -> None:
     assert host.servicer.ended.wait(60)
 
 
+@pytest.mark.product
 def test_a_reader_that_goes_away_cancels(host: Host) -> None:
     host.servicer.behaviour = endless
     process = started(host)
@@ -347,6 +350,7 @@ def test_a_reader_that_goes_away_cancels(host: Host) -> None:
     assert host.servicer.ended.wait(60)
 
 
+@pytest.mark.product
 def test_a_terminal_that_cannot_show_it(host: Host) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "service.cli", "generate", "--address", host.address, "x"]

@@ -127,6 +127,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_drain(guarded: Server, capsys: pytest.
     assert said(capsys, "drain", guarded.admin_address, "--token", "secret", "--undo")[0] == 0
 
 
+@pytest.mark.product
 def test_they_import_little() -> None:
     code = (
         "import sys, service.cli.health, service.cli.drain\n"

@@ -155,6 +155,7 @@ def test_what_a_server_did_is_in_its_load(serve: Serve) -> None:
         assert "0 of 3 queued" in done.stdout
 
 
+@pytest.mark.product
 def test_once_without_a_server_is_one_line_and_an_exit_code() -> None:
     done = top("127.0.0.1:1", "--once")
     assert (done.returncode, done.stdout) == (64 + 14, "")

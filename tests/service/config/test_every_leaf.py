@@ -23,6 +23,8 @@ from tests.service.config import (
 from tests.service.config.proofs import Proof, Tools
 from tests.service.conftest import Server
 
+pytestmark = pytest.mark.proof
+
 Serve = Callable[..., AbstractContextManager[Server]]
 PROOFS: dict[str, Proof] = {
     **engine_proofs.PROOFS,

@@ -15,6 +15,7 @@ from engine.errors import Aborted, DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.admission import Admission, Ticket
 from service.core.errors import Draining, DuplicateRequest, Overloaded, UnknownRequest
+from tests.properties import example_count
 
 
 class Clock:
@@ -211,4 +212,4 @@ class Door(RuleBasedStateMachine):
 
 
 TestDoor = Door.TestCase
-TestDoor.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDoor.settings = settings(max_examples=example_count(60), stateful_step_count=40, deadline=None)

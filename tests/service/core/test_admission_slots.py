@@ -19,6 +19,7 @@ from service.config.settings import LimitOptions
 from service.core.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.errors import Overloaded
 from service.core.pace import retry_hint
+from tests.properties import example_count
 from tests.service.core.test_admission import Clock
 
 
@@ -345,4 +346,4 @@ class Hall(RuleBasedStateMachine):
 
 
 TestHall = Hall.TestCase
-TestHall.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHall.settings = settings(max_examples=example_count(60), stateful_step_count=40, deadline=None)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from bench.grpc_frames import FrameClient
 from tests.service.conftest import Server, ask, ask_stream
 
@@ -41,6 +43,7 @@ def descriptors(server: Server) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
+@pytest.mark.proof
 def test_ten_thousand_cancelled_streams_leave_nothing(serve: Serve) -> None:
     many = (
         "--limits.queued-requests=2000",

@@ -33,6 +33,8 @@ from tests.service.asked import (
 from tests.service.conftest import PATIENCE, Refusal, Server, refused
 from tests.service.scraped import page_of, told, value
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 LONG = 3000  # tokens
 FLAGS = ("--optimizations.response-cache=true", "--fake.step-time=0.01", "--scheduler.max-sequences=2")

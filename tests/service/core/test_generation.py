@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.properties import example_count
 from tests.service.conftest import PATIENCE, Server, ask, ask_stream, refused
+
+pytestmark = pytest.mark.product
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
@@ -107,7 +110,7 @@ def build(fields: dict[str, Any]) -> pb.GenerateRequest:
     return request
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(REQUESTS)
 def test_a_stream_and_a_unary_answer_say_the_same(server: Server, fields: dict[str, Any]) -> None:
     request = build(fields)

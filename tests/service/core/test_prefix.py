@@ -17,6 +17,8 @@ from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, Server, ask
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 IDS = [1 + at * at % 251 for at in range(1100)]
 OFF = {"response": pb.CACHE_MODE_OFF}

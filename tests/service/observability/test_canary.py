@@ -23,6 +23,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream
 from tests.service.tracing.collector import Collector
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 CANARY = "zqxwCanary"
 TOKEN = f"{CANARY}-token"
@@ -134,7 +136,7 @@ def windows(text: str, length: int = 16) -> set[str]:
     return {piece for piece in pieces if len(set(piece)) >= 8}
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", ["json", pytest.param("text", marks=pytest.mark.proof)])
 def test_nothing_of_it_is_written_down(form: str, serve: Serve, tmp_path: Path, collector: Collector) -> None:
     tokens = tmp_path / "tokens.yaml"
     digest = hashlib.sha256(TOKEN.encode()).hexdigest()

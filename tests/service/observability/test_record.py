@@ -134,6 +134,7 @@ async def test_a_call_that_is_cancelled() -> None:
         assert (await seen.one()).code == "CANCELLED"
 
 
+@pytest.mark.product
 async def test_a_call_whose_deadline_passes() -> None:
     """Here: a client that keeps to its deadline cancels as soon as that has passed there."""
     async with port() as (_, seen):
@@ -142,6 +143,7 @@ async def test_a_call_whose_deadline_passes() -> None:
             assert (await seen.one()).code == "DEADLINE_EXCEEDED"
 
 
+@pytest.mark.product
 async def test_a_call_that_has_ended_is_gone_without_a_collection() -> None:
     """gRPC counts a call as one of its connection until nothing refers to it, and refuses others meanwhile."""
     async with port() as (channel, seen):

@@ -16,6 +16,7 @@ from service.observability.record import RecordBuilder, RequestRecord
 from service.tracing import exporter as module
 from service.tracing.exporter import TraceExporter
 from service.tracing.spans import sampled, spans_of
+from tests.properties import example_count
 from tests.service.certificates import HERE, Authority
 from tests.service.tracing.collector import PATIENCE, Collector
 
@@ -51,6 +52,7 @@ async def until(one: TraceExporter, **counts: int) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.product
 async def test_what_waits_is_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_WAITING", 100)
     async with exporting(NOBODY) as one:
@@ -119,7 +121,7 @@ async def test_a_collector_with_a_certificate_is_trusted_by_its_authority_alone(
 STAMPS = st.none() | st.floats(0, 10)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 @given(
     st.tuples(*[STAMPS] * 4),
     st.floats(0, 5),

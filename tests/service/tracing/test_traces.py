@@ -260,6 +260,7 @@ def test_without_the_extra_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatc
         start(TraceOptions(endpoint="http://127.0.0.1:4317"), "m")
 
 
+@pytest.mark.product
 def test_nothing_of_opentelemetry_is_imported_where_traces_are_off() -> None:
     code = "import service.serving, sys; sys.exit('opentelemetry.proto' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -16,6 +16,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.conftest import PATIENCE, Server, ask_stream
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 STREAM = "/whippet.v1.GenerationService/GenerateStream"
 TOKENS = 40

@@ -56,6 +56,7 @@ async def collected(cycle: weakref.ref[Cycle], within: float) -> bool:
     return True
 
 
+@pytest.mark.product
 async def test_it_goes_when_nobody_waits_and_not_before(watched: Make) -> None:
     cycle = watched(1)
     assert not await collected(cycle, 0.2)
@@ -63,6 +64,7 @@ async def test_it_goes_when_nobody_waits_and_not_before(watched: Make) -> None:
     assert await collected(cycle, 60)
 
 
+@pytest.mark.product
 async def test_it_goes_when_much_has_come(watched: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cycle = watched(1)
     monkeypatch.setattr(garbage, "resident", lambda: 1 << 40)

@@ -66,6 +66,7 @@ def test_health_is_on_every_port(server: Server, port: str) -> None:
         watch.cancel()
 
 
+@pytest.mark.proof
 async def test_calls_that_nobody_could_look_at_are_dropped() -> None:
     """What waits in gRPC is bounded in time: an event loop that was held up for longer finds the newest calls only."""
     held_up, sent = threading.Event(), threading.Event()
@@ -125,6 +126,7 @@ class Pinged(Rogue):
                 end = end[-16:]
 
 
+@pytest.mark.product
 async def test_no_more_than_4096_calls_wait_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beyond them gRPC drops by itself, while the event loop is held up. Here nobody waits too long, however
     slowly they come."""

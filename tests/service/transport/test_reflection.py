@@ -15,6 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from tests.service.conftest import ROOT, Refusal, Server, refused
 
+pytestmark = pytest.mark.product
+
 V1 = "grpc.reflection.v1.ServerReflection"
 V1_ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 VERSIONS = (V1, V1_ALPHA)

@@ -86,6 +86,7 @@ def test_a_fifo_or_no_file_is_refused_at_once(tmp_path: Path) -> None:
             read_tenants(tmp_path / name)
 
 
+@pytest.mark.product
 def test_it_is_followed_and_one_that_is_wrong_leaves_the_old_in_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_what_expires_soon_is_told(tmp_path: Path, days: float, quiet: float, to
     assert pair.expires_soon(pair.begins + told * 86_400)
 
 
+@pytest.mark.product
 def test_a_folder_that_kubernetes_swaps_is_a_new_pair(tmp_path: Path) -> None:
     authority = Authority("ca")
     for version, days in (("one", 2.0), ("two", 3.0)):

@@ -225,6 +225,7 @@ def knows(tokens: TokenFile, token: str) -> bool:
     return True
 
 
+@pytest.mark.product
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     path = tmp_path / "t"
@@ -247,6 +248,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, ca
     assert tokens.tenants() == {"acme"}
 
 
+@pytest.mark.product
 def test_a_folder_that_kubernetes_swaps_is_a_change(tmp_path: Path) -> None:
     """`tokens` leads to `..data/tokens`, and `..data` to a folder that is made anew for each version."""
     for version in ("one", "two"):
@@ -261,6 +263,7 @@ def test_a_folder_that_kubernetes_swaps_is_a_change(tmp_path: Path) -> None:
     until(lambda: knows(tokens, "two"))
 
 
+@pytest.mark.product
 def test_a_file_that_is_being_written_is_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

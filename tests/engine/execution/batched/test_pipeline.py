@@ -29,6 +29,7 @@ from tests.engine.execution.slow_device import (
     request,
 )
 from tests.engine.stepped import holding, put
+from tests.properties import example_count
 
 LOOKAHEAD = Batched.lookahead_tokens
 
@@ -63,6 +64,7 @@ class BatchesLife(Life):
         super().__init__(seed, runner, limits)
 
 
+@pytest.mark.product
 @given(
     seed=some.integers(0, 2**32),
     pages=some.integers(6, 90),
@@ -70,7 +72,7 @@ class BatchesLife(Life):
     sick=some.sampled_from((-1, SICK)),
     before=some.booleans(),
 )
-@examples(max_examples=70)
+@examples(max_examples=example_count(70))
 def test_whatever_happens_each_answer_is_its_own(
     seed: int, pages: int, lookahead: int, sick: int, before: bool
 ) -> None:
@@ -244,8 +246,9 @@ class HandOver(Life):
         return self.alternating.step(rows)
 
 
+@pytest.mark.product
 @given(seed=some.integers(0, 2**32), pages=some.integers(60, 120), most=some.sampled_from((9, 11, 16)))
-@examples(max_examples=60)
+@examples(max_examples=example_count(60))
 def test_rows_go_to_the_batch_and_back(seed: int, pages: int, most: int) -> None:
     life = HandOver(seed, pages, most)
     life.live(20)

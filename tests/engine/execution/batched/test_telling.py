@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as examples
@@ -35,6 +36,7 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from tests.engine.execution.batched.slow_batches import BUCKETS, SlowBatches
 from tests.engine.execution.slow_device import DeviceRow, Life, SlowDevice, SlowRunner, after, request
 from tests.engine.stepped import holding, put
+from tests.properties import example_count
 
 VOCABULARY = 40
 CPU = torch.device("cpu")
@@ -306,8 +308,9 @@ class Many:
         return self.life.batch.step(rows)
 
 
+@pytest.mark.product
 @given(seed=some.integers(0, 2**32), pages=some.integers(40, 120), most=some.sampled_from((9, 12)))
-@examples(max_examples=12, deadline=None)
+@examples(max_examples=example_count(12), deadline=None)
 def test_every_row_chooses_as_eager_does_wherever_it_is(seed: int, pages: int, most: int) -> None:
     life = SampledLife(seed, pages, most)
     life.live(16)

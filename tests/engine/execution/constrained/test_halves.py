@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
@@ -19,6 +20,7 @@ from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import SICK, Life, SlowDevice, SlowRunner, answer, request
+from tests.properties import example_count
 
 RING = 64
 
@@ -128,6 +130,7 @@ class HalvesLife(Life):
         super().take(replace(asked, constraint=Constraint("x")) if self.random.random() < self.share else asked)
 
 
+@pytest.mark.product
 @given(
     seed=some.integers(0, 2**32),
     pages=some.integers(6, 60),
@@ -135,7 +138,7 @@ class HalvesLife(Life):
     sick=some.sampled_from((-1, SICK)),
     most=some.sampled_from((1, 3, 8, 12)),
 )
-@examples(max_examples=60)
+@examples(max_examples=example_count(60))
 def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, most: int) -> None:
     life = HalvesLife(seed, pages, ahead, sick, most)
     life.live(12)

@@ -22,6 +22,7 @@ from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import SICK, Life, SlowDevice, SlowRunner, answer, request
 from tests.engine.stepped import holding, put
+from tests.properties import example_count
 
 
 class Pipelines:
@@ -61,6 +62,7 @@ class PipelinesLife(Life):
         super().__init__(seed, SlowRunner(self.device, [self.decoding], self.decoding.sequences), limits)
 
 
+@pytest.mark.product
 @given(
     seed=some.integers(0, 2**32),
     pages=some.integers(6, 60),
@@ -68,7 +70,7 @@ class PipelinesLife(Life):
     sick=some.sampled_from((-1, SICK)),
     pipelines=some.sampled_from((1, 2)),
 )
-@examples(max_examples=90)
+@examples(max_examples=example_count(90))
 def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, pipelines: int) -> None:
     life = PipelinesLife(seed, pages * pipelines, ahead, sick, pipelines)
     life.live(12 * pipelines)

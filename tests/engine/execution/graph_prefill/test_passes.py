@@ -18,6 +18,7 @@ from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import PAGE_SIZE
 from tests.engine.execution.slow_device import request
 from tests.engine.stepped import holding, put
+from tests.properties import example_count
 
 COSTS = {16: 1.0, 64: 2.0}
 MOST = max(COSTS)
@@ -49,7 +50,7 @@ def read(one: Pass, chunks: int) -> list[tuple[int, int, int, int]]:
 
 
 @given(seed=some.integers(0, 2**32), count=some.integers(1, 90))
-@examples(max_examples=60)
+@examples(max_examples=example_count(60))
 def test_every_token_is_fed_once_to_its_own_pages(seed: int, count: int) -> None:
     chance, table = random.Random(seed), SequenceTable()
     rows, expected = [], []

@@ -12,6 +12,8 @@ from engine.execution.speculation.verify import accept
 from engine.sampling.sampler import Sampler
 from engine.scheduling.sequence_state import SequenceState
 
+pytestmark = pytest.mark.proof
+
 PAIRS, VOCABULARY = 50_000, 6  # 10⁵ draws for each kind
 DRAWN = replace(GREEDY, temperature=1.0)
 SETTINGS = {

@@ -145,6 +145,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", CHANGES)
 async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServer, tmp_path: Path, name: str) -> None:
     options = CacheOptions(

@@ -24,7 +24,7 @@ from tests.service.tenants import TENANTS, metadata, write_tokens
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 # Made beforehand: a server would otherwise be without a semantic cache for seconds.
-pytestmark = pytest.mark.usefixtures("exported_embedder")
+pytestmark = [pytest.mark.product, pytest.mark.usefixtures("exported_embedder")]
 ON = ("--optimizations.response-cache=true", "--cache.semantic.mode=on", "--cache.semantic.audit=0")
 
 

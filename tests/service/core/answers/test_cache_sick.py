@@ -13,6 +13,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.asked import greedy, until
 from tests.service.conftest import Server
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 ON = ("--optimizations.response-cache=true", "--fake.step-time=0.002")
 

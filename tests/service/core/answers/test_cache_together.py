@@ -10,6 +10,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.asked import as_stream, generated, greedy, said
 from tests.service.conftest import Server, refused
 
+pytestmark = pytest.mark.product
+
 
 def test_a_hundred_at_once_are_one_generation(cached: Server) -> None:
     before = generated(cached)

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.properties import example_count
 from tests.service.asked import as_stream, generate, generated, greedy, kept, said, until
 from tests.service.conftest import Server, ask, refused
+
+pytestmark = pytest.mark.product
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 OFF = pb.CacheOptions(response=pb.CACHE_MODE_OFF)
@@ -92,7 +95,7 @@ def shaped(shape: dict[str, Any]) -> pb.GenerateRequest:
     return request
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=example_count(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SHAPES)
 def test_cached_or_not_the_answer_is_the_same(cached: Server, shape: dict[str, Any]) -> None:
     request = shaped(shape)

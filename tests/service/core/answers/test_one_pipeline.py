@@ -28,6 +28,7 @@ from service.core.request import TokenPrompt as Prompt
 from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.processes import TextProcesses
+from tests.properties import example_count
 from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=1, queue=0.5, prefill=0.25)
@@ -232,7 +233,8 @@ def told(recorder: Recorder) -> tuple[object, ...]:
     return ending.reason, ending.stop_string, ending.stop_token_id, ending.completion_tokens, ending.prompt_tokens
 
 
-@settings(max_examples=250, deadline=None)
+@pytest.mark.product
+@settings(max_examples=example_count(250), deadline=None)
 @given(CASES, st.integers(0, 12))
 def test_every_reader_gets_the_messages_of_the_specification(case: Case, late: int) -> None:
     async def run() -> None:

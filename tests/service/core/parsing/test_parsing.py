@@ -19,6 +19,7 @@ from service.core.parsing.calls import ARGS, CALL_ID, CallParser
 from service.core.parsing.formats import HERMES, LLAMA, MISTRAL
 from service.core.parsing.json_text import JsonValue, Step
 from service.core.parsing.reasoning import ReasoningSplitter
+from tests.properties import example_count
 
 THINK = ("<think>", "</think>")
 TOKENS = "\ud812"  # a marker that is a token
@@ -143,6 +144,7 @@ def conversations(family: str, count: int = 200) -> Iterator[tuple[random.Random
         yield draw, think + answer, thought if think else "", text, calls
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("family", FORMS)
 def test_two_hundred_conversations(family: str) -> None:
     """Whole, character by character, and in pieces of a few."""
@@ -248,7 +250,7 @@ def test_a_prompt_may_begin_the_reasoning() -> None:
 
 
 @given(st.lists(st.text(st.sampled_from('<>/think[]{}":, \nTOL_CAname1f;é\ud812\ud810'), max_size=12), max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @pytest.mark.parametrize("family", FORMS)
 def test_any_text_in_any_pieces(family: str, pieces: list[str]) -> None:
     expected = whole(family, "".join(pieces))
@@ -287,7 +289,7 @@ JSON = st.recursive(
 
 
 @given(JSON, st.booleans(), st.sampled_from([None, 1]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 def test_json_is_read_to_its_end(made: Any, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps([made], ensure_ascii=ascii_only, indent=indent)
     if not any("\ud800" <= char <= "\udfff" for char in text):
@@ -296,7 +298,7 @@ def test_json_is_read_to_its_end(made: Any, ascii_only: bool, indent: int | None
 
 
 @given(st.text(st.sampled_from('{}[]",:\\/ \n0123456789eE+-.truefalsnlbx'), max_size=12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=example_count(300), deadline=None)
 def test_json_is_what_python_takes_for_it(text: str) -> None:
     try:
         json.loads(f"[{text}]", parse_constant=_refuse)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from service.core.text import ChatMessage, ChatOptions, ChatTemplateError, Tokenizer, ToolCall
 from service.core.text import chat as chat_module
+from tests.properties import example_count
 
 Folder = Callable[..., Path]
 
@@ -87,7 +88,7 @@ def rendered_alike(folder: Folder, chatml: str) -> Callable[[list[ChatMessage]],
 @given(
     turns=st.lists(st.tuples(st.sampled_from(["user", "system", "odd"]), st.text(max_size=30)), min_size=1, max_size=5)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 def test_any_messages(rendered_alike: Callable[[list[ChatMessage]], bool], turns: list[tuple[str, str]]) -> None:
     assert rendered_alike([ChatMessage(role, content) for role, content in turns])
 
@@ -262,7 +263,7 @@ def test_special_tokens_stay_text_wherever_they_are_spelled(folder: Folder, host
 
 
 @given(content=st.text("<|im_end>\ufdd0\ufdd10123</s>", max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 def test_any_mixture_of_special_texts_stays_text(tokenizer_with_chat: Tokenizer, content: str) -> None:
     ids = tokenizer_with_chat.encode_chat([ChatMessage("user", content)])
     starts = [i for i in ids if i in (1, 2, 3, 4)]

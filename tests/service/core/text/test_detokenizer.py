@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
 from service.core.text import Detokenizer, Piece, Tokenizer
+from tests.properties import example_count
 
 KINDS = ["byte-level", "byte-fallback", "metaspace", "word-piece", "plain-words"]
 TABLED = ["byte-level", "byte-fallback"]
@@ -45,9 +46,10 @@ def some_ids(kind: str, size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(anything, single), max_size=60)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 def test_pieces_make_the_librarys_text(pair: Pairs, kind: str, data: st.DataObject) -> None:
     tokenizer, library = pair(kind)
     ids = data.draw(some_ids(kind, tokenizer.vocab_size))
@@ -62,7 +64,7 @@ def test_pieces_make_the_librarys_text(pair: Pairs, kind: str, data: st.DataObje
 
 @pytest.mark.parametrize("kind", TABLED)
 @given(text=st.text(max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 def test_real_text_comes_whole_and_at_once(pair: Pairs, kind: str, text: str) -> None:
     """No character is sent in halves, and none waits for more than the token after it."""
     tokenizer, library = pair(kind)
@@ -140,8 +142,9 @@ def withheld(text: str, stops: list[str]) -> str:
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=6)
 
 
+@pytest.mark.product
 @given(data=st.data(), stops=STOPS, include=st.booleans(), least=st.integers(0, 12))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=example_count(400), deadline=None)
 def test_stop_strings(data: st.DataObject, stops: list[str], include: bool, least: int) -> None:
     tokenizer = Tokenizer.of_bytes()
     text = data.draw(st.text("ab\n", max_size=40))
@@ -161,7 +164,7 @@ def test_stop_strings(data: st.DataObject, stops: list[str], include: bool, leas
 
 @pytest.mark.parametrize("kind", TABLED)
 @given(data=st.data(), include=st.booleans(), least=st.integers(0, 20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 def test_stops_across_tokens_do_not_depend_on_chunks(
     pair: Pairs, kind: str, data: st.DataObject, include: bool, least: int
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_file_without_end(model: Path) -> None:
         Tokenizer.load(model)
 
 
+@pytest.mark.product
 def test_many_added_tokens_cost_no_more_than_each_alone(model: Path) -> None:
     table = {str(8192 + n): {"content": f"<|{n}|>", "special": True} for n in range(10_000)}  # minutes, one by one
     change(model / "tokenizer_config.json", lambda value: value.update(added_tokens_decoder=table))
@@ -111,6 +112,7 @@ async def test_constants_are_folded_and_rendered_under_a_limit(model: Path, temp
     assert not tokenizer.chat_here([])
 
 
+@pytest.mark.product
 async def test_a_tokenizer_that_panics_is_a_failure_and_no_more(model: Path) -> None:
     def hostile(value: dict[str, Any]) -> None:
         value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
@@ -126,6 +128,7 @@ async def test_a_tokenizer_that_panics_is_a_failure_and_no_more(model: Path) -> 
     assert not Tokenizer.load(model, only_plain=True).here("a")
 
 
+@pytest.mark.product
 async def test_tools_make_no_template_longer_than_its_limits(model: Path) -> None:
     """A template that loops over tools in tools is ended by the clock, one that repeats them by its size."""
     tools = ChatOptions(tools=json.dumps([{"name": "f" * 20}] * 1000))

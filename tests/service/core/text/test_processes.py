@@ -21,6 +21,8 @@ from service.core.text.conversation import NO_OPTIONS
 from service.core.text.jobs import KINDS, EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
 from service.core.text.processes import SMALL, JobFailed, Limits, TextProcesses
 
+pytestmark = pytest.mark.product
+
 DEMO = Path("models/demo")
 # Jobs that misbehave, in a module of their own that the fork server imports.
 ODD = """

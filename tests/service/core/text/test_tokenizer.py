@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.errors import InvalidModel
 from service.core.text import ChatMessage, SamplingDefaults, Tokenizer
 from service.core.text.tokenizer import MOST_TEXT
+from tests.properties import example_count
 
 Folder = Callable[..., Path]
 TEXTS = [
@@ -109,7 +110,7 @@ def test_a_vocabulary_with_truncation_and_padding_does_neither(folder: Folder) -
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 def test_a_text_comes_back(loaded: Callable[[str], Tokenizer], kind: str, text: str) -> None:
     tokenizer = loaded(kind)
@@ -134,7 +135,7 @@ def loaded(folder: Folder) -> Callable[[str], Tokenizer]:
 
 
 @given(text=st.text(max_size=80))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "metaspace"])
 def test_least_tokens_is_a_floor(loaded: Callable[[str], Tokenizer], kind: str, text: str) -> None:
     tokenizer = loaded(kind)

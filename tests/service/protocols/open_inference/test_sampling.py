@@ -16,6 +16,7 @@ from service.core.request import ModelFacts, Request
 from service.core.text import SamplingDefaults
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.parse import read_infer
+from tests.properties import example_count
 
 FACTS = ModelFacts(
     name="m",
@@ -43,7 +44,8 @@ def read(sampling: bytes) -> Request:
     return read_infer(message, FACTS, streams=False).request
 
 
-@settings(max_examples=150)
+@pytest.mark.product
+@settings(max_examples=example_count(150))
 @given(st.dictionaries(st.sampled_from(NAMES), _VALUES, max_size=4))
 @example({"stop": ["\ud800"]})
 @example({"\ud800": 1})

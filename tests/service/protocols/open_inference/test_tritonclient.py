@@ -17,6 +17,8 @@ from tests.gateways import run
 from tests.service.asked import until
 from tests.service.conftest import Server, ask, refused
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 CLIENT = Path(__file__).with_name("client.py")
 METHOD = "inference.GRPCInferenceService/ModelStreamInfer"

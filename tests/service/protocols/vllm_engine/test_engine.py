@@ -25,6 +25,8 @@ from tests.service.asked import until
 from tests.service.conftest import Refusal, Server, ask, refused
 from tests.service.tenants import metadata, write_tokens
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 IDS = list(b"hello")
 ACME = metadata("acme")

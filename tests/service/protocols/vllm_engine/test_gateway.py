@@ -15,6 +15,8 @@ from tests.gateways import Gateway, smg
 from tests.service.asked import until
 from tests.service.conftest import Server
 
+pytestmark = pytest.mark.proof
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 DEMO = Path(__file__).resolve().parents[4] / "models" / "demo"
 TOKENS = 150

@@ -14,6 +14,8 @@ from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, Server, ask, ask_stream, refused
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 PROMPT = "what is said before, which takes more than one page of tokens. " * 3
 DRAWN = pb.SamplingOptions(temperature=1, seed=7)

@@ -14,6 +14,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.wishes import MAX_CONSTRAINT
 from tests.service.conftest import Server, ask, ask_stream, refused
 
+pytestmark = pytest.mark.product
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "state": {"enum": ["on", "off"]}},

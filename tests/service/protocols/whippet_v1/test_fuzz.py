@@ -15,7 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.properties import example_count
 from tests.service.conftest import Server, ask
+
+pytestmark = pytest.mark.product
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 _GENERATION = "/whippet.v1.GenerationService/"
@@ -158,7 +161,7 @@ def send(server: Server, method: str, data: bytes) -> grpc.StatusCode:
     return _CODE.OK
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=example_count(250), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(REQUESTS, st.booleans())
 def test_any_request(small: Server, request_: pb.GenerateRequest, stream: bool) -> None:
     method = _GENERATION + ("GenerateStream" if stream else "Generate")
@@ -176,13 +179,13 @@ METHODS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=example_count(200), deadline=None)
 @given(st.sampled_from(METHODS), st.binary(max_size=60))
 def test_any_bytes(small: Server, method: str, data: bytes) -> None:
     assert send(small, method, data) in FITTING
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(REQUESTS, st.data())
 def test_damaged_requests(small: Server, request_: pb.GenerateRequest, data: st.DataObject) -> None:
     damaged = bytearray(request_.SerializeToString() or b"\x1a\x01x")

@@ -42,6 +42,7 @@ from service.protocols.whippet_v1.servicer import GenerationServicer
 from service.transport.context import Context
 from service.transport.rpc import Call
 from service.transport.writer import StallWatch, Writer
+from tests.properties import example_count
 from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=3, queue=0.1, prefill=0.2)
@@ -120,7 +121,8 @@ def script(data: bytes, sizes: Sequence[int], pauses: Sequence[float] = (0.0,)) 
     return events
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.product
+@settings(max_examples=example_count(150), deadline=None)
 @given(
     st.text(max_size=40),
     st.lists(st.integers(1, 7), max_size=12),
@@ -194,6 +196,7 @@ async def test_ids_and_logprobs_end_with_the_stop(size: int) -> None:
     assert [(place.token_id, place.logprob) for place in places] == [(token_id, -token_id) for token_id in ids]
 
 
+@pytest.mark.product
 async def test_a_message_is_sent_when_its_first_token_is_old_enough() -> None:
     """Stop strings make the front gather by itself: four tokens at once, then a silence longer than the delay."""
     delivery = pb.DeliveryOptions(max_tokens_per_message=100)

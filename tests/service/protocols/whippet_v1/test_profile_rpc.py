@@ -19,6 +19,8 @@ from google.protobuf.duration_pb2 import Duration
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.conftest import PATIENCE, ROOT, STEP, Server, ask_stream, refused
 
+pytestmark = pytest.mark.product
+
 CANARY = "zxcanaryzx"
 
 

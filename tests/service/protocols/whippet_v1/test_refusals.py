@@ -341,6 +341,7 @@ def test_an_engine_that_dies_is_unavailable_and_comes_back(serve: Serve) -> None
             assert mortal.idle().restarts == restarts
 
 
+@pytest.mark.proof
 def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once(serve: Serve) -> None:
     """With one place and answers of 0.2 s, who has thirty before him cannot be served within three seconds."""
     with serve("--fake.step-time=0.01", "--scheduler.max-sequences=1") as narrow:

@@ -8,8 +8,12 @@ import struct
 import time
 from collections.abc import Callable
 
+import pytest
+
 from bench.grpc_frames import FrameClient
 from tests.service.conftest import Server, ask_stream
+
+pytestmark = pytest.mark.product
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 STREAM = "/whippet.v1.GenerationService/GenerateStream"

@@ -11,6 +11,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import Server, ask, ask_stream
 from tests.service.scraped import told
 
+pytestmark = pytest.mark.product
+
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 

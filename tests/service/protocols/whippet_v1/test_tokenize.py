@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
+import pytest
 
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import Server, ask_stream, refused
 from tests.service.tenants import metadata, write_tokens
+
+pytestmark = pytest.mark.product
 
 Serve = Callable[..., AbstractContextManager[Server]]
 TEXT = pb.TokenizeRequest(text="x")

@@ -29,6 +29,8 @@ from service.transport.relays.relays import RelayCounts, RelayOptions, Relays
 from service.transport.tls import Certificates
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 
+pytestmark = pytest.mark.product
+
 PATIENCE = 60.0
 BOUNDS = PortBounds(connections=64, connection_calls=256, message_bytes=8_000_000)
 OWN = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))  # a connection of its own

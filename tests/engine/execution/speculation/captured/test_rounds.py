@@ -17,8 +17,10 @@ from engine.scheduling.plan import Admitted, Row, StepPlan
 from engine.scheduling.sequence_state import SequenceTable
 from tests.engine.execution.slow_device import SICK, SlowMemory, answer, request
 from tests.engine.execution.speculation.captured.slow_rounds import LAID, MOST_CONTEXT, RoundsLife, SlowRounds
+from tests.properties import example_count
 
 
+@pytest.mark.product
 @given(
     seed=some.integers(0, 2**32),
     pages=some.integers(6, 30),
@@ -27,7 +29,7 @@ from tests.engine.execution.speculation.captured.slow_rounds import LAID, MOST_C
     chance=some.sampled_from((0.0, 0.5, 0.9, 1.0)),
     depths=some.sampled_from(((7,), (3,), (0, 1, 3, 7), (2, 5))),
 )
-@examples(max_examples=60)
+@examples(max_examples=example_count(60))
 def test_whatever_happens_each_answer_is_its_own(
     seed: int, pages: int, ahead: int, sick: int, chance: float, depths: tuple[int, ...]
 ) -> None:

@@ -14,10 +14,12 @@ from msgspec.structs import replace
 from engine.api import FinishReason
 from tests.engine.execution.slow_device import SICK, answer, request
 from tests.engine.execution.speculation.captured.slow_rounds import LAID, MOST_CONTEXT, RoundsLife
+from tests.properties import example_count
 
 PROMPTS = [5, 6, 7], [8, 9], [1], [2, 3, 4, 5, 6]
 
 
+@pytest.mark.product
 @given(
     seed=some.integers(0, 2**32),
     pages=some.integers(12, 60),
@@ -29,7 +31,7 @@ PROMPTS = [5, 6, 7], [8, 9], [1], [2, 3, 4, 5, 6]
     shared=some.booleans(),
     waits=some.booleans(),
 )
-@examples(max_examples=80)
+@examples(max_examples=example_count(80))
 def test_whatever_happens_each_answer_is_its_own(
     seed: int,
     pages: int,

@@ -138,7 +138,7 @@ def test_what_is_named_is_there(path: Path) -> None:
         "`--cache.redis-nothing`",
         "`limits.nothing`",
         "`bench/*.nothing`",
-        "`make x` and `tests/docs/test_nothing.py`",
+        "`make x` and `tests/lint/test_nothing.py`",
         "```sh\npython -m bench.nothing\n```",
     ],
 )

@@ -1,9 +1,9 @@
-"""Tests lie in the same rooms under the same names as what they test.
+"""Tests lie in the same rooms under the same names as the code that they test.
 
-`tests/engine/kv/test_page_pool.py` tests `engine/kv/page_pool.py`. A file about several modules of a room together has
-a name of its own, which no module of another room has: whoever looks for the tests of a module looks in one place.
-Helpers have no `test_` in front. Beside the rooms lie `contract` (what holds for the whole tree), `docs`, `e2e` (whole
-servers as a user starts them) and `timing` (what has to look at a clock).
+`tests/engine/kv/test_page_pool.py` tests `engine/kv/page_pool.py`. A file about several modules of a room has a name of
+its own, which no module of another room has, so that a reader finds the tests of a module in one place. Helpers have no
+`test_` in front. Beside the rooms lie `contract` (rules for the whole tree), `e2e` (whole servers as a user starts
+them), `lint` (files against each other), and `proofs` and `timing` (tests that need long or a quiet machine).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-BESIDE = {"contract", "docs", "e2e", "timing"}
+BESIDE = {"contract", "e2e", "lint", "proofs", "timing"}
 FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 HERE = [path for path in FILES if path.parts[0] not in BESIDE]
 

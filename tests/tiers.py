@@ -1,0 +1,106 @@
+"""Which tier each test belongs to. `--tier` selects one; without it pytest runs whatever is named.
+
+    lint         checks files against each other: documents, generated code, names, locks. `make lint` runs it.
+    check        starts no process and takes a second at most. Run before each commit.
+    test         proves the product with real servers, Redis and tools, whatever else the machine does.
+    proofs       needs minutes or a quiet machine: soak, timing, attack, every setting through a whole server.
+    isa          tests of all tiers marked `isa`, which take another path on a CPU with other vector units.
+    properties   property tests of all tiers, so that proofs can draw more examples.
+
+A test is in `check` unless it is marked `product` or `proof`, uses a fixture that starts a process (`STARTING`), or
+lies in a folder of `FOLDERS`. A test in `check` that starts a process fails, on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import is_hypothesis_test
+
+TIERS = ("lint", "check", "test", "proofs", "isa", "properties")
+FOLDERS = {"tests/lint/": "lint", "tests/proofs/": "proofs", "tests/timing/": "proofs"}
+ROOT = Path(__file__).resolve().parents[1]
+# Fixtures that start a process when they are made.
+STARTING = frozenset({"exported_embedder", "make_redis", "redis_server", "shared_redis", "template"})
+_STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
+_FILE_MARK = re.compile(r"^pytestmark = \[?(?:.*, )?pytest\.mark\.(gpu|product|proof)\b", re.MULTILINE)
+# Tiers that a file with such a mark can have tests in.
+_MARKED = {"gpu": (), "product": ("test", "proofs"), "proof": ("proofs",)}
+# Selections that go across the tiers, and what a file needs to say to have tests in them.
+_ACROSS = {"isa": "pytest.mark.isa", "properties": "hypothesis"}
+_guarded = False
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The tier of a collected test."""
+    if folder := next((folder for folder in FOLDERS if item.nodeid.startswith(folder)), None):
+        return FOLDERS[folder]
+    if item.get_closest_marker("proof"):
+        return "proofs"
+    if item.get_closest_marker("product") or STARTING.intersection(getattr(item, "fixturenames", ())):
+        return "test"
+    return "check"
+
+
+def selected(item: pytest.Item, tier: str) -> bool:
+    if tier == "isa":
+        return item.get_closest_marker("isa") is not None
+    if tier == "properties":
+        return is_hypothesis_test(getattr(item, "obj", None))
+    return tier_of(item) == tier
+
+
+def unneeded(path: Path, tier: str) -> bool:
+    """Whether no test of a file can be in the tier, judged by its text: importing the file may take seconds."""
+    if path.suffix != ".py" or not path.name.startswith("test_"):
+        return False
+    relative = path.relative_to(ROOT).as_posix()
+    folder = next((folder for folder in FOLDERS if relative.startswith(folder)), None)
+    if folder is not None:
+        return tier != FOLDERS[folder] and tier not in _ACROSS
+    if tier == "lint":
+        return True
+    text = path.read_text()
+    if tier in _ACROSS:
+        return _ACROSS[tier] not in text
+    found = _FILE_MARK.search(text)
+    return found is not None and tier not in _MARKED[found[1]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, help="run the tests of one tier alone (tests/tiers.py)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    tier = config.getoption("--tier")
+    return True if tier and collection_path.is_file() and unneeded(collection_path, tier) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if tier := config.getoption("--tier"):
+        config.hook.pytest_deselected(items=[item for item in items if not selected(item, tier)])
+        items[:] = [item for item in items if selected(item, tier)]
+
+
+def _guard(event: str, arguments: tuple[Any, ...]) -> None:
+    if _guarded and event in _STARTS:
+        raise RuntimeError("a test that starts a process belongs to `make test`: mark it `product` (tests/tiers.py)")
+
+
+sys.addaudithook(_guard)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Keeps tests of `check` from starting processes."""
+    global _guarded
+    _guarded = tier_of(item) == "check" and item.get_closest_marker("gpu") is None
+    try:
+        return (yield)
+    finally:
+        _guarded = False
