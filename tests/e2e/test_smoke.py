@@ -97,7 +97,15 @@ def guarded(
         }
 
 
-@pytest.mark.parametrize("kind", ["plain", "tokens", "TLS", "TLS and tokens", "certificates and tokens"])
+@pytest.mark.product
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "certificates and tokens",
+        *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("tokens", "TLS", "TLS and tokens")),
+    ],
+)
 def test_it_passes_whatever_guards_the_server(kind: str, guarded: Servers, grpcurl: Path) -> None:
     """`make smoke`, as one types it, to a server that runs."""
     one = guarded[kind]
@@ -111,6 +119,7 @@ def test_it_passes_whatever_guards_the_server(kind: str, guarded: Servers, grpcu
     assert done.stdout.endswith(f"smoke: {CHECKS + len(OWN | one.more)} passed, 0 failed against {one.server.data}\n")
 
 
+@pytest.mark.product
 def test_it_passes_on_a_model(served_awq: Running, grpcurl: Path) -> None:
     """What `make serve` serves."""
     done = script(SMOKE, served_awq.data, PATH=f"{grpcurl.parent}:{os.environ['PATH']}", GRPCURL="")
@@ -118,6 +127,7 @@ def test_it_passes_on_a_model(served_awq: Running, grpcurl: Path) -> None:
     assert len(passed(done)) == CHECKS
 
 
+@pytest.mark.proof
 def test_nobody_there(grpcurl: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -128,18 +138,21 @@ def test_nobody_there(grpcurl: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"smoke: {address} does not answer; nothing else was tried"
 
 
+@pytest.mark.proof
 def test_the_wrong_port_of_the_right_server(fake: Running, grpcurl: Path) -> None:
     failed = failures(script(SMOKE, fake.admin, GRPCURL=grpcurl))
     assert failed[0] == "list: no /^whippet.v1.GenerationService$/ in its answer"
     assert any(one.startswith("generate: exit code") for one in failed)
 
 
+@pytest.mark.proof
 def test_tls_to_a_plaintext_port(fake: Running, grpcurl: Path) -> None:
     done = script(SMOKE, fake.data, "-insecure", GRPCURL=grpcurl)
     assert failures(done) == ["list: exit code 1 instead of 0"]
     assert "tls" in done.stdout.lower()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("arguments", "environment", "says"),
     [
@@ -179,6 +192,7 @@ def spoiled(fault: str, server: Running, grpcurl: Path) -> list[str]:
     return [line.partition(":")[0] for line in failed]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_server_is_found_out(fault: str, fake: Running, grpcurl: Path) -> None:
     """By the checks whose business it is, and by no other where nothing but time could spoil those."""
@@ -192,6 +206,7 @@ def test_a_broken_server_is_found_out(fault: str, fake: Running, grpcurl: Path) 
         assert set(failed) == wanted
 
 
+@pytest.mark.proof
 def test_a_port_that_spoils_nothing_passes(fake: Running, grpcurl: Path) -> None:
     """So that it is the faults which are found out."""
     with spoilt(fake.data, {}) as address, spoilt(fake.admin, {}) as admin:
@@ -201,6 +216,7 @@ def test_a_port_that_spoils_nothing_passes(fake: Running, grpcurl: Path) -> None
     assert set(passed(done)) - found == {"the health port"}  # each can fail; of this one see below
 
 
+@pytest.mark.proof
 def test_a_health_port_that_says_no(fake: Running, grpcurl: Path) -> None:
     method, broken, _ = BROKEN["not in service"]
     with spoilt(fake.health, {method: broken}) as health:
@@ -208,6 +224,7 @@ def test_a_health_port_that_says_no(fake: Running, grpcurl: Path) -> None:
     assert [line.partition(":")[0] for line in failed] == ["the health port"]
 
 
+@pytest.mark.proof
 def test_a_server_that_knows_every_token(guarded: Servers, grpcurl: Path) -> None:
     one = guarded["tokens"]
     known = knows_everybody("secret")
@@ -217,6 +234,7 @@ def test_a_server_that_knows_every_token(guarded: Servers, grpcurl: Path) -> Non
     assert {line.partition(":")[0] for line in failed} == TOKEN | ADMIN_TOKEN
 
 
+@pytest.mark.proof
 def test_a_token_from_a_file(guarded: Servers, grpcurl: Path, tmp_path: Path) -> None:
     one = guarded["tokens"]
     (tmp_path / "token").write_text("secret\n")
@@ -225,6 +243,7 @@ def test_a_token_from_a_file(guarded: Servers, grpcurl: Path, tmp_path: Path) ->
     assert set(passed(done)) >= TOKEN
 
 
+@pytest.mark.proof
 def test_a_server_that_speaks_plaintext_as_well(guarded: Servers, grpcurl: Path) -> None:
     one = guarded["TLS"]
     with either(one.server.data, guarded["plain"].server.data) as address:
@@ -232,12 +251,14 @@ def test_a_server_that_speaks_plaintext_as_well(guarded: Servers, grpcurl: Path)
     assert {line.partition(":")[0] for line in failed} == TLS
 
 
+@pytest.mark.proof
 def test_a_server_that_asks_for_no_certificate(guarded: Servers, grpcurl: Path) -> None:
     client = guarded["certificates and tokens"].flags
     failed = failures(script(SMOKE, guarded["TLS and tokens"].server.data, *client, GRPCURL=grpcurl))
     assert {line.partition(":")[0] for line in failed} == CERTIFICATE
 
 
+@pytest.mark.proof
 def test_a_server_that_was_drained_is_back_when_the_script_is_ended(fake: Running, grpcurl: Path) -> None:
     """Ended while the drain waits for an answer that is still being read."""
     with grpc.insecure_channel(fake.data) as channel, grpc.insecure_channel(fake.admin) as operator:
@@ -256,18 +277,21 @@ def test_a_server_that_was_drained_is_back_when_the_script_is_ended(fake: Runnin
         assert admin.GetLoad(admin_pb2.GetLoadRequest()).state == admin_pb2.ENGINE_STATE_READY
 
 
+@pytest.mark.proof
 def test_a_server_of_its_own(whippet: Path, grpcurl: Path) -> None:
     done = script(LOCAL, "--engine", "fake", WHIPPET=whippet, GRPCURL=grpcurl)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{CHECKS + len(OWN)} passed, 0 failed" in done.stdout
 
 
+@pytest.mark.proof
 def test_a_server_that_does_not_start(whippet: Path, grpcurl: Path) -> None:
     done = script(LOCAL, "--model", "/no/model", WHIPPET=whippet, GRPCURL=grpcurl)
     assert done.returncode == 2
     assert "/no/model" in done.stderr
 
 
+@pytest.mark.proof
 def test_a_server_that_ends_badly(tmp_path: Path, whippet: Path, grpcurl: Path) -> None:
     """All checks pass, yet the exit code tells."""
     rude = tmp_path / "whippet"

@@ -1,6 +1,6 @@
-"""What has to look at a wall clock: each test compares two things that it measured in turns, in one run.
+"""Tests that measure time: each compares two things that it measured in turns, in one run.
 
-`make test` runs these alone, one after the other, once everything else is done.
+`make proofs` runs them one after the other, with nothing beside them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.engine.conftest import Drive, Request
 from tests.engine.quantized import nothing
 from tests.engine.stepped import holding, known, put
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.product, pytest.mark.isa]
 
 MODELS = Path(__file__).resolve().parents[3] / "models"
 FORMATS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,10 @@ def prompts(count: int) -> list[list[int]]:
     return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-@pytest.fixture(params=["float32", "bfloat16", "awq", "int8"])
+_PROOF = [pytest.param(name, marks=pytest.mark.proof) for name in ("bfloat16", "int8")]
+
+
+@pytest.fixture(params=["float32", "awq", *_PROOF])
 def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     made = build(settings(request.param, max_sequences=64), nothing)
     yield made
