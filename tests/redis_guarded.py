@@ -13,6 +13,7 @@ from bench.ports import free_port
 from bench.redis_server import RedisServer
 from cache.api import Address, Login, RedisSettings
 from cache.kv_blocks.resp import RespConnection, RespError
+from cache.store.redis_hello import GREETING
 from cache.store.redis_tls import TlsFiles
 from tests.service.certificates import HERE, Authority, write_pair
 
@@ -55,6 +56,11 @@ def users(folder: Path, *lines: str) -> Path:
 def ours(rules: str) -> str:
     """A line of an ACL file."""
     return f"user whippet on >{PASSWORD.replace(' ', '_')} {rules}"
+
+
+def flat(reply: object) -> list[object]:
+    """A list with the elements of lists within it; one element where it is none."""
+    return [inner for each in reply for inner in flat(each)] if isinstance(reply, list) else [reply]
 
 
 class GuardedRedis:
@@ -104,10 +110,11 @@ class GuardedRedis:
         given |= {"url": f"rediss://whippet@{NAME}", "sentinels": f"watcher@{asked}"}
         return RedisSettings(**{**given, "sentinel_password_file": self.folder / "watching", **changes})
 
-    def root(self, port: int, *words: str) -> list[bytes | int | None]:
-        """What an operator's command brings, as a list."""
+    def root(self, port: int, *words: str) -> list[object]:
+        """The reply to an operator's command, without the nesting of its lists."""
         with closing(self.root_link(port)) as link:
-            return link.listed(*(word.encode() for word in words), deadline=self.soon()) or []
+            sent = [word.encode() for word in words]
+            return flat(link.command(*sent, deadline=self.soon(), shape=GREETING))
 
     def root_link(self, port: int) -> RespConnection:
         """An operator's connection."""
@@ -145,8 +152,8 @@ class GuardedRedis:
 
     def _ready(self, port: int) -> bool:
         """Whether a sentinel knows both others and the replica."""
-        flat = self.root(port, "SENTINEL", "MASTER", NAME)
-        says = dict(zip(flat[::2], flat[1::2], strict=True))
+        found = self.root(port, "SENTINEL", "MASTER", NAME)
+        says = dict(zip(found[::2], found[1::2], strict=True))
         return (says[b"num-other-sentinels"], says[b"num-slaves"]) == (b"2", b"1") and says[b"flags"] == b"master"
 
     def _sentinel(self, port: int) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from cache.api import CacheKey, Kind, SingleFlightSettings, StoreFault
 from cache.store.redis_link import Link, NothingSentFault, ignored, reply_as
 
 TOKEN_BYTES = 16
+MESSAGES = 256  # read at once; each is an entry of a place and a list of a name and a value
 MOST_RETURNING = 16  # at once; what is not given back runs out by itself
 
 EXTEND = """
@@ -63,6 +64,7 @@ class Leases:
                 lambda client: client.set(key.name, token, px=lease, nx=True, get=True),
                 lambda reply: reply_as(reply, bytes | None),
                 within,
+                self._urgent.values(1),
             )
         except NothingSentFault:
             raise
@@ -82,7 +84,9 @@ class Leases:
     async def holds(self, lease: Lease) -> bool:
         """Whether the lease stands."""
         token = lease.token.encode()
-        return await self._urgent.read(lambda client: client.get(lease.key.name), lambda reply: reply == token)
+        return await self._urgent.read(
+            lambda client: client.get(lease.key.name), lambda reply: reply == token, shape=self._urgent.values(1)
+        )
 
     async def extend(self, lease: Lease) -> bool:
         """False where it is lost."""
@@ -125,7 +129,9 @@ class Leases:
         """New messages and the place of the last, after waiting for the first one as long as `block`."""
         milliseconds = max(1, round(1000 * block))
         entries = await self._patient.read(
-            lambda client: client.xread({lease.stream.name: after}, count=256, block=milliseconds), _entries
+            lambda client: client.xread({lease.stream.name: after}, count=MESSAGES, block=milliseconds),
+            _entries,
+            shape=self._patient.values(MESSAGES, more=5 * (1 + MESSAGES)),
         )
         if not entries:
             return after, ()

@@ -13,6 +13,7 @@ from cache.kv_blocks.resp import ForeignValueError, RespConnection, RespError
 from cache.store.breaker import Breaker
 from cache.store.redis_hello import (
     FORBIDDEN,
+    GREETING,
     OLD,
     STRANGER,
     Complaints,
@@ -46,7 +47,7 @@ def connect(settings: RedisSettings, deadline: float, tls: TlsFiles | None = Non
 
 def _hello(link: RespConnection, deadline: float) -> object:
     try:
-        return link.listed(b"HELLO", b"2", deadline=deadline)
+        return link.command(b"HELLO", b"2", deadline=deadline, shape=GREETING)
     except RespError as error:
         if str(error) == "ERR":
             raise UnfitError(OLD) from None
@@ -63,7 +64,8 @@ def _master(
         until = now + (deadline - now) / (len(sentinels) - at + 1)  # the last share is the master's own
         with suppress(OSError, RespError), closing(RespConnection(address, tls, until)) as link:
             link.log_in(login, until)
-            found = master_address(link.listed(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name, deadline=until))
+            words = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name)
+            found = master_address(link.command(*words, deadline=until, shape=GREETING))
             if found is not None:
                 return found
     raise NotMasterError

@@ -7,9 +7,9 @@ import ssl
 import time
 
 from cache.api import Address, Login
+from cache.store.redis_replies import HEADER, LINE, ErrorReply, Progress, ReplyReader, ReplyRefusedError, Shape
 
-LINE_LIMIT = 65_536
-LIST_LIMIT = 1024  # entries of a list, those of lists within it included
+SHORT = Shape()
 HEAD = 4096  # bytes read while looking for a line's end; what of it belongs to a value is copied once
 
 
@@ -58,9 +58,22 @@ class RespConnection:
                 head += bytes(word) + b"\r\n"
         self._socket.sendall(head)
 
-    def answer(self, deadline: float) -> bytes | int | None:
-        """A short answer: status, number or small value. Raises RespError on an error answer."""
-        return self._value(self._line(deadline), deadline)
+    def answer(self, deadline: float, shape: Shape = SHORT) -> object:
+        """A status, number, small value or short list. Raises RespError on an error answer."""
+        reader = ReplyReader()
+        reader.begin(shape)
+        reader.feed(self._head)
+        self._head = b""
+        try:
+            while (progress := reader.advance(shape.elements)) is not Progress.WHOLE:
+                if progress is Progress.HUNGRY:
+                    reader.feed(self._more(deadline))
+        except ReplyRefusedError as error:
+            raise RespError(str(error)) from None
+        self._head = reader.rest
+        if isinstance(reader.reply, ErrorReply):
+            raise RespError(reader.reply.text.split(" ", 1)[0])
+        return reader.reply
 
     def bulk(self, into: memoryview, deadline: float, begin: float | None = None) -> int | None:
         """Reads a value into a buffer and returns its length, None where the key is absent. `begin` is an earlier
@@ -81,28 +94,9 @@ class RespConnection:
             raise RespError("a value without an end")
         return length
 
-    def command(self, *words: bytes | memoryview, deadline: float) -> bytes | int | None:
+    def command(self, *words: bytes | memoryview, deadline: float, shape: Shape = SHORT) -> object:
         self.send(*words, deadline=deadline)
-        return self.answer(deadline)
-
-    def listed(self, *words: bytes, deadline: float) -> list[bytes | int | None] | None:
-        """A command whose answer is a short list, with what lists within it hold behind one another."""
-        self.send(*words, deadline=deadline)
-        found: list[bytes | int | None] = []
-        left = self._entries(self._line(deadline))
-        if left is None:
-            return None
-        taken = 0
-        while left:
-            left, taken = left - 1, taken + 1
-            line = self._line(deadline)
-            if line[:1] == b"*":
-                left += self._entries(line) or 0
-            else:
-                found.append(self._value(line, deadline))
-            if taken + left > LIST_LIMIT:
-                raise RespError("a long list")
-        return found
+        return self.answer(deadline, shape)
 
     def log_in(self, login: Login, deadline: float) -> None:
         """Does nothing without a password."""
@@ -110,51 +104,28 @@ class RespConnection:
             user = (login.user.encode(),) if login.user else ()
             self.command(b"AUTH", *user, login.password.encode(), deadline=deadline)
 
-    def _value(self, line: bytes, deadline: float) -> bytes | int | None:
-        mark, rest = line[:1], line[1:]
-        if mark == b"+":
-            return rest
-        if mark == b":":
-            return _number(rest)
-        if mark == b"-":
-            raise RespError(rest.split(b" ", 1)[0].decode("ascii", "replace"))
-        length = self._length(line)
-        if length is None:
-            return None
-        if length > LINE_LIMIT:
-            raise RespError("a long answer")
-        value = bytearray(length + 2)
-        self._fill(memoryview(value), deadline)
-        return bytes(value[:length])
-
-    @staticmethod
-    def _entries(line: bytes) -> int | None:
-        """Of a list; None for none at all. Raises RespError, also on an error answer."""
-        if line[:1] == b"-":
-            raise RespError(line[1:].split(b" ", 1)[0].decode("ascii", "replace"))
-        if line[:1] != b"*":
-            raise RespError("not a list")
-        count = _number(line[1:])
-        return None if count < 0 else count
+    def _more(self, deadline: float) -> bytes:
+        self._socket.settimeout(_left(deadline))
+        more = self._socket.recv(HEAD)
+        if not more:
+            raise RespError("connection closed")
+        return more
 
     def _line(self, deadline: float) -> bytes:
-        while (end := self._head.find(b"\r\n")) < 0:
-            if len(self._head) > LINE_LIMIT:
+        while (end := self._head.find(b"\r\n", 0, LINE)) < 0:
+            if len(self._head) >= LINE:
                 raise RespError("a line without an end")
-            self._socket.settimeout(_left(deadline))
-            more = self._socket.recv(HEAD)
-            if not more:
-                raise RespError("connection closed")
-            self._head += more
+            self._head += self._more(deadline)
         line, self._head = self._head[:end], self._head[end + 2 :]
         return line
 
     @staticmethod
     def _length(line: bytes) -> int | None:
-        if line[:1] != b"$":
+        if line == b"$-1":
+            return None
+        if line[:1] != b"$" or not line[1:].isdigit() or len(line) > HEADER:
             raise RespError("not a value")
-        length = _number(line[1:])
-        return None if length < 0 else length
+        return int(line[1:])
 
     def _fill(self, into: memoryview, deadline: float) -> None:
         ready = min(len(self._head), len(into))
@@ -173,10 +144,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("deadline")
     return left
-
-
-def _number(text: bytes) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise RespError("not a number") from None

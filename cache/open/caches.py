@@ -33,7 +33,7 @@ from cache.api import (
     StoreFault,
 )
 from cache.seal.context import CacheContext
-from cache.seal.envelope import Envelope
+from cache.seal.envelope import OVERHEAD, Envelope
 from cache.seal.keyring import open_keyring
 from cache.seal.partition import PREFIXES, Epochs, Partitions
 from cache.semantic.embedder import open_embedder
@@ -227,14 +227,14 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
     """Opens without waiting for Redis, which may be down. Raises InvalidKeyFile."""
     keyring = open_keyring(settings.key_file)
     partitions = Partitions(keyring, identity)
-    redis = settings.redis
+    largest = max(settings.response.max_bytes, settings.semantic.max_bytes)
+    redis = None if settings.redis is None else replace(settings.redis, largest=largest + OVERHEAD)
     if redis is not None and not keyring.shared:
         log.warning("cache: no key file: what lies in Redis is of no use to other replicas, nor to this one later")
     members = settings.semantic.max_entries
     store: Store = (
         MemoryStore(settings.memory_bytes, members=members) if redis is None else RedisStore(redis, counter, members)
     )
-    largest = max(settings.response.max_bytes, settings.semantic.max_bytes)
     envelope = Envelope(keyring, largest, counter)
     context = CacheContext(store, partitions, Epochs(store, partitions), envelope, counter)
     shared = None

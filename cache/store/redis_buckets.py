@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from cache.api import BreakerState, BucketSize, CacheKey, Counter, Grant, Kind, RedisSettings
 from cache.store.redis_link import Link, OddReply, reply_as
 from cache.store.redis_open import RedisServer
+from cache.store.redis_replies import Shape
 
+GRANT = Shape(elements=3)
 DEBT = 86_400.0  # seconds of filling; the most that a bucket can be owed, or a forged value can close it for
 
 # ARGV: filled per second, most that it holds, owed, wanted, most that it can be owed. What no bucket can contain, and
@@ -50,7 +52,7 @@ class RedisBuckets:
     async def settle(self, tenant: str, size: BucketSize, owed: float, wanted: float) -> Grant:
         arguments = [f"{value:.6f}" for value in (size.per_second, size.most, owed, wanted, DEBT * size.per_second)]
         name = self._name(tenant)
-        return await self._link.write(lambda client: client.eval(SETTLE, 1, name, *arguments), _grant)
+        return await self._link.write(lambda client: client.eval(SETTLE, 1, name, *arguments), _grant, shape=GRANT)
 
     async def aclose(self) -> None:
         await self._link.aclose()

@@ -13,12 +13,15 @@ from redis.exceptions import ReadOnlyError, ResponseError
 
 from cache.api import BreakerState, Counter, StoreFault
 from cache.store.breaker import Breaker
-from cache.store.redis_open import RedisServer, close
+from cache.store.redis_open import Client, RedisServer, close
+from cache.store.redis_replies import HEADER, Shape
 
 T = TypeVar("T")
 Command = Callable[[Redis], Awaitable[object]]
 
+SHORT = Shape()  # a status, a number or a short value
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
+MEAN = 1 << 16  # bytes of a value among many: not all of them may be as large as one may
 CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
 
 
@@ -61,11 +64,11 @@ class Clients:
         self._wait = max(wait, CONNECT)
         self._most = server.settings.connections
         self._free = asyncio.Semaphore(self._most)
-        self._idle: list[Redis] = []
+        self._idle: list[Client] = []
         self._tasks: set[asyncio.Task[Any]] = set()  # that connect or close
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[Redis]:
+    async def one(self) -> AsyncIterator[Client]:
         """A client that nobody else uses in the meantime."""
         async with self._free:
             client = self._idle.pop() if self._idle else await self._connected()
@@ -98,7 +101,7 @@ class Clients:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _connected(self) -> Redis:
+    async def _connected(self) -> Client:
         task = self._task(self._server.client(self._wait))
         try:
             return await asyncio.shield(task)
@@ -106,11 +109,11 @@ class Clients:
             task.add_done_callback(self._left_behind)
             raise
 
-    def _left_behind(self, task: asyncio.Task[Redis]) -> None:
+    def _left_behind(self, task: asyncio.Task[Client]) -> None:
         if not task.cancelled() and task.exception() is None:
             self._keep(task.result())
 
-    def _keep(self, client: Redis) -> None:
+    def _keep(self, client: Client) -> None:
         if len(self._idle) < self._most:
             self._idle.append(client)
         else:
@@ -141,20 +144,31 @@ class Link:
         """Of the breakers of reads and of writes, by name."""
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
-    async def read(self, command: Command, parse: Callable[[object], T], within: float | None = None) -> T:
-        """Raises StoreFault, also where `parse` refuses the reply."""
-        return await self._run(self._reads, command, parse, within)
+    def values(self, count: int, more: int = 0) -> Shape:
+        """Of a reply with so many values, two of which may be the largest that are kept, and `more` elements beside."""
+        most = (MEAN * count if count > 2 else 0) + (self._server.settings.largest + HEADER) * min(count, 2)
+        return Shape(1 + count + more, most + HEADER * (1 + count + more))
 
-    async def write(self, command: Command, parse: Callable[[object], T], within: float | None = None) -> T:
-        """Raises StoreFault, also where `parse` refuses the reply."""
-        return await self._run(self._writes, command, parse, within)
+    async def read(
+        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
+    ) -> T:
+        """Raises StoreFault, also where the reply is larger than `shape`, or `parse` refuses it."""
+        return await self._run(self._reads, command, parse, within, shape)
+
+    async def write(
+        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
+    ) -> T:
+        """Raises StoreFault, also where the reply is larger than `shape`, or `parse` refuses it."""
+        return await self._run(self._writes, command, parse, within, shape)
 
     async def aclose(self) -> None:
         """Closes the connections; later commands raise StoreFault."""
         self._closed = True
         await self._clients.aclose()
 
-    async def _run(self, breaker: Breaker, command: Command, parse: Callable[[object], T], within: float | None) -> T:
+    async def _run(
+        self, breaker: Breaker, command: Command, parse: Callable[[object], T], within: float | None, shape: Shape
+    ) -> T:
         budget = self._budget if within is None else min(within, self._budget)
         if self._closed or budget < STARVED:
             self._counter.count("cache_fault", "closed" if self._closed else "starved")
@@ -164,8 +178,9 @@ class Link:
             raise NothingSentFault("breaker open")
         try:
             async with asyncio.timeout(budget), self._clients.one() as client:
-                answer = parse(await command(client))
-        except Exception as error:  # of any type: redis-py's parser stumbles over bytes that are no reply
+                client.expected.shape = shape
+                answer = parse(await command(client.redis))
+        except Exception as error:  # of any type: what redis-py makes of replies that it did not expect
             raise self._fault(breaker, error) from None
         breaker.succeeded()
         return answer

@@ -10,6 +10,8 @@ import asyncio
 import ssl
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from redis.asyncio import ConnectionPool, Redis, SSLConnection
@@ -26,6 +28,7 @@ from redis.exceptions import (
 from cache.api import Address, Login, RedisSettings
 from cache.store.redis_hello import (
     FORBIDDEN,
+    GREETING,
     OLD,
     STRANGER,
     Complaints,
@@ -34,9 +37,18 @@ from cache.store.redis_hello import (
     check_hello,
     master_address,
 )
+from cache.store.redis_parser import BoundedParser, Expected
 from cache.store.redis_tls import TlsFiles
 
-READ_SIZE = 1 << 20
+READ_SIZE = 1 << 18  # bytes taken at once; the most that a connection holds beyond what was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One connection, and what the command under way may answer on it."""
+
+    redis: Redis
+    expected: Expected
 
 
 class _TlsConnection(SSLConnection):
@@ -48,9 +60,10 @@ class _TlsConnection(SSLConnection):
         self.ssl_context.context = context
 
 
-def client_of(address: Address, login: Login, database: int, tls: ssl.SSLContext | None, wait: float) -> Redis:
+def client_of(address: Address, login: Login, database: int, tls: ssl.SSLContext | None, wait: float) -> Client:
     """A client with one connection, not connected yet, that waits `wait` seconds at most on its socket, and gives
     replies as they came."""
+    expected = Expected(GREETING)
     options: dict[str, Any] = {
         "host": address.host,
         "port": address.port,
@@ -64,17 +77,18 @@ def client_of(address: Address, login: Login, database: int, tls: ssl.SSLContext
         "retry_on_timeout": False,
         "protocol": 2,
         "driver_info": None,
+        "parser_class": partial(BoundedParser, expected),
     }
     if tls is not None:
         options |= {"connection_class": _TlsConnection, "context": tls}
     client = Redis.from_pool(ConnectionPool(max_connections=1, **options))
     client.response_callbacks.clear()  # they take every reply for what it should be
-    return client
+    return Client(client, expected)
 
 
-async def close(client: Redis) -> None:
+async def close(client: Client) -> None:
     with suppress(RedisError, OSError):
-        await client.aclose(close_connection_pool=True)
+        await client.redis.aclose(close_connection_pool=True)
 
 
 class RedisServer:
@@ -89,7 +103,7 @@ class RedisServer:
         self._finding: asyncio.Task[Address] | None = None  # for all who wait for it
         self._asking: set[asyncio.Task[Address | None]] = set()
 
-    async def client(self, wait: float) -> Redis:
+    async def client(self, wait: float) -> Client:
         """Connected to a server that entries can be kept in. No step of it waits longer than `wait` seconds. Raises
         what redis-py raises, OSError, UnfitError and NotMasterError."""
         settings = self.settings
@@ -97,7 +111,7 @@ class RedisServer:
             address = self._master or await self._found(wait)
             client = client_of(address, settings.login(), settings.where.database, self._tls.context(), wait)
             try:
-                check_hello(await _hello(client), settings.sentinels is not None)
+                check_hello(await _hello(client.redis), settings.sentinels is not None)
             except BaseException:
                 self.doubt()
                 await close(client)
@@ -150,7 +164,7 @@ class RedisServer:
     async def _ask(self, sentinel: Address, login: Login, wait: float) -> Address | None:
         name, client = self.settings.where.address.host, client_of(sentinel, login, 0, self._tls.context(), wait)
         try:
-            return master_address(await _asked(client, "SENTINEL GET-MASTER-ADDR-BY-NAME", name))
+            return master_address(await _asked(client.redis, "SENTINEL GET-MASTER-ADDR-BY-NAME", name))
         except (RedisError, OSError) as error:
             self.refused(error)
             return None

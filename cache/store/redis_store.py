@@ -11,10 +11,13 @@ from redis.exceptions import ResponseError
 from cache.api import DIRECTORY_MEMBERS, BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings, is_name
 from cache.store.redis_link import Command, Link, OddReply, ignored, of_another_type, reply_as
 from cache.store.redis_open import RedisServer
+from cache.store.redis_replies import HEADER, Shape
 from cache.store.writer import Write, WriteQueue
 
 CLOSE_WITHIN = 1.0
-SCAN_COUNT = 1000
+SCAN_COUNT = 256
+NAMES = 16 * SCAN_COUNT  # the most of one page: Redis walks so many buckets, each with a few names
+NAME = 256  # bytes of a name, or of a member with its cursor
 
 LAST_CURSOR = 2**53 - 1
 
@@ -85,7 +88,7 @@ class RedisStore:
                 raise OddReply
             return tuple(values)
 
-        return await self._small.read(lambda client: client.mget(names), parse, within)
+        return await self._small.read(lambda client: client.mget(names), parse, within, self._small.values(len(names)))
 
     async def set(self, key: CacheKey, value: bytes, ttl: float) -> None:
         await self._bulk.write(lambda client: client.set(key.name, value, px=self._milliseconds(ttl)), ignored)
@@ -103,7 +106,9 @@ class RedisStore:
                 await client.set(key.name, value, px=lifetime)
                 return None
 
-        standing: bytes | None = await self._small.write(command, lambda reply: reply_as(reply, bytes | None), within)
+        standing: bytes | None = await self._small.write(
+            command, lambda reply: reply_as(reply, bytes | None), within, self._small.values(1)
+        )
         return value if standing is None else standing
 
     async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
@@ -123,7 +128,9 @@ class RedisStore:
         """Walks the whole database: for administrators, not for requests. Leaves out names that are none of ours."""
         cursor = 0
         while True:
-            cursor, names = await self._admin.read(self._page(cursor, f"{kind.value}:{partition}:*"), _scanned)
+            cursor, names = await self._admin.read(
+                self._page(cursor, f"{kind.value}:{partition}:*"), _scanned, shape=_listing(NAMES)
+            )
             for name in names:
                 digest = name.rpartition(b":")[2].decode("ascii", "replace")
                 if is_name(digest):
@@ -141,7 +148,7 @@ class RedisStore:
                 pipe.zcard(directory.name)
                 return await pipe.execute()
 
-        found, total = await self._small.read(command, _listed, within)
+        found, total = await self._small.read(command, _listed, within, _listing(2 * count))
         members = tuple((name.decode("ascii", "replace"), cursor) for name, cursor in found)
         ours = tuple(member for member in members if is_name(member[0]))
         if len(ours) < len(members):
@@ -178,6 +185,11 @@ class RedisStore:
     def _milliseconds(self, ttl: float) -> int:
         share = self._settings.jitter
         return max(1, round(1000 * ttl * self._random.uniform(1 - share, 1 + share)))
+
+
+def _listing(count: int) -> Shape:
+    """Of a list of names, some of which may be longer than ours, with what stands around it."""
+    return Shape(4 + count, (1 << 16) + count * (NAME + HEADER))
 
 
 def _number(reply: object) -> int:

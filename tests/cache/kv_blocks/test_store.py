@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,16 +16,27 @@ from typing import Any
 
 import pytest
 
-from cache.api import BlockLayout, BlockRun, BlockSettings, BreakerSettings, BreakerState, InvalidKeyFile, RedisSettings
+from cache.api import (
+    Address,
+    BlockLayout,
+    BlockRun,
+    BlockSettings,
+    BreakerSettings,
+    BreakerState,
+    InvalidKeyFile,
+    RedisSettings,
+)
 from cache.kv_blocks.codec import OVERHEAD, RunCodec
 from cache.kv_blocks.connection import connect
 from cache.kv_blocks.gate import FetchGate
 from cache.kv_blocks.policy import SecondUse
-from cache.kv_blocks.resp import RespError
+from cache.kv_blocks.resp import RespConnection, RespError
 from cache.kv_blocks.store import RedisBlocks
 from cache.open.blocks import open_blocks
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
+from cache.store.redis_replies import Shape
+from tests.cache.hostile import ENDLESS, Reply, answering
 
 LAYOUT = BlockLayout(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", item_bytes=2, page_size=16)
 PARTITION = "ab" * 16
@@ -314,6 +326,37 @@ def test_the_raw_client_against_the_server(redis_server: Any) -> None:
     with pytest.raises(RespError, match="larger than its buffer"):
         link.bulk(memoryview(bytearray(10)), deadline)
     link.close()
+
+
+@pytest.mark.parametrize("reply", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("greets", [True, False])
+def test_what_was_not_asked_for_is_never_taken_in(
+    keyring: Keyring, counters: Counters, reply: Reply, greets: bool
+) -> None:
+    """Nothing is fetched, and whoever sends it is hung up on once the system's own buffers are full."""
+    with answering(reply, greets) as hostile:
+        redis = RedisSettings(url=hostile.url, budget=0.2, breaker=BreakerSettings(failures=1000))
+        blocks = RedisBlocks(BlockSettings(redis=redis, timeout=0.2), LAYOUT, keyring, counters)
+        runs = chain(2)
+        blocks.keep(PARTITION, runs[0], memoryview(payload(runs[0])))
+        assert blocks.fetch(PARTITION, runs, buffers(runs), 0.2).result(60).runs == 0
+        assert blocks.drained(60)
+        assert counters.counts().get(("block_written", ""), 0) == 0
+        blocks.close()
+        assert hostile.used_up == 0
+        assert hostile.sent < 16 * 2**20
+
+
+@pytest.mark.parametrize("name", ["a list of small numbers", "a value in a list", "an error without an end"])
+def test_a_short_answer_is_short(name: str) -> None:
+    with answering(ENDLESS[name]) as hostile:
+        link = RespConnection(Address("127.0.0.1", hostile.port), None, time.monotonic() + 60)
+        for shape in (Shape(), Shape(100, 10_000)):
+            with pytest.raises(RespError), closing(link):
+                link.command(b"GET", b"x", deadline=time.monotonic() + 60, shape=shape)
+            link = RespConnection(Address("127.0.0.1", hostile.port), None, time.monotonic() + 60)
+        link.close()
+        assert hostile.used_up == 0
 
 
 BIG = 131_072  # bytes a token: an 8-billion model in bf16
