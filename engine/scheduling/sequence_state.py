@@ -35,6 +35,10 @@ class SequenceState:
         """Tokens generated so far."""
         return len(self.token_ids) - self.prompt_length
 
+    def last_position(self, max_context: int) -> int:
+        """Of the last token that a step may choose for it. One is chosen, and dropped, where none is asked for."""
+        return min(self.prompt_length + max(self.stopping.max_tokens, 1), max_context) - 1
+
     def set_pages(self, first: int, pages: Iterable[int]) -> None:
         """From page `first` on, these."""
         if first > len(self.pages):

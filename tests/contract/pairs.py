@@ -22,8 +22,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 
 VOCABULARY: Final = 320
-TOKENS: Final = 14  # of an answer
-PREEMPTED_AT: Final = (5, 11)  # steps before which all rows but the first lose their slots
+TOKENS: Final = 10  # of an answer
+PREEMPTED_AT: Final = (5, 9)  # steps before which all rows but the first lose their slots
 MANY_STOPS: Final = tuple(range(200, 212))  # more than any kernel's row holds
 Change = Callable[[GenerationRequest], GenerationRequest]
 
@@ -61,7 +61,7 @@ def _stopping(**fields: object) -> Change:
 def _early_stop(one: GenerationRequest) -> GenerationRequest:
     """Token 3 is likely, stops the answer, and is barred at first."""
     biased = (*one.sampling.logit_bias, (3, 4.0))
-    stopping = replace(one.stopping, min_tokens=9, stop_token_ids=(3, 5))
+    stopping = replace(one.stopping, min_tokens=6, stop_token_ids=(3, 5))
     return replace(one, sampling=replace(one.sampling, logit_bias=biased), stopping=stopping)
 
 
@@ -153,7 +153,7 @@ def together(
     scheduler = Scheduler(limits, pool, prefixes=PrefixIndex(pool, b"model"))
     coming = [(at, one) for at, one in enumerate(arrivals)]
     if warm:
-        first = replace(plain(0, "warm"), token_ids=HEAD + (1,), stopping=Stopping(max_tokens=1))
+        first = replace(plain(0, "warm"), token_ids=(*HEAD, 1), stopping=Stopping(max_tokens=1))
         scheduler.admit(Sequence(first, list(first.token_ids), key=len(arrivals)))
         plan = scheduler.plan(0.0)
         while plan is not None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 from msgspec import structs
 
 from bench.forced_drafts import Forced
-from engine.api import GenerationRequest
+from engine.api import GenerationRequest, Stopping
 from engine.execution.registry import CAPTURED, EXECUTORS, ExecutorEntry
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation.captured import executor as captured
@@ -50,7 +50,7 @@ from tests.properties import example_count
 
 EAGER = EXECUTORS[-1]
 ENTRIES = {entry.name: entry for entry in EXECUTORS}
-ON_CPU = ("eager", "lookup", "draft model", "both", "forced")
+ON_CPU = ("eager", "lookup", "draft model", "forced")
 CAPTURED_ONES = ("constrained", CAPTURED, "graph_decode", "graph_prefill", "batched")
 ON_GPU = ("eager", "lookup", *CAPTURED_ONES, "all", "all with a draft model")
 CROWD = 9  # rows that make a step too wide for one pipeline of `graph_decode`
@@ -115,14 +115,10 @@ class Path:
 
 def proposers(name: str, parts: Parts, told: dict[tuple[int, ...], list[int]]) -> tuple[Proposer, ...]:
     """Those of a path on a CPU."""
-    drafting = () if parts.draft is None else (parts.draft,)
-    kinds: dict[str, tuple[Proposer, ...]] = {
-        "lookup": (PromptLookup(),),
-        "draft model": drafting,
-        "both": (PromptLookup(), *drafting),
-        "forced": (Forced(told, 0.6),),
-    }
-    return kinds[name]
+    if name == "draft model":
+        assert parts.draft is not None
+        return (parts.draft,)
+    return (PromptLookup(),) if name == "lookup" else (Forced(told, 0.6),)
 
 
 def entries(name: str, told: dict[tuple[int, ...], list[int]]) -> tuple[ExecutorEntry, ...]:
@@ -163,9 +159,9 @@ PATHS = [
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, eager_to: None) -> Iterator[Path]:
     name, device = request.param
     folder = tmp_path_factory.mktemp("model")
-    trial = EAGER.trial if device == "cpu" else ENTRIES["graph_decode"].trial
+    trial = {**EAGER.trial, "num_hidden_layers": 1} if device == "cpu" else ENTRIES["graph_decode"].trial
     (folder / "config.json").write_text(json.dumps(dict(trial)))
-    drafting = name in ("draft model", "both", "all with a draft model")
+    drafting = name in ("draft model", "all with a draft model")
     settings = EngineSettings(
         model=str(folder),
         draft_model=str(folder) if drafting else "",
@@ -245,7 +241,7 @@ def test_any_mix_of_requests(
 def test_drafts_were_verified(path: Path) -> None:
     """Else the paths that speculate would prove nothing."""
     request = asking(("speculation",), 90)[0]
-    request = structs.replace(request, stopping=structs.replace(request.stopping, max_tokens=100))
+    request = structs.replace(request, stopping=Stopping(max_tokens=100))
     found = path.run([Arrival(request)])
     drafting = path.name not in ("eager", *CAPTURED_ONES) or path.name == CAPTURED
     assert (found.answers[request.request_id].proposed > 0) == drafting

@@ -186,7 +186,7 @@ class BatchPipeline:
         if not self._free:
             raise EngineFailed(f"more than {len(self._layout)} rows")
         sequence = self._sequences.of(row)
-        last = min(sequence.prompt_length + sequence.stopping.max_tokens, self._max_context) - 1
+        last = sequence.last_position(self._max_context)
         index = heappop(self._free)
         self._joined = self._launched + 1
         own = BatchRow(

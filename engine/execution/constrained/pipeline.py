@@ -144,7 +144,7 @@ class HalvesPipeline:
 
     def _begin(self, row: Row) -> HalvesRow:
         sequence = self._sequences.of(row)
-        last = min(sequence.prompt_length + sequence.stopping.max_tokens, self._max_context) - 1
+        last = sequence.last_position(self._max_context)
         return HalvesRow(sequence, row.start, last, len(sequence.pages), sequence.exchanges)
 
     def _feed_ahead(self, held: Rows[HalvesRow]) -> None:

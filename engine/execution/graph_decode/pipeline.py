@@ -241,7 +241,7 @@ class DecodePipeline:
 
     def _begin(self, row: Row, old: PipelineRow | None) -> PipelineRow:
         sequence = self._sequences.of(row)
-        last = min(sequence.prompt_length + sequence.stopping.max_tokens, self._max_context) - 1
+        last = sequence.last_position(self._max_context)
         own = PipelineRow(sequence, 0, row.start, last, len(sequence.pages), sequence.exchanges)
         if old is not None:
             own.unreported, own.ended = old.unreported, old.ended

@@ -4,13 +4,14 @@ a real scheduler with everything that can happen to them."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping
+from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping, TokenLogprob
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.pipeline import RowState, bucket
 from engine.execution.sharing import Claiming, Sharing
@@ -52,6 +53,8 @@ def answer(asked: GenerationRequest, max_context: int, sick: int) -> tuple[list[
         made = len(tokens) - len(asked.token_ids)
         if token % 100 == sick:
             return tokens[len(asked.token_ids) :], None
+        if not asked.stopping.max_tokens:
+            return [], FinishReason.LENGTH
         tokens.append(token)
         if token in asked.stopping.stop_token_ids and made >= asked.stopping.min_tokens:
             return tokens[len(asked.token_ids) :], FinishReason.STOP
@@ -219,8 +222,15 @@ class SlowRunner:
         return StepResult(results)
 
     def _prefill(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        found = {row.key: (row.sample, self.memory.prefill(row, self.sequences.of(row))) for row in rows}
-        return {key: result for key, (sample, result) in found.items() if sample}
+        found = {row.key: (row, self.memory.prefill(row, self.sequences.of(row))) for row in rows}
+        return {key: self._scored(row, result) for key, (row, result) in found.items() if row.sample or row.score}
+
+    def _scored(self, row: Row, result: RowResult) -> RowResult:
+        """With how likely the prompt's tokens are, where that is wanted."""
+        if not row.score:
+            return result
+        last = self.sequences.of(row).prompt_length - 1
+        return result.scored((TokenLogprob(0.0, ()),) * (min(row.start + row.count, last) - row.start))
 
 
 class Life:
@@ -236,6 +246,7 @@ class Life:
         self.cached: dict[int, int] = {}  # tokens of a prompt that were found
         self.asked: list[GenerationRequest] = []
         self.got: list[list[int]] = []
+        self.scored = Counter[int]()  # tokens of prompts
         self.ended: dict[int, FinishReason | None] = {}
         self.gone: set[int] = set()
         self.now = 0.0
@@ -254,6 +265,10 @@ class Life:
         if likely and self.random.random() < 0.5:
             stops = tuple(self.random.sample(likely, min(3, len(likely))))
             asked = replace(asked, stopping=replace(asked.stopping, stop_token_ids=stops))
+        if self.random.random() < 0.2:
+            asked = replace(asked, prompt_logprobs=0)
+            if self.random.random() < 0.5:
+                asked = replace(asked, stopping=replace(asked.stopping, max_tokens=0))
         self.take(asked)
 
     def disturb(self) -> None:
@@ -276,6 +291,7 @@ class Life:
         self.now += 0.01
         for event in self.scheduler.commit(plan, self.runner.run(plan), self.now):
             self.got[event.key] += event.token_ids
+            self.scored[event.key] += len(event.prompt_logprobs)
             if event.start is not None:
                 self.cached[event.key] = event.start.cached_tokens
             if event.finish is not None:
@@ -304,6 +320,8 @@ class Life:
             ids, reason = answer(asked, self.max_context, self.sick)
             if key in self.ended:
                 assert (self.got[key], self.ended[key]) == (ids, reason)
+                if ids or reason is not None:
+                    assert self.scored[key] == (0 if asked.prompt_logprobs is None else len(asked.token_ids) - 1)
             else:
                 assert key in self.gone
                 assert self.got[key] == ids[: len(self.got[key])]

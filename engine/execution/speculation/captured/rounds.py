@@ -211,7 +211,7 @@ class RoundPipeline:
         held, states = [], []
         for index, (row, most) in enumerate(zip(rows, most_drafts, strict=True)):
             sequence = self._sequences.of(row)
-            last = min(sequence.prompt_length + sequence.stopping.max_tokens, self._max_context) - 1
+            last = sequence.last_position(self._max_context)
             pages = len(sequence.pages)
             held.append(RoundRow(sequence, index, row.start, last, pages, sequence.exchanges, most, self._number))
             states.append(RowState.of(sequence, row.start, last))
