@@ -32,8 +32,9 @@ _EVALUATE = (
     "quantized models are held to."
 )
 _CONVERT = (
-    "Writes safetensors of a folder with pickled weights (pytorch_model.bin, .pth, .pt, .ckpt), which are never "
-    "unpickled, so that no code in them runs. The folder appears whole or not at all."
+    "Writes a folder with safetensors: of a GGUF file, in 16 bits; or of a folder with pickled weights "
+    "(pytorch_model.bin, .pth, .pt, .ckpt), which are never unpickled, so that no code in them runs. The folder "
+    "appears whole or not at all."
 )
 _MAKER_CODES = "Exit code: 0 made; 1 impossible, one line says why; 2 wrong usage; 130 ctrl-C."
 _JUDGE_CODES = "Exit code: 0 judged; 1 impossible, or a bar was missed; 2 wrong usage; 130 ctrl-C."
@@ -93,9 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(given: argparse.Namespace) -> None:
     """Faults of the arguments that later steps would report less clearly; then torch's threads are set."""
-    for folder in (given.model, getattr(given, "against", None)):
-        if folder is not None and not folder.is_dir():
-            raise CannotQuantize(f"{folder} is no folder: give {FOLDER}")
+    for model in (given.model, getattr(given, "against", None)):
+        if model is not None and not model.is_dir() and not model.is_file():
+            raise CannotQuantize(f"{model} is not there: give {FOLDER}")
+    if given.command == "quantize" and given.model.is_file():
+        raise CannotQuantize(f"{given.model} holds few bits already: `whippet convert` makes a folder of plain numbers")
     if "device" not in given:
         return
     import torch
@@ -160,7 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantize(commands.add_parser("quantize", description=_QUANTIZE, epilog=_MAKER_CODES, allow_abbrev=False))
     _add_evaluate(commands.add_parser("evaluate", description=_EVALUATE, epilog=_JUDGE_CODES, allow_abbrev=False))
     change = commands.add_parser("convert", description=_CONVERT, epilog=_MAKER_CODES, allow_abbrev=False)
-    change.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and pickled weights")
+    change.add_argument(
+        "model", type=Path, metavar="MODEL", help="GGUF file, or folder with config.json and pickled weights"
+    )
     change.add_argument("out", type=Path, metavar="OUT", help="new folder")
     return parser
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.errors import BadFile
+from quant.checkpoint.gguf.file import gguf_file, is_gguf
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
 
@@ -85,6 +86,8 @@ def split(windows: torch.Tensor, held_out: int) -> Windows:
 
 def _tokenizer(model: Path) -> Tokenizer:
     path = model / "tokenizer.json"
+    if is_gguf(model):
+        return Tokenizer.from_str(gguf_file(model).texts[path.name].decode())
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every fault of the file

@@ -1,8 +1,9 @@
-"""Pickled weights to safetensors, a tensor at a time. The folder appears whole or not at all."""
+"""Pickled weights, or a GGUF file, to safetensors, a tensor at a time. The folder appears whole or not at all."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -10,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -19,12 +20,14 @@ from quant.checkpoint.config import load_config
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
 from quant.checkpoint.formats import read_spec
+from quant.checkpoint.gguf.file import gguf_file, is_gguf
 from quant.checkpoint.header import AGAIN, DTYPES
 from quant.checkpoint.named import misnamed
 from quant.checkpoint.safetensors import INDEX
 from quant.checkpoint.tensors import HEAD
 from quant.companions import copy_companions
 from quant.errors import CannotQuantize
+from quant.gguf_weights import GgufWeights
 from quant.progress import Progress
 from quant.torch_file import TorchFile
 
@@ -35,12 +38,22 @@ _TRAINING: Final = frozenset({"training_args.bin", "optimizer.bin", "scheduler.b
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class _Holder(Protocol):
+    """A file with tensors."""
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def forget(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A tensor that is to be written."""
 
     name: str
-    file: TorchFile
+    file: _Holder
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     size: int  # bytes
 
 
@@ -71,18 +84,19 @@ class _Pickled:
 
     def parts(self) -> Iterator[_Part]:
         """What shares its numbers with another, or is a piece of it, gets its own."""
-        return (_Part(name, file, file.nbytes(name)) for name, file in self._held.items())
+        return (
+            _Part(name, file, self.dtype(name), self.shape(name), file.nbytes(name))
+            for name, file in self._held.items()
+        )
 
 
 def convert(source: Path, out: Path, progress: Progress) -> str:
-    """Makes `out` of a folder with pickled weights; says what it made. The source is never written to."""
+    """Makes `out` of a folder with pickled weights, or of a GGUF file; says what it made. The source is never written
+    to."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CannotQuantize(f"{out} is there already: name a new folder")
-    config = load_config(source)
-    weights = _Pickled(source)
-    check_folder(weights, config, read_spec(source, weights.names()))
-    tied = f"{HEAD}.weight" if config.tied_head else None  # the same as the embedding, and often written twice
-    shards = _shards([part for part in weights.parts() if part.name != tied], _SHARD_BYTES)
+    gguf = GgufWeights(source) if is_gguf(source) else None
+    shards = _shards(_of_pickles(source) if gguf is None else _of_gguf(gguf), _SHARD_BYTES)
     size = sum(part.size for shard in shards for part in shard)
     work = out.resolve().with_name(f".{out.resolve().name}.converting")
     shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
@@ -91,11 +105,39 @@ def convert(source: Path, out: Path, progress: Progress) -> str:
         if shutil.disk_usage(work).free < size:
             raise CannotQuantize(f"{out} needs {size >> 20:,} MiB, which its disk does not have")
         _write(shards, work, progress)
-        copy_companions(source, work)
+        _write_texts(source, work)
         os.replace(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return f"{sum(map(len, shards)):,} tensors, {size >> 20:,} MiB, {len(shards)} files in {out}\n"
+    made = f"{sum(map(len, shards)):,} tensors, {size >> 20:,} MiB, {len(shards)} files in {out}\n"
+    return made if gguf is None else f"{made}{gguf.costs}\n"
+
+
+def _of_pickles(source: Path) -> list[_Part]:
+    config = load_config(source)
+    weights = _Pickled(source)
+    check_folder(weights, config, read_spec(source, weights.names()))
+    tied = f"{HEAD}.weight" if config.tied_head else None  # the same as the embedding, and often written twice
+    return [part for part in weights.parts() if part.name != tied]
+
+
+def _of_gguf(weights: GgufWeights) -> list[_Part]:
+    parts = []
+    for name in weights.names():
+        dtype, shape = weights.dtype(name), weights.shape(name)
+        parts.append(_Part(name, weights, dtype, shape, math.prod(shape) * dtype.itemsize))
+    return parts
+
+
+def _write_texts(source: Path, folder: Path) -> None:
+    """All that is no weights."""
+    if not is_gguf(source):
+        copy_companions(source, folder)
+        return
+    for name, text in gguf_file(source).texts.items():
+        place = folder / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(text)
 
 
 def pickled_files(folder: Path) -> tuple[Path, ...]:
@@ -155,11 +197,10 @@ def _write_shard(path: Path, shard: Sequence[_Part]) -> Iterator[int]:
     """Yields the bytes of each tensor that is written."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    ordered = sorted(shard, key=lambda part: -part.file.tensor(part.name).element_size())  # so that all are aligned
+    ordered = sorted(shard, key=lambda part: -part.dtype.itemsize)  # so that all are aligned
     for part in ordered:
-        tensor = part.file.tensor(part.name)
         offsets = [at, at + part.size]
-        header[part.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        header[part.name] = {"dtype": _NAMES[part.dtype], "shape": list(part.shape), "data_offsets": offsets}
         at += part.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

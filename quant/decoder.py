@@ -13,7 +13,7 @@ from quant.checkpoint.config import ModelConfig, load_config
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.forms import Dense, Linear
 from quant.checkpoint.linear import read_linear
-from quant.checkpoint.safetensors import Checkpoint
+from quant.checkpoint.opening import open_checkpoint
 from quant.checkpoint.source import FLOATS, TensorSource, check, fetch
 from quant.checkpoint.spec import QuantSpec
 from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_linears, layer_norms, layer_prefix
@@ -46,7 +46,7 @@ class Decoder:
 
     @staticmethod
     def open(path: Path, device: torch.device = _CPU) -> Decoder:
-        checkpoint = Checkpoint(path)
+        checkpoint = open_checkpoint(path)
         return Decoder(checkpoint, load_config(path), read_spec(path, checkpoint.names()), device)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quant.checkpoint.forms import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int4Minima, Int8Rows
+
+Narrow = Int4Groups | Int4Minima | Int8Rows
 
 _ROWS_AT_ONCE = 1024  # bounds the plain copy
 
@@ -12,7 +14,7 @@ _ROWS_AT_ONCE = 1024  # bounds the plain copy
 class CanonicalLinear:
     """Products by tiles of dequantized rows, in the type of the activations."""
 
-    def __init__(self, weight: Int4Groups | Int8Rows, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Narrow, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias  # float32 [rows]
 
@@ -30,8 +32,11 @@ class CanonicalLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def _rows(weight: Int4Groups | Int8Rows, first: int, last: int) -> Int4Groups | Int8Rows:
+def _rows(weight: Narrow, first: int, last: int) -> Narrow:
     """A part of a weight, in its own memory."""
     if isinstance(weight, Int8Rows):
         return Int8Rows(weight.q[first:last], weight.scale[first:last])
+    if isinstance(weight, Int4Minima):
+        rows = slice(first, last)
+        return Int4Minima(weight.packed[rows], weight.scale[rows], weight.minimum[rows], weight.group)
     return Int4Groups(weight.packed[first:last], weight.scale[first:last], weight.zero[first:last], weight.group)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.linear.products import CpuProducts
-from quant.checkpoint.forms import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int4Minima, Int8Rows
 from quant.checkpoint.nibbles import unpack_nibbles
 
 _BLOCKS_AT_ONCE = 8  # so that a byte a value stays in the processor's cache
@@ -24,7 +24,7 @@ class Int4Cpu:
     products: CpuProducts
     q: torch.Tensor
     scale: torch.Tensor  # [groups, blocks · block], as the checkpoint has it
-    zero: torch.Tensor  # uint8 [groups, blocks · block]
+    zero: torch.Tensor  # uint8 [groups, blocks · block]; or minima, in the type of the scale
     shape: tuple[int, int, int]  # outputs, inputs, inputs a group
     bias: torch.Tensor | None  # float32 [outputs]
 
@@ -60,13 +60,23 @@ class Int8Cpu:
 
 
 def pack_int4(weight: Int4Groups, bias: torch.Tensor | None, products: CpuProducts) -> Int4Cpu:
+    return _pack_int4(weight, weight.zero, bias, products)
+
+
+def pack_minima(weight: Int4Minima, bias: torch.Tensor | None, products: CpuProducts) -> Int4Cpu:
+    return _pack_int4(weight, weight.minimum, bias, products)
+
+
+def _pack_int4(
+    weight: Int4Groups | Int4Minima, zero: torch.Tensor, bias: torch.Tensor | None, products: CpuProducts
+) -> Int4Cpu:
     (outputs, inputs), size = weight.shape, products.block
     q = torch.zeros(-(-outputs // size), inputs, size // 2, dtype=torch.uint8)
     for block in range(0, len(q), _BLOCKS_AT_ONCE):
         values = _padded(unpack_nibbles(weight.packed[block * size : (block + _BLOCKS_AT_ONCE) * size]), size)
         low, high = values.view(-1, 2, size // 2, inputs).unbind(1)
         q[block : block + _BLOCKS_AT_ONCE] = (low | (high << 4)).transpose(1, 2)
-    scale, zero = (_padded(part, size).T.contiguous() for part in (weight.scale, weight.zero))
+    scale, zero = (_padded(part, size).T.contiguous() for part in (weight.scale, zero))
     return Int4Cpu(products, q, scale, zero, (outputs, inputs, weight.group), bias)
 
 

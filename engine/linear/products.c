@@ -120,7 +120,8 @@ INLINE void store(float *to, floats low, floats high, long count) {
 typedef struct {
     const uint8_t *q;    // [blocks][inputs][HALF]
     const void *scale;   // of `type` [groups][blocks * LANES]
-    const uint8_t *zero; // [groups][blocks * LANES]
+    const uint8_t *zero; // [groups][blocks * LANES]; a value is (q - zero) * scale
+    const void *minimum; // in its place, of `type`: a value is q * scale + minimum
     long group, width;   // inputs a group; blocks * LANES
     int type;
 } int4;
@@ -146,6 +147,15 @@ INLINE void tile4(const product *p, const int4 *w, const float *sums, long m, lo
         }
         const long at = g * w->width + n;
         floats sa = of_type(w->scale, at, w->type), sb = of_type(w->scale, at + HALF, w->type);
+        if (w->minimum) {
+            floats ma = of_type(w->minimum, at, w->type), mb = of_type(w->minimum, at + HALF, w->type);
+            for (int r = 0; r < rows; r++) {
+                float sum = sums[(m + r) * groups + g];
+                low[r] += sa * a[r] + ma * sum;
+                high[r] += sb * b[r] + mb * sum;
+            }
+            continue;
+        }
         floats za = to_floats(load_bytes(w->zero + at)), zb = to_floats(load_bytes(w->zero + at + HALF));
         for (int r = 0; r < rows; r++) {
             float sum = sums[(m + r) * groups + g];

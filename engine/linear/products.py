@@ -47,7 +47,7 @@ class _Product(ctypes.Structure):
 
 class _Int4(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *(("q", _pointer), ("scale", _pointer), ("zero", _pointer)),
+        *(("q", _pointer), ("scale", _pointer), ("zero", _pointer), ("minimum", _pointer)),
         *(("group", _long), ("width", _long)),
         ("type", ctypes.c_int),
     ]
@@ -73,9 +73,10 @@ class CpuProducts:
         self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int, int]
     ) -> torch.Tensor:
         """q uint8 [blocks, inputs, block / 2], scale and zero [groups, blocks · block]; shape: outputs, inputs, inputs
-        a group."""
+        a group. `zero`: uint8 zero points, or minima in the type of the scale."""
         outputs, inputs, group = shape
-        weight = _Int4(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), group, scale.shape[1], TYPES[scale.dtype])
+        points, minima = (zero.data_ptr(), None) if zero.dtype == torch.uint8 else (None, zero.data_ptr())
+        weight = _Int4(q.data_ptr(), scale.data_ptr(), points, minima, group, scale.shape[1], TYPES[scale.dtype])
         y, product = self._product(x, outputs)
         room = x.new_empty(x.shape[0], inputs // group)
         self._library.multiply4(ctypes.byref(product), ctypes.byref(weight), _pointer(room.data_ptr()))

@@ -13,12 +13,12 @@ from engine.kernels.weights import to_matrix
 from engine.kernels.weights import why_not as why_not_cuda
 from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, load_dense
 from engine.linear.canonical import CanonicalLinear
-from engine.linear.cpu import pack_int4, pack_int8
+from engine.linear.cpu import pack_int4, pack_int8, pack_minima
 from engine.linear.cuda import CudaKernels, CudaLinear
 from engine.linear.joined import JoinedLinear
 from engine.linear.products import CpuProducts
 from quant.checkpoint import forms as canonical
-from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight, stack_rows
+from quant.checkpoint.forms import Dense, Int4Groups, Int4Minima, Int8Rows, Weight, stack_rows
 from quant.checkpoint.linear import read_linear
 from quant.checkpoint.source import TensorSource, finite
 from quant.checkpoint.spec import Int8Spec, QuantSpec
@@ -82,15 +82,21 @@ def place_weight(
         return DenseLinear(matrix, None if bias is None else bias.to(placement.dtype), placement.products)
     if placement.device.type == "cpu":
         return _on_cpu(weight, bias, placement.products)
+    if isinstance(weight, Int4Minima):
+        return CanonicalLinear(weight, bias)
     weight = _to_device(weight, placement.device)
     return CanonicalLinear(weight, bias) if why_not_cuda(weight) else CudaLinear(to_matrix(weight), bias, kernels)
 
 
-def _on_cpu(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, products: CpuProducts | None) -> Linear:
+def _on_cpu(
+    weight: Int4Groups | Int4Minima | Int8Rows, bias: torch.Tensor | None, products: CpuProducts | None
+) -> Linear:
     if products is None:
         return CanonicalLinear(weight, bias)
     if isinstance(weight, Int4Groups):
         return pack_int4(weight, bias, products)
+    if isinstance(weight, Int4Minima):
+        return pack_minima(weight, bias, products)
     return pack_int8(weight, bias, products)
 
 

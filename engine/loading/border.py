@@ -8,13 +8,13 @@ from pathlib import Path
 
 from engine.errors import InvalidModel
 from quant.checkpoint.errors import BadConfig, BadFile, BadTensor, CheckpointError
-from quant.checkpoint.safetensors import Checkpoint
+from quant.checkpoint.mapped import MappedTensors
 
 AGAIN = "download the file again, or use the config.json that belongs to it"
 
 
 @contextlib.contextmanager
-def checkpoint_errors(folder: Path, checkpoint: Checkpoint | None = None) -> Iterator[None]:
+def checkpoint_errors(folder: Path, checkpoint: MappedTensors | None = None) -> Iterator[None]:
     """Raises InvalidModel of one line, `file: fault; remedy`; `checkpoint` tells which file has a tensor."""
     try:
         yield

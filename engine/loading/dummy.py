@@ -11,9 +11,10 @@ import torch
 
 from engine.linear import Placement
 from quant.checkpoint.errors import BadConfig
-from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Linear, Weight
+from quant.checkpoint.forms import Dense, Int4Groups, Int4Minima, Int8Rows, Linear, Weight
+from quant.checkpoint.gguf.blocks import GROUP
 from quant.checkpoint.source import TensorSource
-from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, PackedSpec, QuantSpec
+from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, GgufSpec, PackedSpec, QuantSpec
 
 _SPREAD: Final = 2.0  # of a row's product with activations near 1
 _INT4_STD: Final = math.sqrt((16**2 - 1) / 12)  # of 0…15, all alike
@@ -75,12 +76,17 @@ class DummyLinears:
         size = inputs if group == WHOLE_ROW else group
         if inputs % size or inputs % 2:
             raise BadConfig("group_size", f"what divides the {inputs} inputs of {prefix}", size)
-        return self._int4(prefix, (outputs, inputs), size, std)
+        found = self._int4(prefix, (outputs, inputs), size, std)
+        if isinstance(self._spec, GgufSpec) and self._spec.form(prefix) == "minima":
+            return Int4Minima(found.packed, found.scale, found.scale * -7.5, size)
+        return found
 
     def _group(self, prefix: str) -> int | None:
         """Inputs that share a scale; None: eight bits."""
         if isinstance(self._spec, AwqSpec):
             return self._spec.group
+        if isinstance(self._spec, GgufSpec):
+            return None if self._spec.form(prefix) == "int8" else GROUP
         scheme = self._spec.scheme(prefix) if isinstance(self._spec, PackedSpec) else None
         return None if scheme is None or scheme.bits == 8 else scheme.group
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import Unsupported
@@ -10,7 +10,7 @@ from engine.loading.border import checkpoint_errors
 from engine.settings import Quantization
 from quant.checkpoint.config import ModelConfig, load_config
 from quant.checkpoint.formats import INT8, format_name, read_spec
-from quant.checkpoint.spec import Int8Spec, QuantSpec
+from quant.checkpoint.spec import GgufSpec, Int8Spec, QuantSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,12 @@ class Format:
         """What a linear is when it is loaded."""
         return Int8Spec() if self.int8 else self.spec
 
+    def on(self, device: str) -> Format:
+        """The same where weights lie on this device: no kernel of a GPU reads four bits with minima."""
+        if device == "cpu" or not isinstance(self.spec, GgufSpec):
+            return self
+        return replace(self, spec=replace(self.spec, exact=False))
+
     @property
     def name(self) -> str:
         """As `ModelInfo.weight_format` has it."""
@@ -33,8 +39,8 @@ class Format:
 
 
 def read_folder(folder: Path, quantization: Quantization) -> tuple[ModelConfig, Format]:
-    """From the folder's JSON files. Raises InvalidModel for what is not served, Unsupported where `quantization` cannot
-    hold."""
+    """From the folder's JSON files, or a GGUF file's header. Raises InvalidModel for what is not served, Unsupported
+    where `quantization` cannot hold."""
     with checkpoint_errors(folder):
         config, spec = load_config(folder), read_spec(folder)
     if quantization == "int8" and spec is not None:

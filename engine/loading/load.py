@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.linear import Placement, load_dense
+from engine.linear import LinearLoader, Placement, load_dense
 from engine.linear.quantized import loader_of, quantized_loader
 from engine.loading.border import checkpoint_errors
 from engine.loading.dummy import DummyLinears, DummyWeights
 from engine.loading.formats import Format
+from engine.loading.gguf import GgufLinears
 from engine.loading.progress import Progress
 from engine.loading.unpacking import returning
 from engine.model.weights import Weights, load_weights
@@ -18,8 +20,13 @@ from quant.checkpoint import digest
 from quant.checkpoint.check import check_folder
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.formats import described_by, read_spec
-from quant.checkpoint.safetensors import Checkpoint
+from quant.checkpoint.gguf.tensors import GgufTensors
+from quant.checkpoint.mapped import MappedTensors
+from quant.checkpoint.opening import open_checkpoint
+from quant.checkpoint.spec import GgufSpec
 from quant.checkpoint.tensors import dense_tensors
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +58,14 @@ def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progre
 def check(folder: Path, config: ModelConfig, form: Format) -> None:
     """Whether the folder's tensors are those of its config and format, by their headers. Raises InvalidModel."""
     with checkpoint_errors(folder):
-        checkpoint = Checkpoint(folder)
+        checkpoint = open_checkpoint(folder)
         try:
             _check(checkpoint, config, form)
         finally:
             checkpoint.close()
 
 
-def _check(checkpoint: Checkpoint, config: ModelConfig, form: Format) -> None:
+def _check(checkpoint: MappedTensors, config: ModelConfig, form: Format) -> None:
     if form.spec is None:
         read_spec(checkpoint.folder, checkpoint.names())  # refuses packed tensors that no config explains
     check_folder(checkpoint, config, form.spec)
@@ -77,23 +84,31 @@ def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
 def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
     config, form = what.config, what.form
     with checkpoint_errors(folder):
-        checkpoint = Checkpoint(folder, lambda done, total: progress("weights", done, total))
+        dtype = what.placement.dtype
+        checkpoint = open_checkpoint(folder, lambda done, total: progress("weights", done, total), dtype)
         fingerprint = digest.WeightsDigest((*checkpoint.files, *described_by(folder)))
     try:
         with checkpoint_errors(folder, checkpoint):
             _check(checkpoint, config, form)
-            load_linear = quantized_loader(form.spec, "int8" if form.int8 else None)
-            weights = load_weights(config, checkpoint, load_linear, what.placement)
+            weights = load_weights(config, checkpoint, _loader(checkpoint, form), what.placement)
             checkpoint.close()
+            if isinstance(checkpoint, GgufTensors):
+                _log.info("%s: %s", folder.name, checkpoint.costs)
             return Loaded(weights, _identity(fingerprint.result(), form), form.name)
     finally:
         fingerprint.close()
 
 
+def _loader(checkpoint: MappedTensors, form: Format) -> LinearLoader:
+    if isinstance(checkpoint, GgufTensors) and isinstance(form.spec, GgufSpec):
+        return loader_of(GgufLinears(form.spec, checkpoint.costs))
+    return quantized_loader(form.spec, "int8" if form.int8 else None)
+
+
 def weights_digest(folder: Path, form: Format) -> str:
     """As `load` finds it, without loading. Reads every weight. Raises InvalidModel."""
     with checkpoint_errors(folder):
-        checkpoint = Checkpoint(folder)
+        checkpoint = open_checkpoint(folder)
         checkpoint.close()
         fingerprint = digest.WeightsDigest((*checkpoint.files, *described_by(folder)))
         try:

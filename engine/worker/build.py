@@ -140,7 +140,7 @@ def _loading(
     cpu, quantized = cpu_features(), form.in_memory is not None
     dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
     narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
-    return Loading(config, form, Placement(dtype, device, _products(cpu, progress) if narrow else None))
+    return Loading(config, form.on(device.type), Placement(dtype, device, _products(cpu, progress) if narrow else None))
 
 
 def _check_size(folder: Path, what: Loading) -> None:

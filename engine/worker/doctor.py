@@ -123,6 +123,7 @@ def examine(settings: EngineSettings, digest: bool = False) -> Report:
         config, form = (
             read_folder(Path(settings.model), settings.quantization) if settings.model else (None, Format(None))
         )
+        form = form.on(device.type)
         stated = None if config is None else config.dtype
         dtype = hardware.pick_dtype(settings.dtype, stated, device, hardware.cpu_features(), form.in_memory is not None)
         report.dtypes = _dtypes(device, dtype, settings)
@@ -230,7 +231,7 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
     check(read.folder, read.config, read.form)
     quantized = read.form.in_memory is not None
     dtype = hardware.pick_dtype(settings.dtype, read.config.dtype, device, hardware.cpu_features(), quantized)
-    return _parts(read.config, read.form, Placement(dtype, device))
+    return _parts(read.config, read.form.on(device.type), Placement(dtype, device))
 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:

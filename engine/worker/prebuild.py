@@ -44,6 +44,7 @@ def _kernels(folder: Path, settings: EngineSettings, arch: str, flags: argparse.
     from engine.worker.foretold import Foretelling, foretell_any
 
     config, form = read_folder(Path(settings.model), settings.quantization)
+    form = form.on("cuda")
     for capability, gpu in gpus_of(arch):
         if flags.multiprocessors is not None:
             gpu = replace(gpu, multiprocessors=flags.multiprocessors)

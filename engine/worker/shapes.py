@@ -21,7 +21,7 @@ from engine.loading.formats import Format
 from engine.model.norm import RmsNorm
 from engine.model.weights import Layer, Weights, head_projection, layer_projections
 from quant.checkpoint.config import ModelConfig
-from quant.checkpoint.spec import QuantSpec
+from quant.checkpoint.spec import GgufSpec, QuantSpec
 
 _META = torch.device("meta")
 
@@ -75,17 +75,24 @@ def _norm(config: ModelConfig, *shape: int) -> RmsNorm:
 
 
 def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement) -> Linear:
-    covered = {spec is not None and spec.covers(prefix) for prefix in projection.prefixes}
-    if len(covered) == 2:  # plain parts beside packed ones
+    kept = {_kept(spec, prefix) for prefix in projection.prefixes}
+    if len(kept) > 1:  # plain parts beside packed ones
         each = zip(projection.prefixes, projection.out_features, strict=True)
         parts = (Projection((prefix,), (rows,), projection.in_features, projection.bias) for prefix, rows in each)
         return JoinedLinear(tuple(_linear(spec, part, nowhere) for part in parts))
     rows, columns = sum(projection.out_features), projection.in_features
     bias = torch.empty(rows, dtype=torch.float32, device=_META) if projection.bias else None
-    if spec is None or covered == {False}:
+    if spec is None or kept == {"plain"}:
         return DenseLinear(nowhere.matrix(rows, columns), None if bias is None else bias.to(nowhere.dtype))
     packed = DummyLinears(spec, 0, _META)(_Nothing(), projection.prefixes[0], columns, rows)
     return place_weight(packed.weight, bias, nowhere)
+
+
+def _kept(spec: QuantSpec | None, prefix: str) -> str:
+    """What of a part's form decides whether it can be stacked with others."""
+    if spec is None or not spec.covers(prefix):
+        return "plain"
+    return spec.form(prefix) if isinstance(spec, GgufSpec) else "packed"
 
 
 class _Nothing:

@@ -7,6 +7,7 @@ wrongly is refused here, by file, key and remedy.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -78,12 +79,17 @@ class ModelConfig:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Raises BadFile."""
+    """Of a folder, or of a GGUF file. Raises BadFile."""
     return parse_config(read_config(folder), str(folder / CONFIG))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` as it stands in a model folder. Raises BadFile."""
+    """`config.json` as it stands in a model folder, or what stands for it in a GGUF file. Raises BadFile."""
+    from quant.checkpoint.gguf.file import gguf_file, is_gguf  # which needs this module
+
+    if is_gguf(folder):
+        found: dict[str, Any] = json.loads(gguf_file(folder).texts[CONFIG])
+        return found
     return read_json(folder / CONFIG, "give the folder that holds the model's config.json")
 
 

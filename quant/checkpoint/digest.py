@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quant.checkpoint.errors import BadFile
+from quant.checkpoint.gguf.file import gguf_file, is_gguf
 from quant.checkpoint.regular import open_regular
 
 READ_BYTES = 4 << 20
@@ -43,8 +44,15 @@ class WeightsDigest:
 
 
 def of_texts(folder: Path, names: tuple[str, ...] = TEXTS) -> str:
-    """SHA-256 over the lines `file name, its SHA-256` of files; one that is not there is told from an empty one."""
+    """SHA-256 over the lines `file name, its SHA-256` of files; one that is not there is told from an empty one. Those
+    of a GGUF file are what a folder made of it would have."""
     whole = hashlib.sha256()
+    if is_gguf(folder):
+        texts = gguf_file(folder).texts
+        for name in names:
+            found = hashlib.sha256(texts[name]).hexdigest() if name in texts else "none"
+            whole.update(f"{name} {found}\n".encode())
+        return whole.hexdigest()
     for file in (folder / name for name in names):
         # is_file: nothing that could be waited for is opened, such as a FIFO
         whole.update(f"{file.name} {_of_file(file) if file.is_file() else 'none'}\n".encode())

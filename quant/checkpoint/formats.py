@@ -11,17 +11,21 @@ from quant.checkpoint.config import CONFIG, read_config
 from quant.checkpoint.detect import detect
 from quant.checkpoint.errors import BadConfig, BadFile, UnsupportedFormat
 from quant.checkpoint.fields import read_json
-from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, Int8Spec, PackedScheme, QuantSpec
+from quant.checkpoint.gguf.file import gguf_file, is_gguf
+from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, GgufSpec, Int8Spec, PackedScheme, QuantSpec
+from quant.checkpoint.tensors import EMBEDDING
 
 BESIDE: Final = "quant_config.json"  # where older writers put what config.json holds today
 DENSE: Final = "dense"
 INT8: Final = "int8"  # eight bits made while loading
-FORMATS: Final = (DENSE, "awq-int4", "compressed-tensors", "bitsandbytes-int8", INT8)
+FORMATS: Final = (DENSE, "awq-int4", "compressed-tensors", "bitsandbytes-int8", "gguf", INT8)
 
 
 def read_spec(folder: Path, names: Collection[str] = ()) -> QuantSpec | None:
-    """From the folder's JSON files; None: not quantized. `names`: its tensors, where they are known. Raises BadFile for
-    a format that is not served."""
+    """From the folder's JSON files, or the header of a GGUF file; None: not quantized. `names`: its tensors, where they
+    are known. Raises BadFile for a format that is not served."""
+    if is_gguf(folder):
+        return _gguf(folder)
     config = read_config(folder)
     beside = read_json(folder / BESIDE, "mend or remove the file") if os.path.lexists(folder / BESIDE) else None
     own = config.get("quantization_config") is not None or config.get("compression_config") is not None
@@ -35,20 +39,35 @@ def read_spec(folder: Path, names: Collection[str] = ()) -> QuantSpec | None:
 
 
 def described_by(folder: Path) -> tuple[Path, ...]:
-    """The JSON files that decide what the weights compute."""
+    """The JSON files that decide what the weights compute, beside the files of the weights."""
+    if is_gguf(folder):
+        return ()
     return tuple(folder / name for name in (CONFIG, BESIDE) if (folder / name).is_file())
 
 
 def format_name(spec: QuantSpec | None) -> str:
     """`dense`; `awq-int4-g128` (`-row`: one group a row); `compressed-tensors-int4-g128` or `-int8`;
-    `bitsandbytes-int8`."""
+    `bitsandbytes-int8`; `gguf-q4_k+q6_k-as-int8`."""
     if spec is None:
         return DENSE
     if isinstance(spec, AwqSpec):
         return f"awq-int4-{_group(spec.group)}"
     if isinstance(spec, Int8Spec):
         return spec.name
+    if isinstance(spec, GgufSpec):
+        return f"gguf-{'+'.join(_kind(spec, kind) for kind in sorted(set(spec.kinds.values())))}"
     return "-".join((spec.name, *dict.fromkeys(_scheme(scheme) for scheme in spec.schemes)))
+
+
+def _gguf(file: Path) -> GgufSpec | None:
+    places = gguf_file(file).places.items()
+    held = {name: place.tensor.kind for name, place in places if name != EMBEDDING}
+    kinds = {name.removesuffix(".weight"): kind.name for name, kind in held.items() if not kind.plain}
+    return GgufSpec(kinds) if kinds else None
+
+
+def _kind(spec: GgufSpec, kind: str) -> str:
+    return f"{kind.lower()}-as-int8" if spec.form_of(kind) == "int8" else kind.lower()
 
 
 def _scheme(scheme: PackedScheme) -> str:

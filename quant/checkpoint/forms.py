@@ -64,6 +64,39 @@ class Int4Groups:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Int4Minima:
+    """weight[n, k] = q[n, k] * scale[n, k // group] + minimum[n, k // group], with q in 0..15: what no zero point in
+    0..15 can say.
+
+    packed          uint8 [N, K/2], the even k in the low four bits
+    scale, minimum  float [N, K/group], both in one type
+    """
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    minimum: torch.Tensor
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.shape[0], self.packed.shape[1] * 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes + self.minimum.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
+        for first in range(0, self.shape[0], _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            grouped = in_groups(unpack_nibbles(self.packed[rows]), self.group).float()
+            grouped *= self.scale[rows].float().unsqueeze(2)
+            grouped += self.minimum[rows].float().unsqueeze(2)
+            out[rows] = grouped.flatten(1)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Int8Rows:
     """weight[n, k] = q[n, k] * scale[n]: q int8 [N, K], scale float32 [N]."""
 
@@ -86,7 +119,7 @@ class Int8Rows:
         return out
 
 
-Weight = Dense | Int4Groups | Int8Rows
+Weight = Dense | Int4Groups | Int4Minima | Int8Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +143,8 @@ def stack_rows(weights: Sequence[Weight]) -> Weight | None:
         if len(rows) < len(weights):
             return None
         return Int8Rows(torch.cat([w.q for w in rows]), torch.cat([w.scale for w in rows]))
+    if isinstance(first, Int4Minima):
+        return _stack_minima([w for w in weights if isinstance(w, Int4Minima)], len(weights))
     groups = [w for w in weights if isinstance(w, Int4Groups) and w.group == first.group]
     if len(groups) < len(weights) or any(w.scale.dtype != first.scale.dtype for w in groups):
         return None
@@ -117,5 +152,17 @@ def stack_rows(weights: Sequence[Weight]) -> Weight | None:
         torch.cat([w.packed for w in groups]),
         torch.cat([w.scale for w in groups]),
         torch.cat([w.zero for w in groups]),
+        first.group,
+    )
+
+
+def _stack_minima(weights: Sequence[Int4Minima], count: int) -> Int4Minima | None:
+    first = weights[0]
+    if len(weights) < count or any(w.group != first.group or w.scale.dtype != first.scale.dtype for w in weights):
+        return None
+    return Int4Minima(
+        torch.cat([w.packed for w in weights]),
+        torch.cat([w.scale for w in weights]),
+        torch.cat([w.minimum for w in weights]),
         first.group,
     )

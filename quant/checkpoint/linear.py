@@ -8,10 +8,11 @@ from quant.checkpoint.awq import read_awq
 from quant.checkpoint.bnb import read_int8
 from quant.checkpoint.errors import BadTensor, NotFinite
 from quant.checkpoint.forms import Dense, Int8Rows, Linear, Weight
+from quant.checkpoint.gguf.blocks import read_gguf
 from quant.checkpoint.packed import read_packed
 from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.source import FLOATS, TensorSource, describe, fetch, fetch_floats
-from quant.checkpoint.spec import AwqSpec, Int8Spec, PackedSpec, QuantSpec
+from quant.checkpoint.spec import AwqSpec, GgufSpec, Int8Spec, PackedSpec, QuantSpec
 
 
 def read_linear(
@@ -37,6 +38,8 @@ def tensor_names(layer: str, spec: QuantSpec | None) -> tuple[str, ...]:
         stems = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     elif isinstance(spec, Int8Spec):
         stems = ("SCB", "weight_format")
+    elif isinstance(spec, GgufSpec):
+        stems = (spec.kinds[layer].lower(),) if spec.covers(layer) else ()
     return (f"{layer}.weight", *(f"{layer}.{stem}" for stem in stems))
 
 
@@ -52,6 +55,8 @@ def _weight(source: TensorSource, layer: str, spec: QuantSpec | None, inputs: in
             return read_packed(source, layer, spec, inputs, outputs)
         if name not in source.names() and spec.covers(layer):
             raise BadTensor(packed, "a packed int32 tensor", "no such tensor")
+    if isinstance(spec, GgufSpec) and spec.covers(layer):
+        return read_gguf(source, layer, spec, inputs, outputs)
     if isinstance(spec, Int8Spec) and _holds_int8(source, layer):
         return read_int8(source, layer, inputs, outputs)
     dense = _dense(source, name, inputs, outputs)

@@ -8,8 +8,7 @@ from typing import Final
 
 _HUB: Final = re.compile(r"[\w-][\w.-]*/([\w-][\w.-]*)", re.ASCII)
 _PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-FOLDER: Final = "a folder with config.json, model*.safetensors and tokenizer.json"
-FROM_GGUF: Final = "is in llama.cpp's format: give the folder of safetensors that it was made from"
+FOLDER: Final = "a folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file"
 CONVERT: Final = "`whippet convert FOLDER OUT` makes safetensors of them"
 
 
@@ -19,7 +18,7 @@ def misnamed(model: str | Path) -> str | None:
     if path.is_dir():
         return _only_gguf(path)
     if path.exists():
-        return f"{path} {_file(path)}"
+        return None if path.suffix.lower() == ".gguf" else f"{path} {_file(path)}"
     if hub := _HUB.fullmatch(str(model)):
         fetch = f"hf download {model} --local-dir {hub[1]}"
         return f"{path} is no folder here, and nothing is downloaded: `{fetch}`, then give {hub[1]}"
@@ -30,13 +29,11 @@ def _only_gguf(folder: Path) -> str | None:
     first = next(iter(sorted(folder.glob("*.gguf"))), None)
     if first is None or (folder / "config.json").exists():
         return None
-    return f"{first} {FROM_GGUF}"
+    return f"{folder} has GGUF files and no config.json: give one of the files, such as {first}"
 
 
 def _file(path: Path) -> str:
     suffix = path.suffix.lower()
-    if suffix == ".gguf":
-        return FROM_GGUF
     if suffix in _PICKLED:
         return f"is a file of pickled weights: give its folder, once {CONVERT}"
     if suffix == ".safetensors":

@@ -5,112 +5,32 @@ Nothing but safetensors is opened. Every fault is a BadFile.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 import os
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
-
-import torch
 
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
 from quant.checkpoint.header import AGAIN, Entry, read_header
-from quant.checkpoint.named import CONVERT, FROM_GGUF
-from quant.checkpoint.regular import open_regular
-
-Progress = Callable[[int, int], None]  # bytes read, bytes in all
+from quant.checkpoint.mapped import MappedTensors, Progress
+from quant.checkpoint.named import CONVERT
 
 INDEX: Final = "model.safetensors.index.json"
 PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-class Checkpoint:
+class Checkpoint(MappedTensors):
     """A folder's tensors by name; a `TensorSource`. `close` drops the maps."""
 
     def __init__(self, folder: Path, progress: Progress | None = None) -> None:
-        self.folder = folder
-        self.files = weight_files(folder)
-        self._entries: dict[str, Entry] = {}
-        for file in self.files:
+        files = weight_files(folder)
+        entries: dict[str, Entry] = {}
+        for file in files:
             for name, entry in read_header(file).items():
-                if name in self._entries:
-                    fault = f"{name} is also in {self._entries[name].file.name}"
-                    raise BadFile(file, fault, "remove one of them")
-                self._entries[name] = entry
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._progress = progress
-        self._done = 0
-        self._total = sum(entry.size for entry in self._entries.values())
-        self._last: Entry | None = None
-
-    def names(self) -> Collection[str]:
-        return self._entries.keys()
-
-    def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._entry(name).file
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Its type in the file."""
-        return self._entry(name).dtype
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A view of the file. The next call gives its pages back; a view read after that reads the file again."""
-        entry = self._entry(name)
-        self._release()
-        self._last = entry
-        if entry.size == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        mapped = self._map(entry.file)
-        count = math.prod(entry.shape)
-        return torch.frombuffer(mapped, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
-
-    def nbytes(self) -> int:
-        """Bytes of the weight files."""
-        return sum(file.stat().st_size for file in self.files)
-
-    def close(self) -> None:
-        self._release()
-        for mapped in self._maps.values():
-            with contextlib.suppress(BufferError):  # a view is still held: the map goes with it
-                mapped.close()
-        self._maps.clear()
-
-    def _entry(self, name: str) -> Entry:
-        try:
-            return self._entries[name]
-        except KeyError:
-            fault = f"no tensor {name}"
-            raise BadFile(self.folder, fault, "the weights do not belong to this config") from None
-
-    def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            try:
-                with open_regular(file) as opened:
-                    # A private map: torch wants writable memory, the file is never written.
-                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:
-                raise BadFile(file, f"cannot be mapped ({error})", AGAIN) from error
-        return self._maps[file]
-
-    def _release(self) -> None:
-        """Gives the last tensor's pages back, as far as they hold nothing else."""
-        entry, self._last = self._last, None
-        if entry is None:
-            return
-        self._done += entry.size
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-        first = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (entry.start + entry.size - first) // mmap.PAGESIZE * mmap.PAGESIZE
-        if length > 0 and entry.file in self._maps:
-            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, first, length)
+                if name in entries:
+                    raise BadFile(file, f"{name} is also in {entries[name].file.name}", "remove one of them")
+                entries[name] = entry
+        super().__init__(folder, files, entries, progress)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -128,7 +48,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         raise BadFile(folder / pickles[0], "pickled weights are never loaded", CONVERT)
     gguf = sorted(folder.glob("*.gguf"))
     if gguf:
-        raise BadFile(gguf[0], "cannot be served", f"it {FROM_GGUF}")
+        raise BadFile(folder, "has GGUF files and no safetensors", f"give one of the files, such as {gguf[0].name}")
     raise BadFile(folder / "model.safetensors", "no such file", "download the model's weights")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 WHOLE_ROW = -1
 
 AwqLayout = Literal["gemm", "gemv"]
+GgufForm = Literal["int4", "minima", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,33 @@ class Int8Spec:
         return not any(f".{part}." in f".{layer}." for part in self.skip)
 
 
-QuantSpec = AwqSpec | PackedSpec | Int8Spec
+@dataclass(frozen=True, slots=True)
+class GgufSpec:
+    """Blocks as llama.cpp packs them. kinds: of each linear that is not kept in plain numbers, what its blocks are
+    called. exact: whether four bits with minima stay as they are; no kernel of a GPU reads them."""
+
+    kinds: Mapping[str, str] = field(hash=False)
+    exact: bool = True
+
+    @property
+    def name(self) -> str:
+        return "gguf"
+
+    def covers(self, layer: str) -> bool:
+        return layer in self.kinds
+
+    def form(self, layer: str) -> GgufForm:
+        """What a covered layer is in memory."""
+        return self.form_of(self.kinds[layer])
+
+    def form_of(self, kind: str) -> GgufForm:
+        """What blocks of this kind become. Eight bits a row lose a little: blocks have a scale for 16 or 32 inputs."""
+        if kind == "Q4_0":
+            return "int4"
+        return "minima" if kind in ("Q4_1", "Q4_K") and self.exact else "int8"
+
+
+QuantSpec = AwqSpec | PackedSpec | Int8Spec | GgufSpec
 
 
 def costly(pattern: str) -> bool:

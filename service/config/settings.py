@@ -196,11 +196,13 @@ class OptimizationOptions(PrefixSwitches, AnswerSwitches, ExecutionSwitches):
 class ServedOptions:
     """What is served."""
 
-    model: str | None = setting(None, "folder of the model, as Hugging Face lays it out")
+    model: str | None = setting(None, "the model: a folder as Hugging Face lays it out, or a GGUF file")
     model_digest: str | None = setting(
         None, "what the folder must have, as `whippet doctor --digest` says it", pattern=r"^sha256:[0-9a-f]{64}$"
     )
-    model_name: str | None = setting(None, "what requests call it; unset: the folder's name", min_length=1)
+    model_name: str | None = setting(
+        None, "what requests call it; unset: the folder's name, or the file's without .gguf", min_length=1
+    )
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
@@ -238,7 +240,7 @@ class Settings(ModelOptions, ServedOptions):
 
     def __post_init__(self) -> None:
         if self.model is None and self.engine.kind == "model":
-            raise ValueError("--model FOLDER is needed")
+            raise ValueError("--model is needed: a folder, or a GGUF file")
         if self.model is None and self.model_digest is not None:
             raise ValueError("model-digest needs a model")
 
@@ -247,7 +249,10 @@ class Settings(ModelOptions, ServedOptions):
         """What requests may put into their field `model`."""
         if self.model_name is not None:
             return self.model_name
-        return "fake" if self.model is None else Path(self.model).resolve().name
+        if self.model is None:
+            return "fake"
+        path = Path(self.model)
+        return path.stem if path.suffix.lower() == ".gguf" else path.resolve().name
 
     def engine_settings(self, vocab_size: int | None = None) -> EngineSettings:
         """The engine's share. `vocab_size` is the tokenizer's, for a fake engine that must speak its ids."""

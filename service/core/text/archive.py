@@ -56,7 +56,7 @@ class TokenizerArchive:
 
     def _make(self, folder: str) -> Archive:
         files = ModelFiles(Path(folder))
-        there = {name: files.read(name) for name in FILES if (files.folder / name).exists()}
+        there = {name: files.read(name) for name in FILES if files.has(name)}
         if not self._unchanged():
             raise InvalidModel(f"{folder}: has changed since the server started; start the server again")
         data = io.BytesIO()

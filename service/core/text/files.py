@@ -6,11 +6,14 @@ import json
 import math
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import InvalidModel
+from quant.checkpoint.errors import BadFile
+from quant.checkpoint.gguf.file import gguf_file, is_gguf
 
 MAX_BYTES = 64 * 2**20  # twice what the largest vocabularies take
 REMEDY = "copy it again from where the model came from"
@@ -23,7 +26,7 @@ def one_line(error: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of one model folder."""
+    """The files of one model folder, or those that a GGUF file stands for."""
 
     folder: Path
 
@@ -32,6 +35,9 @@ class ModelFiles:
 
     def read(self, name: str, remedy: str = REMEDY) -> bytes:
         """A regular file of at most MAX_BYTES; a pipe or a device would never end."""
+        if is_gguf(self.folder):
+            found = self._within()
+            return found[name] if name in found else self.refuse(name, "no such text in this file", remedy)
         try:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, "rb") as file:
@@ -55,7 +61,17 @@ class ModelFiles:
             self.refuse(name, "is not UTF-8 text")
 
     def text_or_none(self, name: str) -> str | None:
-        return self.text(name) if (self.folder / name).exists() else None
+        return self.text(name) if self.has(name) else None
+
+    def has(self, name: str) -> bool:
+        return name in self._within() if is_gguf(self.folder) else (self.folder / name).exists()
+
+    def _within(self) -> Mapping[str, bytes]:
+        """The text files that a GGUF file stands for."""
+        try:
+            return gguf_file(self.folder).texts
+        except BadFile as error:
+            raise InvalidModel(str(error)) from error
 
     def object(self, name: str) -> dict[str, Any]:
         """The JSON object in a file; an empty one where there is no such file."""

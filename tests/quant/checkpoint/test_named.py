@@ -27,8 +27,6 @@ def test_a_path_that_is_not_there_is_no_such_name(path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("m.gguf", "llama.cpp"),
-        ("M.GGUF", "llama.cpp"),
         ("pytorch_model.bin", "whippet convert"),
         ("x.ckpt", "whippet convert"),
         ("model.safetensors", "give its folder"),
@@ -46,10 +44,16 @@ def test_files(tmp_path, name, told):
 def test_folders(tmp_path):
     assert misnamed(tmp_path) is None
     (tmp_path / "m.gguf").touch()
-    assert "m.gguf is in llama.cpp's format" in misnamed(tmp_path)
+    assert f"has GGUF files and no config.json: give one of the files, such as {tmp_path / 'm.gguf'}" in misnamed(
+        tmp_path
+    )
+    assert misnamed(tmp_path / "m.gguf") is None
+    (tmp_path / "M.GGUF").touch()
+    assert misnamed(tmp_path / "M.GGUF") is None
+    (tmp_path / "M.GGUF").unlink()
     (tmp_path / "config.json").touch()
     assert misnamed(tmp_path) is None
-    with pytest.raises(BadFile, match=r"m\.gguf: cannot be served; it is in llama\.cpp's format"):
+    with pytest.raises(BadFile, match=r"has GGUF files and no safetensors; give one of the files, such as m\.gguf"):
         weight_files(tmp_path)
     (tmp_path / "model.pth").touch()
     with pytest.raises(BadFile, match=r"model\.pth: .*`whippet convert FOLDER OUT`"):

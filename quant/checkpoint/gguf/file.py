@@ -1,0 +1,134 @@
+"""One GGUF file as if it were a model folder: its text files, and its tensors by the names of a folder. No torch."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from quant.checkpoint.config import ModelConfig, parse_config
+from quant.checkpoint.errors import BadFile
+from quant.checkpoint.fields import Fields
+from quant.checkpoint.gguf.config import MEND, Positions, config_of, family_of, sampling_of
+from quant.checkpoint.gguf.header import AGAIN, Header, Tensor, read_header
+from quant.checkpoint.gguf.names import ROPE_FACTORS, TOKENS, file_name, folder_name
+from quant.checkpoint.gguf.vocabulary import TOKENS as VOCABULARY
+from quant.checkpoint.gguf.vocabulary import Vocabulary, vocabulary_of
+from quant.checkpoint.regular import open_regular
+from quant.checkpoint.tensors import dense_tensors
+
+_MAX_FACTORS: Final = 4096  # bytes of them: heads have at most some hundred numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the numbers of one tensor lie, and how."""
+
+    tensor: Tensor
+    heads: int | None = None  # rows of so many heads, whose two halves lie by turns; None: in the order of a folder
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """All of a file but its numbers."""
+
+    texts: Mapping[str, bytes]  # by name, as files of a folder
+    config: ModelConfig
+    places: Mapping[str, Place]  # by the names of a folder
+
+
+def is_gguf(model: Path) -> bool:
+    """Whether a file is named, by its name; folders may be called anything."""
+    return model.suffix.lower() == ".gguf" and not model.is_dir()
+
+
+def gguf_file(file: Path) -> GgufFile:
+    """Read once for as long as the file stays the same. Raises BadFile, which names the key or the tensor."""
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        raise BadFile(file, f"cannot be read ({error.strerror})", "give the file of the model") from error
+    return _read(file, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=2)  # a model and its draft
+def _read(file: Path, identity: tuple[int, ...]) -> GgufFile:
+    header = read_header(file)
+    fields = Fields(header.metadata, str(file))
+    family = family_of(fields)
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    if TOKENS not in tensors or len(tensors[TOKENS].shape) != 2:
+        raise BadFile(file, f"tensor {TOKENS} is missing or no matrix", AGAIN)
+    factors = _factors(file, tensors[ROPE_FACTORS]) if ROPE_FACTORS in tensors else ()
+    positions = Positions(tensors.keys(), tensors[TOKENS].shape[0], _dtype(header), factors)
+    raw = config_of(fields, family, positions)
+    vocabulary = vocabulary_of(fields, family.pre)
+    if vocabulary.size > positions.rows:
+        fields.refuse(VOCABULARY, f"has {vocabulary.size} tokens, {TOKENS} {positions.rows} rows", MEND)
+    raw |= {"bos_token_id": vocabulary.bos, "eos_token_id": list(vocabulary.ends) or None}
+    config = parse_config(raw, str(file))
+    places = _places(file, header, config, family.paired_rows)
+    return GgufFile(_texts(raw, sampling_of(fields), vocabulary), config, places)
+
+
+def _texts(config: dict[str, Any], sampling: dict[str, Any], vocabulary: Vocabulary) -> dict[str, bytes]:
+    ends = {"bos_token_id": vocabulary.bos, "eos_token_id": list(vocabulary.ends) or None}
+    objects = {
+        "config.json": config,
+        "generation_config.json": {**{key: value for key, value in ends.items() if value is not None}, **sampling},
+        "tokenizer.json": vocabulary.tokenizer,
+        "tokenizer_config.json": vocabulary.settings,
+    }
+    made = {name: json.dumps(value, ensure_ascii=False).encode() for name, value in objects.items()}
+    return made | {name: template.encode() for name, template in vocabulary.templates.items()}
+
+
+def _dtype(header: Header) -> str:
+    """What a folder would call the weights: that of plain matrices; around others bfloat16."""
+    kinds = {tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1}
+    plain = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    return plain.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _factors(file: Path, tensor: Tensor) -> tuple[float, ...]:
+    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.size > _MAX_FACTORS:
+        raise BadFile(file, f"tensor {ROPE_FACTORS} must be a short row of F32", MEND)
+    with open_regular(file) as opened:
+        opened.seek(tensor.start)
+        data = opened.read(tensor.size)
+    if len(data) < tensor.size:
+        raise BadFile(file, f"tensor {ROPE_FACTORS} was cut short while it was read", AGAIN)
+    return struct.unpack(f"<{tensor.size // 4}f", data)
+
+
+def _places(file: Path, header: Header, config: ModelConfig, paired_rows: bool) -> dict[str, Place]:
+    """The tensors that the config asks for: these and no others, of these shapes."""
+    expected = dense_tensors(config)
+    places: dict[str, Place] = {}
+    for tensor in header.tensors:
+        if tensor.name == ROPE_FACTORS:
+            continue
+        name = folder_name(tensor.name)
+        if name is None or name not in expected:
+            raise BadFile(file, f"tensor {tensor.name[:80]!r} has no place in this model", "take another model")
+        if tensor.shape != expected[name]:
+            fault = f"tensor {tensor.name} has shape {list(tensor.shape)}, its config asks for {list(expected[name])}"
+            raise BadFile(file, fault, AGAIN)
+        if len(tensor.shape) == 1 and not tensor.kind.plain:
+            raise BadFile(file, f"tensor {tensor.name} is in {tensor.kind.name}, which rows alone are not", AGAIN)
+        places[name] = Place(tensor, _paired(name, config) if paired_rows else None)
+    missing = next((name for name in expected if name not in places), None)
+    if missing is not None:
+        raise BadFile(file, f"tensor {file_name(missing)} is missing", AGAIN)
+    return places
+
+
+def _paired(name: str, config: ModelConfig) -> int | None:
+    if ".self_attn.q_proj." in name:
+        return config.heads
+    return config.kv_heads if ".self_attn.k_proj." in name else None

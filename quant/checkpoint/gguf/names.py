@@ -1,0 +1,47 @@
+"""What the tensors of a GGUF file are called in a model folder. No torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD
+
+ROPE_FACTORS: Final = "rope_freqs.weight"  # follows from the config in a folder
+OUTPUT: Final = "output.weight"
+TOKENS: Final = "token_embd.weight"
+_WHOLE: Final = {TOKENS: EMBEDDING, "output_norm.weight": FINAL_NORM, OUTPUT: f"{HEAD}.weight"}
+_PARTS: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OF_LAYER: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)", re.ASCII)
+
+
+def folder_name(name: str) -> str | None:
+    """None for a tensor that no served model has."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    found = _OF_LAYER.fullmatch(name)
+    if found is None or found[2] not in _PARTS:
+        return None
+    return f"model.layers.{found[1]}.{_PARTS[found[2]]}.{found[3]}"
+
+
+def file_name(name: str) -> str:
+    """The other way, for messages about a name that a folder has."""
+    whole = {folder: file for file, folder in _WHOLE.items()}
+    if name in whole:
+        return whole[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, _, suffix = rest.rpartition(".")
+    return f"blk.{layer}.{ {folder: file for file, folder in _PARTS.items()}[part] }.{suffix}"

@@ -1,0 +1,75 @@
+"""The tensors of a GGUF file, mapped, by the names that a folder has.
+
+A linear in blocks is `LAYER.q4_1`, or whatever its blocks are called: uint8 [rows, bytes], which `blocks` reads. Other
+tensors are plain numbers; those that lie in blocks all the same, such as an embedding, are widened as they are read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from quant.checkpoint.gguf.blocks import Costs, widened
+from quant.checkpoint.gguf.file import Place, gguf_file
+from quant.checkpoint.header import Entry
+from quant.checkpoint.mapped import MappedTensors, Progress
+from quant.checkpoint.tensors import EMBEDDING
+
+_PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GgufTensors(MappedTensors):
+    """A `TensorSource`. `dtype`: of what is widened. `costs` tells what that lost."""
+
+    def __init__(self, file: Path, progress: Progress | None = None, dtype: torch.dtype = torch.float32) -> None:
+        """Raises BadFile."""
+        places = gguf_file(file).places
+        self.costs = Costs()
+        self._widened_to = dtype
+        self._places = {_served(name, place): place for name, place in places.items()}
+        entries = {name: _entry(file, place) for name, place in self._places.items()}
+        super().__init__(file, (file,), entries, progress)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name].tensor.shape if self._widens(name) else super().shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._widened_to if self._widens(name) else super().dtype(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the file, good until the next call; or a copy of its own."""
+        found = super().tensor(name)
+        heads = self._places[name].heads
+        if heads is not None:
+            found = found[_by_halves(len(found), heads)]
+        if not self._widens(name):
+            return found
+        kind, shape = self._places[name].tensor.kind, self._places[name].tensor.shape
+        plain, lost = widened(kind.name, found, shape[-1], self._widened_to)
+        self.costs.add(kind.name, str(self._widened_to).removeprefix("torch."), found.nbytes, plain.nbytes, lost)
+        return plain
+
+    def _widens(self, name: str) -> bool:
+        return name in self._places and not self._places[name].tensor.kind.plain and name.endswith(".weight")
+
+
+def _served(name: str, place: Place) -> str:
+    """Linears in blocks are named by their blocks."""
+    if place.tensor.kind.plain or name == EMBEDDING:
+        return name
+    return f"{name.removesuffix('.weight')}.{place.tensor.kind.name.lower()}"
+
+
+def _entry(file: Path, place: Place) -> Entry:
+    tensor = place.tensor
+    if tensor.kind.plain:
+        return Entry(file, _PLAIN[tensor.kind.name], tensor.shape, tensor.start, tensor.size)
+    rows = tensor.shape[0]
+    return Entry(file, torch.uint8, (rows, tensor.size // rows), tensor.start, tensor.size)
+
+
+def _by_halves(rows: int, heads: int) -> torch.Tensor:
+    """Where the rows of a folder's order lie: llama.cpp has the two halves of a head by turns."""
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

@@ -1,0 +1,50 @@
+"""The weights of a GGUF file as plain numbers, by the names that a folder has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from quant.checkpoint.config import load_config
+from quant.checkpoint.gguf.blocks import Costs, widened
+from quant.checkpoint.gguf.file import gguf_file
+from quant.checkpoint.gguf.tensors import GgufTensors
+
+_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class GgufWeights:
+    """What lies in blocks becomes what the file's config says, bfloat16 in general; plain numbers stay as they are."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises BadFile."""
+        self._to = _DTYPES[load_config(file).dtype or "bfloat16"]
+        self._places = gguf_file(file).places
+        self._file = file
+        self._tensors = GgufTensors(file, dtype=self._to)
+        self.costs = Costs()
+
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name].tensor.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors.dtype(name) if name in self._tensors.names() else self._to
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the file, or a copy, good until the next call."""
+        if name in self._tensors.names():
+            return self._tensors.tensor(name)
+        kind = self._places[name].tensor.kind.name
+        raw = self._tensors.tensor(f"{name.removesuffix('.weight')}.{kind.lower()}")
+        plain, lost = widened(kind, raw, self.shape(name)[-1], self._to)
+        self.costs.add(kind, str(self._to).removeprefix("torch."), raw.nbytes, plain.nbytes, lost)
+        return plain
+
+    def forget(self) -> None:
+        """Nothing: the next tensor gives back the pages of the one before."""
