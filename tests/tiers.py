@@ -8,13 +8,17 @@
     properties   property tests of all tiers, so that proofs can draw more examples.
 
 A test is in `check` unless it is marked `product` or `proof`, uses a fixture that starts a process (`STARTING`), or
-lies in a folder of `FOLDERS`. A test in `check` that starts a process fails, on every machine.
+lies in a folder of `FOLDERS`. A test in `check` that starts a process fails, on every machine. Tests that need a GPU
+are in no tier: `pytest -m gpu` runs them where there is one.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing.util
+import os
 import re
-import sys
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,6 @@ FOLDERS = {"tests/lint/": "lint", "tests/proofs/": "proofs", "tests/timing/": "p
 ROOT = Path(__file__).resolve().parents[1]
 # Fixtures that start a process when they are made.
 STARTING = frozenset({"exported_embedder", "make_redis", "redis_server", "shared_redis", "template"})
-_STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
 _FILE_MARK = re.compile(r"^pytestmark = \[?(?:.*, )?pytest\.mark\.(gpu|product|proof)\b", re.MULTILINE)
 # Tiers that a file with such a mark can have tests in.
 _MARKED = {"gpu": (), "product": ("test", "proofs"), "proof": ("proofs",)}
@@ -48,6 +51,8 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def selected(item: pytest.Item, tier: str) -> bool:
+    if item.get_closest_marker("gpu"):
+        return False
     if tier == "isa":
         return item.get_closest_marker("isa") is not None
     if tier == "properties":
@@ -87,12 +92,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if selected(item, tier)]
 
 
-def _guard(event: str, arguments: tuple[Any, ...]) -> None:
-    if _guarded and event in _STARTS:
-        raise RuntimeError("a test that starts a process belongs to `make test`: mark it `product` (tests/tiers.py)")
+def _guard(owner: Any, name: str) -> None:
+    """Replaces a function that starts a process by one that refuses to in a test of `check`."""
+    start = getattr(owner, name)
+
+    @functools.wraps(start)
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        if _guarded:
+            raise RuntimeError("this test starts a process: mark it `product` (tests/tiers.py)")
+        return start(*arguments, **options)
+
+    setattr(owner, name, guarded)
 
 
-sys.addaudithook(_guard)
+for _owner, _name in (
+    (subprocess.Popen, "__init__"),
+    (os, "fork"),
+    (os, "posix_spawn"),
+    (multiprocessing.util, "spawnv_passfds"),
+):
+    _guard(_owner, _name)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,6 +25,8 @@ from tests.contract.answers import FREE, alone, generate, progress, requests
 from tests.engine.execution.constrained.counting import allowed, counting
 from tests.engine.judged import judge
 
+pytestmark = pytest.mark.product
+
 EAGER = EXECUTORS[-1]
 # In logits, which reach 8: what rounding may change. Of fp8, that some keys and values round the other way.
 GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float8_e4m3fn: 0.6}
@@ -128,7 +130,6 @@ def within(request: GenerationRequest) -> Callable[[int], torch.Tensor] | None:
     return partial(allowed, vocabulary=320, stops=request.stopping.stop_token_ids)
 
 
-@pytest.mark.product
 def test_each_executor_agrees_with_eager(trial: Trial) -> None:
     """Judged token by token, and where nothing is rounded equal to what eager brings each request alone."""
     if trial.reason is not None:

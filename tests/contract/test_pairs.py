@@ -48,6 +48,8 @@ from tests.engine.execution.constrained.counting import allowed, counting
 from tests.engine.judged import judge
 from tests.properties import example_count
 
+pytestmark = pytest.mark.product
+
 EAGER = EXECUTORS[-1]
 ENTRIES = {entry.name: entry for entry in EXECUTORS}
 ON_CPU = ("eager", "lookup", "draft model", "forced")

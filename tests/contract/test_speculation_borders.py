@@ -24,6 +24,8 @@ from engine.worker.build import Prepared, make_runner, prepare
 from tests.contract.answers import progress
 from tests.contract.test_speculation import speculating
 
+pytestmark = pytest.mark.product
+
 PROMPT = tuple(range(40, 51))  # 11 tokens: the first page's border lies within the first run
 
 

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 from tests.engine.execution.test_eager import MODELS, prompts
 from tests.engine.plain_qwen3 import PlainQwen3
 
+pytestmark = pytest.mark.product
+
 
 @pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
 def test_logits_are_those_of_transformers(dtype: torch.dtype, gap: float) -> None:

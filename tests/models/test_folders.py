@@ -18,6 +18,8 @@ from models.train.corpus import held_out_names
 from models.train.export import read_network
 from models.train.network import SHAPES
 
+pytestmark = pytest.mark.product
+
 MODELS = Path(__file__).parents[2] / "models"
 EXCERPT = Path(__file__).parent / "data" / "graphlib.txt"
 NAMES = ("demo", "demo-draft")
@@ -125,7 +127,6 @@ def test_generation_stops_at_both_ends(name: str) -> None:
     assert words(name).eos_token == END
 
 
-@pytest.mark.product
 @pytest.mark.parametrize("name", NAMES)
 def test_card_gives_the_perplexity_of_a_held_out_file(name: str) -> None:
     nats, places = 0.0, 0

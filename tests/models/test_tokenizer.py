@@ -17,6 +17,8 @@ from tokenizers.models import BPE
 from models.train import chat, tokenizer
 from tests.properties import example_count
 
+pytestmark = pytest.mark.product
+
 FOLDER = Path(__file__).parents[2] / "models" / "demo"
 SHIPPED = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 TEMPLATE = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(chat.TEMPLATE)

@@ -22,6 +22,8 @@ from quant.evaluate import evaluate
 from quant.quantizer import QuantizeOptions, quantize
 from quant.rounding import round_groups
 
+pytestmark = pytest.mark.product
+
 CPU = torch.device("cpu")
 
 
@@ -110,7 +112,6 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         }
 
 
-@pytest.mark.product
 def test_it_loses_less_than_rounding_to_nearest(source, made, reference, tmp_path):
     out, report = made
     plain, decoder = Checkpoint(source), Decoder.open(source)
@@ -132,7 +133,6 @@ def test_it_loses_less_than_rounding_to_nearest(source, made, reference, tmp_pat
     assert report.evaluation.comparison.kl == pytest.approx(ours.kl, rel=0.5)
 
 
-@pytest.mark.product
 def test_the_folder_is_what_autoawq_writes(source, stored, tmp_path):
     quantize(source, tmp_path / "out", small(source, group=128), quiet)
     assert header(tmp_path / "out" / "model.safetensors") == header(stored / "awq-tiny" / "model.safetensors")
@@ -175,7 +175,6 @@ def test_the_report_tells_of_every_layer(made):
     ]
 
 
-@pytest.mark.product
 @pytest.mark.parametrize(
     ("stage", "done", "first"),
     [("layers", 1, 1), ("layers", 4, 4), ("model", 2, None)],
@@ -195,7 +194,6 @@ def test_a_killed_job_goes_on_and_ends_the_same(source, unstopped, tmp_path, sta
     assert not (tmp_path / "out" / ".partial").exists()
 
 
-@pytest.mark.product
 @pytest.mark.parametrize("fails_at", [3, 6, 11])
 def test_a_write_that_fails_loses_at_most_its_layer(source, unstopped, tmp_path, monkeypatch, fails_at):
     """The disk is full at the n-th file: nothing half written is ever taken for whole."""
@@ -250,7 +248,6 @@ def test_a_job_whose_state_is_gone_is_refused(source, tmp_path):
         quantize(source, tmp_path / "out", small(source), quiet)
 
 
-@pytest.mark.product
 def test_a_job_killed_before_it_began_goes_on(source, unstopped, tmp_path):
     (tmp_path / "out" / ".partial").mkdir(parents=True)
     quantize(source, tmp_path / "out", small(source), quiet)
@@ -333,7 +330,6 @@ def test_tensors_that_would_be_left_behind_stop_the_job(source, tmp_path):
         quantize(model, tmp_path / "out", options(source), quiet)
 
 
-@pytest.mark.product
 def test_tensors_that_follow_from_the_config_are_dropped(source, tmp_path):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     model = copy_with(source, tmp_path / "m", {name: torch.ones(16)})
@@ -341,7 +337,6 @@ def test_tensors_that_follow_from_the_config_are_dropped(source, tmp_path):
     assert name not in Checkpoint(tmp_path / "out").names()
 
 
-@pytest.mark.product
 def test_numbers_that_float16_cannot_hold_stop_the_job(source, tmp_path):
     big = torch.full((256,), 1e6, dtype=torch.bfloat16)
     model = copy_with(source, tmp_path / "m", {"model.norm.weight": big})

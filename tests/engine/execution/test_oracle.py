@@ -13,7 +13,7 @@ from engine.execution.runner import ModelRunner
 from engine.settings import EngineSettings
 from engine.worker.build import build
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+pytestmark = [pytest.mark.product, pytest.mark.filterwarnings("ignore")]  # transformers' own
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -116,7 +116,6 @@ def assert_greedy(model: Any, prompt: list[int], output: list[int]) -> None:
     assert output == logits.argmax(-1).tolist()
 
 
-@pytest.mark.product
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_ids_equal_transformers(name: str, tmp_path: Path, request_of: Any, drive: Any) -> None:
     model = make(name, tmp_path)

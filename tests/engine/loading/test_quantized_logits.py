@@ -32,7 +32,7 @@ from tests.engine.quantized import (
     write,
 )
 
-pytestmark = pytest.mark.isa
+pytestmark = [pytest.mark.product, pytest.mark.isa]
 
 STORED = Path(__file__).resolve().parents[2] / "quant" / "fixtures"
 

@@ -35,6 +35,8 @@ from engine.worker.recording import (
     read_recording,
 )
 
+pytestmark = pytest.mark.product
+
 
 class Recorded:
     """A scheduler with shared prefixes over a recorded runner, driven by hand."""

@@ -23,6 +23,8 @@ from quant.decoder import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+pytestmark = pytest.mark.product
+
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 128,
