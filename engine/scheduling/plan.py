@@ -99,6 +99,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     rows: Mapping[int, RowResult]
 
 
+class WrongResult(ValueError):
+    """A result that is not what was planned. None of it was taken in."""
+
+
 class PageAccess(Protocol):
     """The bytes of full pages, one page after the other, in an order that `layout` names."""
 

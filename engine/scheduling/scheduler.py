@@ -15,7 +15,7 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.ordered import Ordered
 from engine.scheduling.outcome import finish, take, told
 from engine.scheduling.pacing import Pacing
-from engine.scheduling.plan import Row, StepPlan, StepResult
+from engine.scheduling.plan import Row, StepPlan, StepResult, WrongResult
 from engine.scheduling.rank import timer
 from engine.scheduling.rows import row_of
 from engine.scheduling.sequence import Sequence
@@ -186,7 +186,7 @@ class Scheduler:
         return self._yielding.choose(fed, budget, changes if len(fed) == len(running) else None)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
-        """Takes in what the step brought. ValueError, and nothing is taken in, where that is not what was planned."""
+        """Takes in what the step brought. WrongResult, and nothing is taken in, where that is not what was planned."""
         self._check(plan, result)
         self._turns.went_well()
         self._pacing.ended(plan, result, now)
@@ -223,6 +223,16 @@ class Scheduler:
         """Ends all that a broken step was to feed."""
         return [self._fail(sequence, Failure.STEP) for sequence in self._take_back(plan)]
 
+    def raised(self, plan: StepPlan) -> list[Event]:
+        """Takes back a step that raised before anything of it was taken in. Its rows are fed again, in halves, and a
+        row that was alone ends."""
+        fed = self._take_back(plan)
+        if not self._turns.part(plan.rows):
+            return [self._fail(sequence, Failure.STEP) for sequence in fed]
+        for sequence in fed:
+            self._slots.begin_anew(sequence)
+        return []
+
     def out_of_memory(self, plan: StepPlan) -> list[Event]:
         """Takes back a step that found no memory, so that its rows are fed again, fewer at a time. A row that is alone
         and still finds none, time after time, ends."""
@@ -232,6 +242,11 @@ class Scheduler:
         for sequence in fed:
             self._slots.begin_anew(sequence)
         return []
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the step planned last feeds a part of one that did not come back."""
+        return self._turns.repeats
 
     @property
     def live(self) -> int:
@@ -271,12 +286,12 @@ class Scheduler:
 
     def _check(self, plan: StepPlan, result: StepResult) -> None:
         if result.rows.keys() != {row.key for row in plan.rows if row.sample or row.score}:
-            raise ValueError(
+            raise WrongResult(
                 f"of {len(plan.rows)} rows planned, not those that sample or score came back, but {len(result.rows)}"
             )
         most = self._limits.max_tokens_per_row
         if any(len(brought.token_ids) - brought.forced > most for brought in result.rows.values()):
-            raise ValueError(f"a row brought more than {most} ids")
+            raise WrongResult(f"a row brought more than {most} ids")
 
     def _wait(self, begun: list[Sequence], others: list[Row]) -> bool:
         """Whether those whose prompts have just ended wait while others' end, instead of decoding beside them with

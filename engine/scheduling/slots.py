@@ -134,14 +134,14 @@ class Slots:
     # What plans say
 
     def planned(self, rows: list[Row]) -> StepPlan:
-        """Of these rows, with who came and went since the plan before."""
+        """Of these rows, with those of them that came and all that went since the plan before."""
         if not self._admitted and not self._released:
             return StepPlan(tuple(rows))
-        admitted = tuple(admission_of(sequence) for sequence in self._admitted.values())
+        # Whoever is not fed is admitted later: an admission that raises costs a step that feeds the sequence, no other.
+        came = [self._admitted.pop(row.slot) for row in rows if row.slot in self._admitted]
         released = tuple(self._released)
-        self._admitted.clear()
         self._released.clear()
-        return StepPlan(tuple(rows), admitted, released)
+        return StepPlan(tuple(rows), tuple(map(admission_of, came)), released)
 
     def say_again(self, plan: StepPlan) -> None:
         """The step of this plan did not come back, and nobody knows whether the runner took in who came and went."""

@@ -2,7 +2,8 @@
 its solo or memory has run out.
 
 Where a step found no memory, its rows are fed in halves, and halves of those, until the rest fits or a row is left
-alone; prompts go on in smaller chunks until sixteen steps in a row went well. Solos take turns with all the others.
+alone; prompts go on in smaller chunks until sixteen steps in a row went well. Where a step raised, its rows are fed in
+halves likewise, until the row that raises is alone. Solos take turns with all the others.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Turns:
         self._whole = prompt_tokens
         self._calm = 0  # steps
         self._parts: deque[frozenset[int]] = deque()  # keys; each part is fed by a step of its own, once
+        self.repeats = False  # whether the next step feeds a part of one that did not come back
         self._solos: set[int] = set()  # keys of live sequences that have one, begun, done or not
         self._hopeless = 0  # times in a row that the least there is found no memory
         self._others_next = False
@@ -43,7 +45,9 @@ class Turns:
             part = self._parts.popleft()
             chosen = [one for one in running if one.key in part and not one.paused]
             if chosen:
+                self.repeats = True
                 return chosen
+        self.repeats = False
         if self._solos:
             return self._by_turns([one for one in running if not one.paused])
         return tuple(running)
@@ -67,10 +71,19 @@ class Turns:
         if tokens:
             self.budget = max(PAGE_SIZE, min(self.budget, tokens) // 2)
         self._calm = 0
+        self._halve(rows)
+        return True
+
+    def part(self, rows: Items[Row]) -> bool:
+        """A step of these raised. False for a row that was alone."""
+        if len(rows) > 1:
+            self._halve(rows)
+        return len(rows) > 1
+
+    def _halve(self, rows: Items[Row]) -> None:
         keys = [row.key for row in rows]
         half = len(keys) // 2
         self._parts.extendleft(frozenset(part) for part in (keys[half:], keys[:half]) if part)
-        return True
 
     def _by_turns(self, ready: list[Sequence]) -> list[Sequence]:
         in_solo = [one for one in ready if one.in_solo]

@@ -32,7 +32,7 @@ from engine.ipc.frames import (
 )
 from engine.ipc.link import Link
 from engine.kv.shared_tier import BlockTier
-from engine.scheduling.plan import Runner, StepPlan, StepResult
+from engine.scheduling.plan import Runner, StepPlan, StepResult, WrongResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.worker.arrivals import Arrivals
@@ -40,7 +40,7 @@ from engine.worker.compiling import Compiling
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.marking import Marking
 from engine.worker.profiles import Profiles
-from engine.worker.recording import StepRecorder
+from engine.worker.recording import StepRecorder, describe
 from engine.worker.switches import Switches
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ class Loop:
         self._compiling = Compiling(scheduler, constraints or Constraints())
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
-        self._failures = 0  # steps in a row
+        self._failures = 0  # steps in a row, their repetitions in parts not counted
+        self._told_failure = ""  # whose traceback the log has
         self._refused: list[Event] = []
         self._arrivals = Arrivals(link, self._obey)
         runner.meanwhile(self._early)
@@ -179,23 +180,37 @@ class Loop:
             if out_of_memory(error):
                 _log.warning("a step of %d rows found no memory and is done in parts", len(plan.rows))
                 return self._scheduler.out_of_memory(plan)
-            self._failures += 1
-            if self._recorder is not None:
-                self._recorder.add(plan, result)
-                self._recorder.write(error)
-            _log.exception("a step of %d rows failed", len(plan.rows))
-            if _device_lost(error) or self._failures == _MOST_FAILURES:
-                raise EngineFailed(f"step failure {self._failures} in a row, giving up") from error
-            if (reverted := self._switches.failed(self._failures)) is not None:
-                self._failures = 0
-                self._link.send(TurnedBack(reverted))
-            return self._scheduler.fail(plan)
+            return self._raised(plan, result, error)
         self._failures = 0
         if self._switches.worked():
             self._told_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it is told at once
         if self._recorder is not None:
             self._recorder.add(plan, result)
         return events
+
+    def _raised(self, plan: StepPlan, result: StepResult | None, error: Exception) -> list[Event]:
+        """What a step that raised costs: the row that raises alone too. The others are fed again."""
+        whole = not self._scheduler.repeats
+        self._failures += whole
+        self._tell_failure(plan, result, error, keep=whole or len(plan.rows) == 1)
+        if _device_lost(error) or (whole and self._failures == _MOST_FAILURES):
+            raise EngineFailed(f"step failure {self._failures} in a row, giving up") from error
+        if whole and (reverted := self._switches.failed(self._failures)) is not None:
+            self._failures = 0
+            self._link.send(TurnedBack(reverted))
+        if result is not None and not isinstance(error, WrongResult):
+            return self._scheduler.fail(plan)  # some rows' results may have been taken in
+        return self._scheduler.raised(plan)
+
+    def _tell_failure(self, plan: StepPlan, result: StepResult | None, error: Exception, *, keep: bool) -> None:
+        """In the log, a traceback once for as long as the same failure comes again; `keep`: in a recording as well."""
+        if self._recorder is not None:
+            self._recorder.add(plan, result)
+            if keep:
+                self._recorder.write(error)
+        said, self._told_failure = self._told_failure, describe(error)
+        fresh = error if said != self._told_failure else None
+        _log.error("a step of %d rows failed: %s", len(plan.rows), self._told_failure, exc_info=fresh)
 
     def _publish(self, events: list[Event], now: float, idle: bool) -> None:
         load = None

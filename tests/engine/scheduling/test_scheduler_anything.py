@@ -158,6 +158,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.take(events)
             self.sick.update(event.key for event in events)
 
+    @rule(computed=st.booleans())
+    def raise_in_a_step(self, computed: bool) -> None:
+        """Before the runner has done anything, or after all of it."""
+        plan = self.bench.scheduler.plan(self.bench.now)
+        if plan is not None:
+            if computed:
+                self.bench.runner.run(sent(plan))
+            events = self.bench.scheduler.raised(plan)
+            assert not events or len(plan.rows) == 1
+            self.bench.take(events)
+            self.sick.update(event.key for event in events)
+
     @rule(data=st.data())
     def break_a_row(self, data: st.DataObject) -> None:
         bench = self.bench

@@ -1,4 +1,4 @@
-"""Who is fed where not everybody is: solos, and steps that find no memory."""
+"""Who is fed where not everybody is: solos, and steps that find no memory or raise."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_a_paused_one_holds_nobody_up() -> None:
     assert keys_of(bench.step()) == [solo]
 
 
-def starved(bench: Bench, fails: Callable[[StepPlan, int], bool], late: bool) -> int:
+def starved(bench: Bench, fails: Callable[[StepPlan, int], bool], late: bool, *, raises: bool = False) -> int:
     """Runs to the end; where `fails` says so of a plan and its number, there is no memory, before anything is computed
-    or after all is. Returns how often."""
-    count = 0
+    or after all is. Returns how often. `raises`: the step raises something else."""
+    count, failed = 0, bench.scheduler.raised if raises else bench.scheduler.out_of_memory
     for number in itertools.count(1):
         bench.now += 0.01
         plan = bench.scheduler.plan(bench.now)
@@ -71,7 +71,7 @@ def starved(bench: Bench, fails: Callable[[StepPlan, int], bool], late: bool) ->
             count += 1
             if late:
                 bench.runner.run(sent(plan))
-            bench.take(bench.scheduler.out_of_memory(plan))
+            bench.take(failed(plan))
         else:
             bench.take(bench.scheduler.commit(plan, sent(bench.runner.run(sent(plan))), bench.now))
     raise AssertionError
@@ -120,3 +120,52 @@ def test_a_prompt_goes_on_in_chunks_for_which_there_is_memory() -> None:
     assert bench.output(key) == alone(bench.sequences[key].request, PAGES)
     bench.admit(prompt=900)
     assert rows_of(bench.scheduler.plan(bench.now)) == {2: (0, 256, False)}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("guilty", [(1,), (4,), (8,), (2, 3), (1, 8), (1, 2, 5, 6)])
+def test_a_row_that_raises_ends_and_no_other(guilty: tuple[int, ...], late: bool) -> None:
+    """Six at most run at once: found in halves, a row makes four steps raise at most, itself alone included."""
+    bench = crowd(ids=1)
+    expected = {key: alone(one.request, PAGES) for key, one in bench.sequences.items()}
+    count = starved(bench, lambda plan, number: bool({*guilty} & {*keys_of(plan)}), late, raises=True)
+    assert count <= 4 * len(guilty)
+    for key in guilty:
+        assert bench.events.pop(key) == [Event(key, failure=Failure.STEP)]
+    assert {key: bench.output(key) for key in bench.events} == {key: expected[key] for key in bench.events}
+
+
+def test_one_of_many_is_found_in_few_steps() -> None:
+    bench = Bench(sequences=128, batch=4096, pages=512)
+    keys = [bench.admit(prompt=9, output=6) for _ in range(128)]
+    for _ in range(3):
+        bench.step()
+    number = 0
+    while not bench.events[77][-1].failure:
+        plan = bench.scheduler.plan(bench.now)
+        assert plan is not None
+        number += 1
+        if 77 in keys_of(plan):
+            bench.take(bench.scheduler.raised(plan))
+        else:
+            bench.take(bench.scheduler.commit(plan, bench.runner.run(plan), bench.now))
+    assert number <= 1 + 2 * 7
+    bench.run()
+    assert all(bench.output(key) == alone(bench.sequences[key].request, 32) for key in keys if key != 77)
+
+
+def test_rows_that_raise_only_together_lose_nothing_but_time() -> None:
+    bench = crowd(ids=1)
+    expected = [alone(one.request, PAGES) for one in bench.sequences.values()]
+    assert starved(bench, lambda plan, number: {2, 3} <= {*keys_of(plan)}, late=True, raises=True) > 10
+    assert [bench.output(key) for key in bench.sequences] == expected
+
+
+def test_an_admission_that_raises_costs_its_own_sequence() -> None:
+    """Whoever is not fed by a step is not admitted by it either."""
+    bench = crowd(ids=1)
+    expected = [alone(one.request, PAGES) for one in bench.sequences.values()]
+    starved(bench, lambda plan, number: 4 in {one.key for one in plan.admitted}, late=False, raises=True)
+    assert bench.events.pop(4) == [Event(4, failure=Failure.STEP)]
+    del expected[3]
+    assert [bench.output(key) for key in bench.events] == expected
