@@ -11,6 +11,8 @@ from cache.answers.pump import AHEAD, Pump
 from cache.api import AnswerPart, Unfinished
 from tests.cache.answers.one_answer import END
 
+pytestmark = pytest.mark.virtual_time
+
 
 class Counted:
     """So many parts, and counts those that were made."""

@@ -20,6 +20,8 @@ from cache.open.counters import Counters
 from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask
 from tests.cache.waiting import until
 
+pytestmark = pytest.mark.virtual_time
+
 
 @pytest.fixture
 async def flights(counters: Counters) -> AsyncIterator[SingleFlight]:

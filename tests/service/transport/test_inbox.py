@@ -14,6 +14,8 @@ from service.transport import inbox as module
 from service.transport.context import Context
 from service.transport.inbox import Inbox, InboxBounds
 
+pytestmark = pytest.mark.virtual_time
+
 BOUNDS = InboxBounds(message_bytes=1000, live_bytes=8000)  # four readers, two of one sender
 
 

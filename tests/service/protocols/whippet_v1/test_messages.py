@@ -45,6 +45,8 @@ from service.transport.writer import StallWatch, Writer
 from tests.properties import example_count
 from tests.service.scripted import Script, ScriptedEngine
 
+pytestmark = pytest.mark.virtual_time
+
 START = Start(cached_tokens=3, queue=0.1, prefill=0.2)
 FINISH = Finish(reason=FinishReason.LENGTH, stop_token_id=None, cached_tokens=3, queue=0.1, prefill=0.2, decode=0.3)
 
