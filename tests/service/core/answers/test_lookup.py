@@ -20,7 +20,7 @@ from cache.api import (
     Verdict,
 )
 from engine.api import GREEDY, GenerationRequest, Stopping
-from service.core.answers.lookup import AnswerSources, Plan
+from service.core.answers.lookup import AnswerSources, Findings
 from service.core.request import Access, CacheUse, ChatMessage, ChatPrompt, Origin
 
 QUESTION = Question(tenant="t", token_ids=(1,), parameters=(), max_tokens=9, deterministic=True)
@@ -79,35 +79,31 @@ class Asked:
 async def test_the_embedder_works_while_a_store_elsewhere_is_asked(
     hit: bool, remote: bool, mode: Mode, response: Access, semantic: Access, calls: list[str]
 ) -> None:
-    caches: Any = Asked(stored() if hit else None, remote)
-    sources = object.__new__(AnswerSources)
-    vars(sources)["_caches"] = SimpleNamespace(semantic_mode=mode)
-    turn = None if semantic == NONE else TURN
-    plan = Plan(caches, Allowance(1.0), QUESTION, turn, response, semantic)
-    request: Any = SimpleNamespace(time_budget=None, cache=CacheUse())
-    engine_request: Any = None
-    looked = await sources._ask_caches(request, engine_request, plan, time.monotonic())
+    caches = Asked(stored() if hit else None, remote)
+    looked = await look(caches, mode, CacheUse(response=response, semantic=semantic))
     assert caches.calls == calls
     assert (looked.hit is not None) is hit
 
 
 async def test_the_semantic_cache_is_told_which_token_asks() -> None:
-    caches: Any = Asked(None, False)
-    sources = object.__new__(AnswerSources)
-    parts = {
-        "_caches": SimpleNamespace(semantic_mode=Mode.ON, now=lambda: caches),
-        "_switches": SimpleNamespace(on=lambda name: True),
-    }
-    vars(sources).update(parts)
+    caches = Asked(None, False)
+    await look(caches, Mode.ON, CacheUse())
+    assert (caches.turn.question.tenant, caches.turn.caller) == ("acme", "token 7")
+
+
+async def look(caches: Any, mode: Mode, use: CacheUse) -> Findings:
+    """Asks `caches` for the answer to a chat of one greedy question."""
+    unused: Any = None
+    kept: Any = SimpleNamespace(semantic_mode=mode, now=lambda: caches)
+    switches: Any = SimpleNamespace(on=lambda name: True)
     stops = SimpleNamespace(min_tokens=0, strings=(), token_ids=(), include=False)
-    prompt = ChatPrompt((ChatMessage("user", "How do I sell a used car?"),))
     request: Any = SimpleNamespace(
-        prompt=prompt,
+        prompt=ChatPrompt((ChatMessage("user", "How do I sell a used car?"),)),
         sampling=GREEDY,
         seeded=False,
         stops=stops,
         output=SimpleNamespace(logprobs=None, prompt_logprobs=None, skip_special=True),
-        cache=CacheUse(),
+        cache=use,
         time_budget=None,
         constraint=None,
         answers=1,
@@ -115,5 +111,5 @@ async def test_the_semantic_cache_is_told_which_token_asks() -> None:
     asked = GenerationRequest(
         request_id="r", token_ids=(1,), sampling=GREEDY, stopping=Stopping(max_tokens=9), arrived_at=0.0
     )
-    await sources.look(request, lambda root, bypass: asked, Origin("acme", 0.0, None, "token 7"))
-    assert (caches.turn.question.tenant, caches.turn.caller) == ("acme", "token 7")
+    sources = AnswerSources(unused, unused, kept, switches, unused)
+    return await sources.look(request, lambda root, bypass: asked, Origin("acme", 0.0, None, "token 7"))
