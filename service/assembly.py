@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 import grpc
@@ -40,7 +40,8 @@ from service.protocols.whippet_v1.services import WhippetV1
 from service.tracing.start import Traces
 from service.tracing.start import start as start_traces
 from service.transport import reflection
-from service.transport.descriptors import connections
+from service.transport.descriptors import divide
+from service.transport.evictor import Evictor
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
 from service.transport.http2 import PortBounds
@@ -124,9 +125,11 @@ def build(
     metrics = Metrics(
         engine, cases.admission, cases.caches, cases.switches, settings.served_name, instruments, identity
     )
+    most = divide(limits.connections)
     wide = PortBounds(
-        connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
+        most.connections, limits.connection_calls, limits.message_bytes, limits.connection_age, most.spare
     )
+    narrow = replace(SIDE_BOUNDS, spare=most.spare)
     ports = _Ports(health, observers, identity)
     relays = RelayOptions(settings.server.fronts, settings.log_level, settings.log.format)
     return Parts(
@@ -139,8 +142,8 @@ def build(
         health=health,
         watch=watch,
         data=ports.open_data(settings.listen, data, prompts, wide, relays, RelayCounts(instruments.relays, refusals)),
-        admin=ports.open("admin-listen", settings.admin_listen, operators, orders, SIDE_BOUNDS),
-        probes=ports.open("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), SIDE_BOUNDS),
+        admin=ports.open("admin-listen", settings.admin_listen, operators, orders, narrow),
+        probes=ports.open("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), narrow),
         instruments=instruments,
         metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
         if settings.metrics_listen
@@ -156,12 +159,16 @@ class _Ports:
         self._health = health
         self._observers = observers
         self._identity = identity
+        self._evictor = Evictor()
         self._contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
 
     def open(self, setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
         """As open_port. One without services is for probes, and speaks no TLS."""
         credentials = self._identity.credentials() if services else None
-        return open_port(setting, address, self._handlers(services, inbox), credentials, bounds)
+        port = open_port(setting, address, self._handlers(services, inbox), credentials, bounds)
+        self._evictor.watch(port.number, bounds, inbox.busy)
+        self._evictor.start()
+        return port
 
     def open_data(
         self,
@@ -183,7 +190,7 @@ class _Ports:
         handlers = [handler for one in services for handler in one.handlers]
         handlers.append(self._health.handlers(inbox, self._observers))
         handlers += reflection.handlers([*names, HEALTH], self._contract, inbox, self._observers)
-        return [*handlers, Strangers(self._observers)]
+        return [*handlers, Strangers(inbox, self._observers)]
 
 
 def _use_cases(

@@ -8,26 +8,40 @@ from __future__ import annotations
 
 import logging
 import resource
+from typing import NamedTuple
 
 _ENOUGH = 65_536  # where the hard limit is in the millions, code that walks through all descriptors would take seconds
 _RESERVE = 256  # models' files, Redis, the engine process and its restart, and whatever else opens one
 SIDE_PORT = 64  # connections of each port that is not for callers: admin, health, metrics
 _SIDE_PORTS = 3
 _LEAST = 16
+_SPARE = 16, 512  # connections of a port beyond its bound, least and most; idle ones go before they are used up
 _log = logging.getLogger(__name__)
 
 
-def connections(wanted: int) -> int:
-    """How many the data port may have: as many as wanted, where the limit of descriptors has room for them. Raises the
-    soft limit as far as the hard one allows."""
+class Division(NamedTuple):
+    """Who may have how many."""
+
+    connections: int  # of the data port
+    spare: int  # beyond its bound, of each port
+
+
+def divide(wanted: int) -> Division:
+    """As many connections of the data port as wanted, where the limit of descriptors has room for them. Raises the soft
+    limit as far as the hard one allows."""
+    least, most_spare = _SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         most = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
         if soft < most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
-        room = max(_LEAST, soft - _SIDE_PORTS * SIDE_PORT - _RESERVE)
-        if room < wanted:
-            _log.warning("the data port takes %d connections instead of %d: %d descriptors", room, wanted, soft)
-            return room
-    return wanted
+        room = soft - _SIDE_PORTS * SIDE_PORT - _RESERVE
+        most_connections = max(_LEAST, room - _SIDE_PORTS * least)
+        spare = min(most_spare, max(least, (room - wanted) // _SIDE_PORTS))  # metrics need none, data do
+        if most_connections < wanted:
+            _log.warning(
+                "the data port takes %d connections instead of %d: %d descriptors", most_connections, wanted, soft
+            )
+        return Division(min(wanted, most_connections), spare)
+    return Division(wanted, most_spare)

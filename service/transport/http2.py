@@ -48,6 +48,7 @@ class PortBounds:
     connection_calls: int  # on one connection at once
     message_bytes: int
     connection_age: float | None = None  # seconds until it is said GOAWAY, some less or more; its calls go on
+    spare: int = 0  # connections beyond the bound that are accepted, so that an idle one can go for a newcomer
 
 
 class Identification(NamedTuple):
@@ -63,7 +64,7 @@ def options(bounds: PortBounds, shared: bool) -> Options:
     found = (
         *_OPTIONS,
         ("grpc.so_reuseport", int(shared)),
-        ("grpc.max_allowed_incoming_connections", bounds.connections),
+        ("grpc.max_allowed_incoming_connections", bounds.connections + bounds.spare),
         ("grpc.max_concurrent_streams", bounds.connection_calls),
         ("grpc.max_receive_message_length", bounds.message_bytes),
     )

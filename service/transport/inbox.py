@@ -10,6 +10,7 @@ another one's by one. A read that has lasted `_PATIENCE` loses its turn where so
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -17,11 +18,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from service.core.errors import InvalidRequest, MessageStalled, Overloaded, Reason, Violation
+from service.transport.busy import BusyPeers
 from service.transport.context import Context
 
 _PATIENCE = 1.0  # seconds that a read may take while others wait
 _LONGEST_READ = 30.0  # seconds, where nobody waits
 _LONGEST_WAIT = 10.0  # seconds for a turn
+_LONGEST_DRAIN = 1.0  # seconds, of a call that is refused while its caller may be writing
+_PAUSE = 0.25  # seconds without a message after which it is taken not to be
+_DRAINS = 4, 256  # a share of the readers that drain at a time; calls that drain or wait for it
 _MOST_WAITING = 1024  # calls; each may hold a first window
 _LARGE = 65_536  # bytes of a message that takes milliseconds to parse
 _RETRY = 1.0  # seconds
@@ -48,12 +53,14 @@ SMALL = InboxBounds(message_bytes=64 * 1024, live_bytes=8 * 1024 * 1024)  # for 
 class Incoming:
     """The one message of a call. Leaving the `with` block gives back what it held."""
 
-    __slots__ = ("_context", "_inbox", "came", "held", "sender", "since", "turn")
+    __slots__ = ("_context", "_inbox", "busy", "came", "held", "peer", "sender", "since", "turn")
 
-    def __init__(self, inbox: Inbox, context: Context, sender: Sender) -> None:
+    def __init__(self, inbox: Inbox, context: Context, tenant: str) -> None:
         self._inbox = inbox
         self._context = context
-        self.sender = sender
+        self.peer = context.peer()
+        self.sender: Sender = (self.peer, tenant)
+        self.busy = False  # its message was read
         self.held = 0  # bytes of the message, once it is read
         self.since = 0.0  # when it began to read; seconds, the loop's clock
         self.turn: asyncio.Future[bool] | None = None  # whether it may read, once that is known
@@ -123,6 +130,10 @@ class Inbox:
         self._bounds = bounds
         self._readers = bounds.readers
         self._share = max(1, self._readers // 2)  # of them, for one sender
+        self.busy = BusyPeers()
+        self._drains = asyncio.Semaphore(max(1, self._readers // _DRAINS[0]))
+        self._reads: set[asyncio.Task[None]] = set()  # of them; each lasts as long as its call
+        self._draining = 0  # calls, those that wait for it included
         self._refusals = refusals  # counted by reason
         self._reading: dict[Incoming, None] = {}  # longest first
         self._reading_of: dict[Sender, dict[Incoming, None]] = {}
@@ -135,7 +146,7 @@ class Inbox:
 
     def open(self, context: Context, tenant: str) -> Incoming:
         """For a call of a caller that is known: its connection and tenant are one sender."""
-        return Incoming(self, context, (context.peer(), tenant))
+        return Incoming(self, context, tenant)
 
     def begin(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object] | None:
         """Where its message goes, if it may read at once."""
@@ -174,6 +185,8 @@ class Inbox:
             raise self.overloaded("the messages of live requests are too large together", Reason.MESSAGES)
         self._held += size
         one.held = size
+        one.busy = True
+        self.busy.begin(one.peer)
 
     async def breathe(self) -> None:
         """Returns to one call at a time, and once the loop has looked at everybody else: what follows takes a while."""
@@ -184,6 +197,48 @@ class Inbox:
         """The call has ended."""
         self._held -= one.held
         one.held = 0
+        if one.busy:
+            one.busy = False
+            self.busy.end(one.peer)
+
+    async def drain(self, context: Context) -> None:
+        """Reads and drops what the caller still sends, before its call is refused: a client of grpc.aio that is writing
+        when its call ends shows INTERNAL instead of the status. Returns once the caller has ended or pauses. Bounded in
+        time and bytes; where too many calls are drained already, it returns at once."""
+        if self._draining >= _DRAINS[1]:
+            return
+        self._draining += 1
+        try:
+            async with asyncio.timeout(_LONGEST_DRAIN), self._drains:
+                left = self._bounds.message_bytes
+                while left >= 0 and isinstance(data := await self._before_pause(context), bytes):
+                    left -= len(data)
+        except TimeoutError:
+            pass
+        finally:
+            self._draining -= 1
+
+    async def _before_pause(self, context: Context) -> object:
+        """The next message of a call that is refused. None where none comes soon, or ever."""
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[object] = loop.create_future()
+
+        async def read() -> None:  # never cancelled, as Incoming's
+            with contextlib.suppress(Exception):
+                found = await context.read()
+                if not came.done():
+                    came.set_result(found)
+            if not came.done():
+                came.set_result(None)
+
+        task = loop.create_task(read())
+        self._reads.add(task)
+        task.add_done_callback(self._reads.discard)
+        try:
+            async with asyncio.timeout(_PAUSE):
+                return await came
+        except TimeoutError:
+            return None
 
     def overloaded(self, message: str, reason: Reason) -> Overloaded:
         """The refusal, counted."""

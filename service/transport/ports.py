@@ -41,6 +41,10 @@ class Port:
     address: str  # with the real port where the setting said 0
     gate: Gate
 
+    @property
+    def number(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
     def leave(self) -> asyncio.Task[None]:
         """See Gate.leave."""
         return self.gate.leave(self.server)
@@ -80,7 +84,7 @@ def open_shared_port(
     reserved, port = _reserve(setting, address)
     gate = Gate(handlers)
     address = _with_port(address, port)
-    server = Relays(relays, address, options(bounds, shared=True), gate, certificates, counts, reserved)
+    server = Relays(relays, address, bounds, gate, certificates, counts, reserved)
     return Port(server, address, gate)
 
 

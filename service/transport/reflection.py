@@ -40,8 +40,10 @@ def handlers(
                 await context.write(_answer(request, everything, files).SerializeToString())
         except DecodeError:
             wrong = Violation("", "the bytes are no ServerReflectionRequest")
+            await inbox.drain(context)
             await abort_with(InvalidRequest((wrong,)), record, context)
         except ServiceError as error:
+            await inbox.drain(context)
             await abort_with(error, record, context)
 
     return [service(name, {_METHOD: Method(info, streams=True)}, observers) for name in (V1, V1_ALPHA)]

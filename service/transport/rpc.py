@@ -103,8 +103,8 @@ class Endpoints:
 
         return Method(handle, streams=False)
 
-    def stream(self, permitted: Rights, body: StreamBody, check: Check = read_all) -> Method:
-        """A body that writes its responses to the context."""
+    def stream(self, permitted: Rights, body: StreamBody, check: Check = read_all, *, many: bool = False) -> Method:
+        """A body that writes its responses to the context. `many`: its callers send a stream of messages."""
 
         async def handle(record: RecordBuilder, context: Context) -> None:
             try:
@@ -113,6 +113,8 @@ class Endpoints:
                 with self._inbox.open(context, origin.tenant) as incoming:
                     await body(Call(context, origin, incoming))
             except Exception as error:
+                if many:
+                    await self._inbox.drain(context)
                 await abort_with(error, record, context, self._resources)
 
         return Method(handle, streams=True)
@@ -161,15 +163,15 @@ def service(name: str, methods: Mapping[str, Method], observers: Observers) -> g
 class Strangers(_GenericHandler):
     """Behind all services of a port: methods that there are not, refused as gRPC would, and observed."""
 
-    def __init__(self, observers: Observers) -> None:
-        self._handler = _observed(UNKNOWN_METHOD, Method(_no_such_method, streams=False), observers)
+    def __init__(self, inbox: Inbox, observers: Observers) -> None:
+        async def refuse(record: RecordBuilder, context: Context) -> bytes:
+            await inbox.drain(context)
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+        self._handler = _observed(UNKNOWN_METHOD, Method(refuse, streams=False), observers)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         return self._handler
-
-
-async def _no_such_method(record: RecordBuilder, context: Context) -> bytes:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethodHandler[bytes, bytes]:

@@ -37,7 +37,7 @@ class OpenInference:
             "ModelInfer": endpoints.unary(
                 _GENERATE, unary(pb.ModelInferRequest, servicer.read, servicer.infer), cases.admission.check_unread
             ),
-            "ModelStreamInfer": endpoints.stream(_GENERATE, servicer.stream_infer),
+            "ModelStreamInfer": endpoints.stream(_GENERATE, servicer.stream_infer, many=True),
         }
         return Services((service(SERVICE, methods, observers),), (SERVICE,), (SERVICE,))
 

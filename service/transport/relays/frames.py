@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from service.transport.http2 import Identification, Options
+from service.transport.http2 import Identification, PortBounds
 
 _HEADER = 8  # bytes of a length
 Pairs = list[tuple[str, Any]]  # text, or bytes where the name ends in -bin
@@ -69,7 +69,7 @@ class Listen(msgspec.Struct, array_like=True, tag=0):
     """The first of all."""
 
     address: str
-    options: Options
+    bounds: PortBounds
     shown: Identification | None  # None: plaintext
     refusals: list[Refusal]  # one of them is for whoever comes while the front is too far behind
 

@@ -21,7 +21,9 @@ import uvloop
 
 from service.observability import logs
 from service.transport import http2
+from service.transport.busy import BusyPeers
 from service.transport.errors import forget_frames
+from service.transport.evictor import Evictor
 from service.transport.garbage import Garbage
 from service.transport.heap import Heap
 from service.transport.relays.frames import (
@@ -48,6 +50,7 @@ from service.transport.silence import silence
 
 _MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
 _OOM_SCORE = 200  # above the front's; the engine process has 300
+_OPEN = "/grpc."  # methods of health and reflection, which need no token
 _NAMES = ("peer_uri", "peer_dns", "peer_email")  # what a certificate may say of who calls
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -62,14 +65,18 @@ else:
 class _Call:
     """One call of gRPC's, in which everything is done that the front orders, in its order."""
 
-    def __init__(self, number: int, context: _Context, link: Link[Order]) -> None:
+    def __init__(self, number: int, context: _Context, link: Link[Order], busy: BusyPeers | None) -> None:
+        """`busy`: where its connection counts as busy from its first message on; None: a call that needs no token."""
         self._number = number
         self._context = context
         self._link = link
+        self._busy = busy
+        self._peer: str | None = None  # of a connection that this call makes busy
         self._loop = asyncio.get_running_loop()
         self._orders = deque[_OfCall]()
         self._more: asyncio.Future[None] | None = None  # while it waits for orders
         self._reading: asyncio.Task[None] | None = None
+        self._ended = False
         self.heard = False  # anything from the front
 
     def order(self, order: _OfCall) -> None:
@@ -101,11 +108,20 @@ class _Call:
                 case Abort(refusal=refusal):
                     await abort(context, refusal)
 
+    def end(self) -> None:
+        """Its connection is not busy for it any more."""
+        self._ended = True
+        if self._busy is not None and self._peer is not None:
+            self._busy.end(self._peer)
+
     async def _read(self) -> None:
         try:
             data = await self._context.read()
         except (grpc.aio.BaseError, asyncio.CancelledError):
             return  # it has ended, which the front is told of beside this
+        if self._busy is not None and self._peer is None and isinstance(data, bytes) and not self._ended:
+            self._peer = self._context.peer()
+            self._busy.begin(self._peer)
         self._link.send(Message(self._number, data if isinstance(data, bytes) else None))
 
 
@@ -120,6 +136,7 @@ class Calls(_GenericHandler):
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._unheard = 0
+        self.busy = BusyPeers()
         self._turned_away = 0  # of which the front was not told yet
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
@@ -147,7 +164,7 @@ class Calls(_GenericHandler):
             self._turn_away()
             await abort(context, random.choice(self._refusals))
         number = next(self._numbers)
-        call = self._calls[number] = _Call(number, context, self._link)
+        call = self._calls[number] = _Call(number, context, self._link, None if method.startswith(_OPEN) else self.busy)
         self._unheard += 1
         self._link.send(self._came(number, method, context))
         try:
@@ -156,6 +173,7 @@ class Calls(_GenericHandler):
             self._link.send(Gone(number, late=context.time_remaining() == 0))
             raise asyncio.CancelledError from error
         finally:
+            call.end()
             del self._calls[number]
             self._unheard -= not call.heard
 
@@ -227,11 +245,14 @@ class Relay:
     async def _listen(self, order: Listen) -> None:
         self._shown = order.shown
         self._calls = Calls(self.link, order.shown is not None, order.refusals)
-        server = grpc.aio.server(options=order.options)
+        server = grpc.aio.server(options=http2.options(order.bounds, shared=True))
         server.add_generic_rpc_handlers((self._calls,))
         shown = None if order.shown is None else http2.credentials(self._current)
         port = http2.bind(server, order.address, shown)
         if port:
+            evictor = Evictor()
+            evictor.watch(port, order.bounds, self._calls.busy)
+            evictor.start()
             await server.start()
             self._server = server
         self.link.send(Listening(port))

@@ -21,7 +21,7 @@ import grpc
 
 from engine.settings import LogFormat
 from service.core.errors import Overloaded, Reason
-from service.transport.http2 import Options
+from service.transport.http2 import PortBounds
 from service.transport.relays.calls import RelayedCalls
 from service.transport.relays.frames import (
     Came,
@@ -143,7 +143,7 @@ class Relays:
         self,
         relays: RelayOptions,
         address: str,
-        options: Options,
+        bounds: PortBounds,
         handlers: grpc.GenericRpcHandler[bytes, bytes],
         certificates: Certificates | None,
         counts: RelayCounts,
@@ -153,7 +153,7 @@ class Relays:
         bound to the address; closed in the end."""
         self._relays = relays
         self._address = address
-        self._options = options
+        self._bounds = bounds
         self._handlers = handlers
         self._certificates = certificates
         self._counts = counts
@@ -200,7 +200,7 @@ class Relays:
         relay = _Relay(RelayedCalls(self._handlers), self._relays, self._counts.refusals)
         shown = None if self._certificates is None else self._certificates.current()
         try:
-            listens = await relay.start(Listen(self._address, self._options, shown, self._hints))
+            listens = await relay.start(Listen(self._address, self._bounds, shown, self._hints))
         except BaseException:
             await relay.end()
             raise

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.grpc_frames import FrameClient
 from service.config.settings import Settings
 from service.observability.record import Observers
-from service.transport.descriptors import connections
+from service.transport.descriptors import divide
 from service.transport.health import Health
 from service.transport.http2 import PortBounds
 from service.transport.inbox import SMALL, Inbox, InboxBounds
@@ -34,7 +34,7 @@ async def data_port(settings: Settings) -> AsyncIterator[str]:
     """Its address; it has health alone."""
     limits = settings.limits
     bounds = PortBounds(
-        connections(limits.connections), limits.connection_calls, limits.message_bytes, limits.connection_age
+        divide(limits.connections).connections, limits.connection_calls, limits.message_bytes, limits.connection_age
     )
     health = Health(lambda: True, lambda: True).handlers(Inbox(SMALL, Counter()), Observers())
     port = open_port("listen", "127.0.0.1:0", [health], None, bounds)

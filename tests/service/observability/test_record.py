@@ -86,7 +86,7 @@ async def port() -> AsyncIterator[tuple[grpc.aio.Channel, Seen]]:
     methods["twice"] = endpoints.stream(ALL_RIGHTS, twice)
     server = grpc.aio.server()
     health = Health(lambda: True, lambda: True).handlers(inbox, observers)
-    server.add_generic_rpc_handlers((service("t.T", methods, observers), health, Strangers(observers)))
+    server.add_generic_rpc_handlers((service("t.T", methods, observers), health, Strangers(inbox, observers)))
     seen.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
