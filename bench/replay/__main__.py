@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,7 +121,9 @@ async def _questions(path: Path, flags: argparse.Namespace) -> list[str]:
         strict_threshold=min(SemanticSettings().strict_threshold, flags.threshold),
         max_entries=max(1, len(questions)),
     )
-    cache = SimilarCache(_context(), embedder, settings)
+    # An hour passes between observations: evidence counts so many a day, and needs age.
+    clock = itertools.count(0.0, 3600.0).__next__
+    cache = SimilarCache(_context(), embedder, settings, clock=clock)
     try:
         found = lines(f"{path.name}: semantic, {flags.mode}", await replay_semantic(questions, cache, embedder))
     finally:

@@ -9,26 +9,24 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 from cache.semantic import lexicon as lex
-from cache.semantic.canonical import Canonical, canonical
+from cache.semantic.words import Words, words_of
 
-_PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'-]*")  # in ASCII
-_PAUSES = frozenset(",;:.")  # after plain words; between other words they decide nothing
+_ENGLISH = re.compile(r"[a-z]+")
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'’-]*")  # in ASCII
 
 
 def strictly_equal(one: str, other: str) -> bool:
-    """The same words in the same order, once spelling and courtesies are taken off; the same signs, and the same case
-    of every word whose case can matter."""
-    a, b = canonical(one), canonical(other)
-    if a.words != b.words or not a.words or not a.letters:
-        return False
-    return all(not (x and y) or x == y for x, y in zip(a.articles, b.articles, strict=True))
+    """The same words in the same order, but for what cannot change what is asked."""
+    a = words_of(one)
+    return bool(a.letters) and a.words == words_of(other).words
 
 
 def veto(one: str, other: str) -> str:
     """The name of the first rule that tells the two apart, empty where none does."""
-    a, b = canonical(one), canonical(other)
+    a, b = words_of(one), words_of(other)
     if a.words == b.words:  # no rule could tell them apart
         return ""
     return next((name for name, differ in RULES if differ(a, b)), "")
@@ -36,7 +34,7 @@ def veto(one: str, other: str) -> str:
 
 def fleeting(text: str) -> bool:
     """Whether the answer changes with time, so that a stored one is outdated at once."""
-    return canonical(text).fleeting
+    return not lex.FLEETING.isdisjoint(_ENGLISH.findall(text.lower()))
 
 
 def _base(word: str) -> str:
@@ -44,106 +42,114 @@ def _base(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 
-def _tally(words: Canonical, of: frozenset[str]) -> Counter[str]:
-    return Counter(base for word in words.words if (base := word if word in of else _base(word)) in of)
+def _lower(question: Words) -> list[str]:
+    return [word.lower().replace("’", "'") for word in question.bare]
 
 
-def _numbers(a: Canonical, b: Canonical) -> bool:
-    def found(c: Canonical) -> list[str]:
-        return sorted(w for w in c.words if w[0].isdigit() or w in lex.MAGNITUDES)
+def _tally(question: Words, of: frozenset[str]) -> Counter[str]:
+    return Counter(base for word in _lower(question) if (base := word if word in of else _base(word)) in of)
+
+
+def _numbers(a: Words, b: Words) -> bool:
+    def found(c: Words) -> list[str]:
+        words = [lex.NUMBERS.get(word, word) for word in _lower(c)]
+        return sorted(word for word in words if any(map(str.isdigit, word)) or word in lex.MAGNITUDES)
 
     return found(a) != found(b)
 
 
-def _form(a: Canonical, b: Canonical) -> bool:
+def _form(a: Words, b: Words) -> bool:
     """Case, signs, blanks or accents are all that tells the two apart."""
-    return a.letters == b.letters and a.words != b.words
+    return a.letters == b.letters
 
 
-def _signs(a: Canonical, b: Canonical) -> bool:
+def _signs(a: Words, b: Words) -> bool:
     """Words that no rule reads, and those whose case matters, must be the same in the same order."""
 
-    def found(c: Canonical) -> list[str]:
-        return [w for w in c.words if not _PLAIN.fullmatch(w) and w not in _PAUSES]
+    def found(c: Words) -> list[str]:
+        return [word for word in c.bare if not _PLAIN.fullmatch(word)]
 
     return found(a) != found(b)
 
 
-def _units(a: Canonical, b: Canonical) -> bool:
+def _units(a: Words, b: Words) -> bool:
     return _tally(a, lex.UNITS) != _tally(b, lex.UNITS)
 
 
-def _dates(a: Canonical, b: Canonical) -> bool:
+def _dates(a: Words, b: Words) -> bool:
     return _tally(a, lex.DATES) != _tally(b, lex.DATES)
 
 
-def _tense(a: Canonical, b: Canonical) -> bool:
-    return any((word in a.words) != (word in b.words) for word in ("was", "did", "will", "had"))
+def _tense(a: Words, b: Words) -> bool:
+    here, there = set(_lower(a)), set(_lower(b))
+    return any((word in here) != (word in there) for word in ("was", "were", "did", "will", "had"))
 
 
-def _negation(a: Canonical, b: Canonical) -> bool:
-    if sum(_tally(a, lex.NEGATORS).values()) != sum(_tally(b, lex.NEGATORS).values()):
+def _negation(a: Words, b: Words) -> bool:
+    def count(c: Words) -> int:
+        return sum(word in lex.NEGATORS or word.endswith("n't") for word in _lower(c))
+
+    if count(a) != count(b):
         return True
-    here, there = set(a.words) - set(b.words), set(b.words) - set(a.words)
+    here, there = set(_lower(a)) - set(_lower(b)), set(_lower(b)) - set(_lower(a))
     return any(prefix + word in there for prefix in lex.NEGATING_PREFIXES for word in here) or any(
         prefix + word in here for prefix in lex.NEGATING_PREFIXES for word in there
     )
 
 
-def _polarity(a: Canonical, b: Canonical) -> bool:
-    here = {form for word in set(a.words) - set(b.words) for form in (word, _base(word))}
-    there = {form for word in set(b.words) - set(a.words) for form in (word, _base(word))}
+def _polarity(a: Words, b: Words) -> bool:
+    one, other = set(_lower(a)), set(_lower(b))
+    here = {form for word in one - other for form in (word, _base(word))}
+    there = {form for word in other - one for form in (word, _base(word))}
     return any((x in here and y in there) or (y in here and x in there) for x, y in lex.OPPOSITES)
 
 
-def _direction(a: Canonical, b: Canonical) -> bool:
-    def legs(c: Canonical) -> Counter[tuple[str, str]]:
-        pairs = zip(c.words, (*c.words, "")[1:], strict=True)
-        return Counter((word, after) for word, after in pairs if word in lex.DIRECTIONS)
-
-    def ways(c: Canonical) -> Counter[str]:
-        return _tally(c, lex.DIRECTIONS)
+def _direction(a: Words, b: Words) -> bool:
+    def legs(c: Words) -> Counter[tuple[str, str]]:
+        words = [word for word in _lower(c) if word not in lex.ARTICLES]
+        return Counter((word, after) for word, after in pairwise([*words, ""]) if word in lex.DIRECTIONS)
 
     one, other = legs(a), legs(b)
     moved = {word for word, _ in one - other} & {word for word, _ in other - one}
-    return bool(moved) or ways(a) != ways(b)
+    return bool(moved) or _tally(a, lex.DIRECTIONS) != _tally(b, lex.DIRECTIONS)
 
 
-def _question(a: Canonical, b: Canonical) -> bool:
-    def asked(c: Canonical) -> tuple[str, ...]:
-        words = c.words
-        for at, word in enumerate(words):
-            if word == "how" and at + 1 < len(words) and words[at + 1] in lex.MEASURES:
-                return word, words[at + 1]
-            if word in lex.QUESTIONS or word == "howto":
-                return (word,)
+def _question(a: Words, b: Words) -> bool:
+    def asked(c: Words) -> tuple[str, ...]:
+        for word, after in pairwise([*(word.removesuffix("'s") for word in _lower(c)), ""]):
+            if word == "how" and after in lex.MEASURES:
+                return word, after
+            if word in lex.QUESTIONS:
+                return ("what" if word == "which" else word,)
         return ()
 
     return asked(a) != asked(b)
 
 
-def _quantifiers(a: Canonical, b: Canonical) -> bool:
+def _quantifiers(a: Words, b: Words) -> bool:
     return _tally(a, lex.QUANTIFIERS) != _tally(b, lex.QUANTIFIERS)
 
 
-def _entity(a: Canonical, b: Canonical) -> bool:
-    here, there = ({_base(word.lower().removesuffix("'s")) for word in c.words} for c in (a, b))
-    return any(_base(name) not in there for name in a.names if _base(name) in here) or any(
-        _base(name) not in here for name in b.names if _base(name) in there
-    )
+def _entity(a: Words, b: Words) -> bool:
+    def names(c: Words) -> set[str]:
+        named = (word for word in c.bare[1:] if word[0].isupper() or word.removesuffix("'s") in lex.NAMES)
+        return {_base(word.lower().removesuffix("'s")) for word in named} - {"i"}
+
+    here, there = ({_base(word.removesuffix("'s")) for word in _lower(c)} for c in (a, b))
+    return not names(a) <= there or not names(b) <= here
 
 
-def _content(c: Canonical) -> list[str]:
-    return [_base(word) for word in c.words if word not in lex.FUNCTION and word not in lex.DIRECTIONS]
+def _content(c: Words) -> list[str]:
+    return [_base(word) for word in _lower(c) if word not in lex.FUNCTION and word not in lex.DIRECTIONS]
 
 
-def _order(a: Canonical, b: Canonical) -> bool:
+def _order(a: Words, b: Words) -> bool:
     one, other = _content(a), _content(b)
     shared = set(one) & set(other)
     return [w for w in one if w in shared] != [w for w in other if w in shared]
 
 
-RULES: tuple[tuple[str, Callable[[Canonical, Canonical], bool]], ...] = (
+RULES: tuple[tuple[str, Callable[[Words, Words], bool]], ...] = (
     ("numbers", _numbers),
     ("units", _units),
     ("dates", _dates),

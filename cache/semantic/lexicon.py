@@ -3,32 +3,6 @@
 
 from __future__ import annotations
 
-CONTRACTIONS = {
-    "can't": "can not", "cannot": "can not", "won't": "will not", "shan't": "shall not", "what's": "what is",
-    "who's": "who is", "where's": "where is", "when's": "when is", "why's": "why is", "how's": "how is",
-    "that's": "that is", "there's": "there is", "it's": "it is", "i'm": "i am", "let's": "let us",
-    "you're": "you are", "we're": "we are", "they're": "they are", "i've": "i have", "i'll": "i will",
-}  # fmt: skip
-
-SPELLINGS = {
-    "metre": "meter", "metres": "meters", "kilometre": "kilometer", "kilometres": "kilometers", "litre": "liter",
-    "litres": "liters", "millilitre": "milliliter", "millilitres": "milliliters", "centimetre": "centimeter",
-    "centimetres": "centimeters", "colour": "color", "colours": "colors", "favourite": "favorite", "centre": "center",
-    "grey": "gray", "neighbour": "neighbor", "neighbours": "neighbors", "behaviour": "behavior", "organise": "organize",
-    "theatre": "theater", "programme": "program", "travelling": "traveling", "analyse": "analyze",
-}  # fmt: skip
-
-# Words that stand for each other wherever they stand.
-SAME = {
-    "purchase": "buy", "purchased": "bought", "purchasing": "buying", "photo": "picture", "photos": "pictures",
-    "photograph": "picture", "film": "movie", "films": "movies", "repair": "fix", "repairing": "fixing",
-    "telephone": "phone", "bicycle": "bike", "automobile": "car", "television": "tv", "anybody": "anyone",
-    "everybody": "everyone", "somebody": "someone", "nobody": "noone", "which": "what", "each": "every",
-    "begin": "start", "begins": "starts", "began": "started", "larger": "bigger", "largest": "biggest",
-    "large": "big", "attorney": "lawyer", "physician": "doctor", "centigrade": "celsius", "okay": "ok",
-    "are": "is", "am": "is", "were": "was",
-}  # fmt: skip
-
 NUMBERS = {
     word: str(value)
     for value, word in enumerate(
@@ -41,20 +15,6 @@ NUMBERS = {
     "eighth": "8th", "ninth": "9th", "tenth": "10th",
 }  # fmt: skip
 MAGNITUDES = frozenset("hundred thousand million billion trillion dozen half quarter double triple once twice".split())
-
-SYMBOLS = {"%": "percent", "$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
-
-# Abbreviations count as units only right after a number, and only in this case: 5 mW is not 5 MW.
-ABBREVIATIONS = {
-    "km": "kilometers", "m": "meters", "cm": "centimeters", "mm": "millimeters", "ft": "feet", "foot": "feet",
-    "mi": "miles", "kg": "kilograms", "kilogram": "kilograms", "g": "grams", "mg": "milligrams", "mcg": "micrograms",
-    "lb": "pounds_weight", "lbs": "pounds_weight", "oz": "ounces", "l": "liters", "L": "liters", "ml": "milliliters",
-    "mL": "milliliters", "ms": "milliseconds", "s": "seconds", "sec": "seconds", "min": "minutes", "mins": "minutes",
-    "h": "hours", "hr": "hours", "hrs": "hours", "kB": "kilobytes", "MB": "megabytes", "GB": "gigabytes",
-    "TB": "terabytes", "mph": "miles per hour", "kph": "kilometers per hour", "K": "kelvin", "tbsp": "tablespoon",
-    "tsp": "teaspoon", "USD": "dollars", "EUR": "euros", "GBP": "pounds", "am": "am", "pm": "pm", "kW": "kilowatts",
-    "MW": "megawatts", "mW": "milliwatts", "kWh": "kilowatthours", "dB": "decibels", "Hz": "hertz",
-}  # fmt: skip
 
 UNITS = frozenset(
     "meter kilometer centimeter millimeter mile inch foot feet yard acre hectare gram kilogram milligram microgram "
@@ -70,22 +30,19 @@ DATES = frozenset(
     "spring summer autumn winter weekend bc ad bce ce am pm q1 q2 q3 q4 now currently ago next last previous past "
     "future before after during until since easter christmas".split()
 )
-MONTHS = frozenset("january february march april may june july august september october november december".split())
-
 NEGATORS = frozenset(
-    "not no never none noone nothing nowhere neither nor without hardly barely avoid except unless lack lacks".split()
+    "not no never none nobody noone nothing nowhere neither nor without hardly barely avoid except unless lack lacks "
+    "cannot".split()
 )
 NEGATING_PREFIXES = ("un", "non", "non-", "dis", "in", "im", "ir", "il", "anti", "mis", "de")
 
 QUANTIFIERS = frozenset(
-    "all some any every most many much few a_few a_little a_lot several both either neither no none only just "
-    "always sometimes often never usually rarely ever at_least at_most more less fewer than exactly about around "
+    "all some any every most many much few several both either neither no none only just "
+    "always sometimes often never usually rarely ever more less fewer than exactly about around "
     "almost nearly half first last once twice again another other same whole entire everyone anyone someone "
+    "everybody anybody somebody nobody "
     "everything anything something".split()
 )
-
-# With one of these in a question, it matters where `not` stands.
-SCOPES = QUANTIFIERS | frozenset("and or but to that if because since while than yet even also too i'd".split())
 
 DIRECTIONS = frozenset(
     "from to into onto out in on off up down over under above below before after through toward towards against for "
@@ -93,8 +50,7 @@ DIRECTIONS = frozenset(
     "downstairs via per than".split()
 )
 
-GREETINGS = frozenset("hi hello hey".split())
-QUESTIONS = frozenset("what who whom whose where when why how".split())
+QUESTIONS = frozenset("what who whom whose which where when why how".split())
 MEASURES = frozenset(
     "many much long old far often big tall high fast deep heavy wide late early soon large small hot cold good".split()
 )
@@ -124,84 +80,107 @@ OPPOSITES = tuple(
         "paid/unpaid past/future sunrise/sunset hire/fire pass/fail passed/failed success/failure friend/enemy "
         "parent/child teacher/student buyer/seller employer/employee landlord/tenant plaintiff/defendant "
         "long/short longest/shortest tall/short tallest/shortest wide/narrow deep/shallow heavy/light thick/thin "
-        "increases/decreases improve/worsen strengthen/weaken attack/defend ally/enemy question/answer"
+        "increases/decreases improve/worsen strengthen/weaken attack/defend ally/enemy "
+        "question/answer "
+        "large/small larger/smaller largest/smallest"
     ).split()
 )
 
 ARTICLES = frozenset(("a", "an", "the"))
-EMPTY = frozenset("do does please".split())
+
+# What these do depends on the word that follows.
+BOUND = ARTICLES | frozenset("not do does did be is are was were".split())
 
 # Order of content is compared without these.
 FUNCTION = (
     ARTICLES
-    | EMPTY
     | QUESTIONS
     | frozenset(
-        "is was be been being did has have had will would can could should shall may might must of and or but if then "
-        "that this these those it its he she they them his her their my your our i you we me us as so there here "
-        "howto list".split()
+        "do does please is was be been being did has have had will would can could should shall may might must of and "
+        "or but if then that this these those it its he she they them his her their my your our i you we me us as so "
+        "there here list".split()
     )
-)
-
-# What a question may begin with. Its case says nothing at the head of a sentence, since none of them is a name.
-ASKING = QUESTIONS | frozenset(
-    "which is are was were am do does did has have had can could would should shall might must may will".split()
-)
-COMMON = frozenset("coffee tea water bread rice people dogs cats flights events advice ideas tips recipe list".split())
-OPENERS = (
-    (ASKING - frozenset(("may", "will", "am")))
-    | GREETINGS
-    | frozenset(
-        "please thanks explain describe list write tell give show convert translate compare define calculate name "
-        "summarize summarise recommend suggest help let find make create send turn open close rename delete remove "
-        "insert subtract multiply divide solve compute simplify round draw plan remind what's kindly "
-        "the this that these those there my our your their its his her we they you she "
-        "more less some any every most many much few all both each another several copy count".split()
-    )
-    | COMMON
-)
-
-# At the head of a sentence these may be names or chemical elements, unless what follows shows that they are not.
-SHORT_OPENERS = frozenset(
-    "may will am in as at he be no it on to by of if an so for with from during when after before or and but".split()
-)
-SUBJECTS = frozenset(
-    "i you he she it we they the an this that these those there my your his her its our their who what which when "
-    "where how why is was has does did can could would should some any every all most people least costs takes".split()
-)
-OBJECTS = frozenset("this his its yours always perhaps dishes chores exercises squats pushups".split())
-
-# `I` after one of these is who asks, unless one of those follows.
-BEFORE_PRONOUN = frozenset(
-    "do did can cannot could would should shall will may might must am was have had if when where why how "
-    "that than because after before while since until but so which who whom whether can't don't didn't couldn't "
-    "shouldn't won't haven't not".split()
-)
-AFTER_LETTERS = frozenset("and or is in of mean stand equal rise fall flow".split())
-PRONOUN_S = frozenset("was always sometimes perhaps focus".split())  # no other word in -s follows who asks
-
-# Names and languages that are no word in lower case: case adds nothing to them.
-NAMES = frozenset(
-    "france germany spain italy portugal england scotland ireland britain russia ukraine poland sweden norway denmark "
-    "belgium austria switzerland greece hungary canada mexico australia argentina colombia venezuela peru india korea "
-    "vietnam thailand egypt kenya nigeria iran iraq israel pakistan europe asia africa america antarctica "
-    "london paris berlin madrid rome lisbon dublin moscow tokyo seoul beijing toronto sydney chicago boston london "
-    "amsterdam stockholm oslo helsinki prague budapest warsaw athens california texas florida "
-    "spanish french german italian portuguese russian japanese korean arabic hindi "
-    "monday tuesday wednesday thursday friday saturday sunday "
-    "mondays tuesdays wednesdays thursdays fridays saturdays sundays "
-    "january february april june july september october november december halloween christmas easter "
-    "shakespeare einstein mozart beethoven picasso hitler gandhi hamlet "
-    "google facebook instagram netflix wikipedia gmail linux celsius fahrenheit".split()
-)
-# The same for names with a spelling of their own.
-SPELLED = frozenset("DNA HTML CSS JSON PDF USB NASA iPhone YouTube WhatsApp GitHub WiFi JavaScript".split())
-
-# Where a question is about one of these, its last sign may be what it is about.
-ABOUT_SIGNS = frozenset(
-    "regex regexp regexes expression expressions glob wildcard wildcards pattern patterns syntax operator operators "
-    "nullable optional type types symbol symbols sign signs punctuation mark marks character characters".split()
 )
 
 # Questions whose answers change with time.
 FLEETING = frozenset("today tonight tomorrow yesterday now currently latest nowadays recent recently".split())
+
+# What follows decides what may be left out of account when questions are compared for equality: see `words`.
+
+# A question with one of these may be about how something is written: nothing is left out.
+ABOUT_TEXT = frozenset(
+    "word words letter letters spell spells spelled spelling spelt character characters char chars string strings "
+    "sentence sentences phrase phrases paragraph text texts message prompt question questions line lines title "
+    "apostrophe apostrophes contraction contractions comma commas period hyphen punctuation punctuate mark marks sign "
+    "signs symbol symbols space spaces spacing blank blanks whitespace typo typos grammar grammatical grammatically "
+    "ungrammatical correct corrected incorrect correctly uppercase lowercase capitals capitalize capitalise "
+    "capitalized capitalised capitalization capitalisation caps rewrite rephrase paraphrase reword proofread edit "
+    "repeat echo quote quoted quotation verbatim syllable syllables abbreviation abbreviations abbreviate acronym "
+    "anagram palindrome regex regexp regexes expression expressions glob wildcard wildcards pattern patterns syntax "
+    "operator operators nullable optional type types ascii unicode utf encode encoded encoding token tokens tokenize "
+    "tokenizer hash md5 sha base64".split()
+)
+# With one of these, words may be mentioned rather than used, or be code.
+MENTIONING = frozenset(
+    "translate translates translated translation say says said pronounce pronounced pronunciation mean means meant "
+    "meaning define definition defined named called rhyme rhymes rhyming verb verbs noun nouns adjective pronoun "
+    "prefix suffix plural singular tense print prints printed keyword keywords function functions method methods "
+    "variable variables attribute tag query script code python java javascript typescript ruby perl rust golang css "
+    "html sql xml json yaml bash shell linux git api".split()
+)
+
+APOSTROPHES = {
+    word.replace("'", ""): word
+    for word in (
+        "what's where's who's how's that's don't doesn't didn't isn't aren't wasn't weren't couldn't wouldn't "
+        "shouldn't haven't hasn't"
+    ).split()
+}
+
+GREETINGS = frozenset("hi hello hey thanks".split())
+FAREWELLS = frozenset("please thanks".split())
+
+HELPERS = frozenset(
+    "is are was were do does did can can't could will won't would shall should has have had may might must".split()
+)
+# What a question may begin with, and nothing else.
+ASKING = frozenset("is are was were does did could would should shall has had".split())
+# The same for a request.
+REQUESTS = frozenset(
+    "explain describe list tell give show write suggest recommend summarize summarise compare translate convert "
+    "calculate name define find".split()
+)
+OPENERS = (
+    ASKING
+    | QUESTIONS
+    | REQUESTS
+    | GREETINGS
+    | frozenset(
+        "please don't can't won't that's the this that these those there my our your their its what who".split()
+    )
+)
+NAMES_TOO = frozenset("will may am".split())  # names and signs of elements, unless a subject follows
+VERBS_TOO = frozenset("do can have".split())
+SUBJECTS = frozenset(
+    "i you he she it we they the a an this that these those there my your his her its our their anyone anybody "
+    "someone people".split()
+)
+OBJECTS = frozenset("this his its yours always perhaps dishes chores exercises squats pushups sports".split())
+DETERMINERS = frozenset("the a an my your his her our their this that".split())
+CUT = frozenset("prof dept approx misc capt sept".split())  # words that end in a full stop, wherever they stand
+
+# `i` after one of these is who asks, unless one of those follows.
+BEFORE_PRONOUN = frozenset("do can could should would shall must may".split())
+AFTER_PRONOUN = frozenset("am want need have can can't don't forgot forget would think feel like live work".split())
+AFTER_LETTERS = frozenset("and or in of mean stand equal rise fall flow".split())
+
+# Names that are no word in lower case, and no name of anything else: case adds nothing to them.
+NAMES = frozenset(
+    "france germany spain italy portugal england scotland ireland britain russia ukraine poland sweden norway "
+    "belgium austria switzerland hungary canada mexico australia argentina colombia venezuela vietnam thailand egypt "
+    "kenya nigeria iran iraq israel pakistan europe asia africa london paris madrid lisbon moscow tokyo seoul beijing "
+    "stockholm helsinki budapest warsaw california texas florida spanish italian portuguese korean "
+    "monday tuesday wednesday thursday friday saturday sunday "
+    "mondays tuesdays wednesdays thursdays fridays saturdays sundays "
+    "january february april june july september october november december shakespeare mozart beethoven".split()
+)

@@ -7,38 +7,52 @@ What tells two questions apart is the kind: the words that only one of them has,
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from cache.api import CacheKey, Kind, StoreFault
 from cache.seal.context import CacheContext
 from cache.seal.partition import encode
-from cache.semantic.canonical import Canonical, canonical
-from cache.semantic.evidence import TAG_BYTES, Evidence, unpack_evidence
+from cache.semantic import lexicon as lex
+from cache.semantic.evidence import DAY, TAG_BYTES, Evidence, TenantDay, unpack_day, unpack_evidence
+from cache.semantic.words import words_of
 
+T = TypeVar("T")
+
+KEPT = 30.0 * DAY  # seconds since the last observation
 DIRECTORY_DIGITS = 32  # of an entry's digest, which begins with its directory's
 _TRIES = 4  # to add to a value that another replica changes at the same time
 
 
 def difference(one: str, other: str) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    """What tells two questions apart, the same from either side: the words of each that the other lacks, with their
-    articles, and whether the rest stands in another order."""
-    a, b = _spoken(canonical(one)), _spoken(canonical(other))
+    """What tells two questions apart, the same from either side: the words of each that the other lacks, and whether
+    the rest stands in another order. Articles, `not`, `do` and `be` are taken with the word that follows: that `an` did
+    no harm before `apple` says nothing of `iron`."""
+    a, b = _spoken(one), _spoken(other)
     mine, theirs = Counter(a) - Counter(b), Counter(b) - Counter(a)
     moved = [word for word in a if word not in mine] != [word for word in b if word not in theirs]
     return tuple(sorted((tuple(sorted(mine.elements())), tuple(sorted(theirs.elements()))))), moved
 
 
-def _spoken(words: Canonical) -> list[str]:
-    return [f"{article} {word}" for article, word in zip(words.articles, words.words, strict=True)]
+def _spoken(text: str) -> list[str]:
+    spoken: list[str] = []
+    bound = ""
+    for word in words_of(text).words:
+        bound = f"{bound} {word}" if bound else word
+        if word not in lex.BOUND:
+            spoken.append(bound)
+            bound = ""
+    return [*spoken, bound] if bound else spoken
 
 
 class Observations:
-    """Names, reads and adds to evidence."""
+    """Names, reads and adds to evidence. The clock is that of the wall."""
 
-    def __init__(self, context: CacheContext, ttl: float) -> None:
+    def __init__(self, context: CacheContext, clock: Callable[[], float] = time.time) -> None:
         self._context = context
-        self.ttl = ttl
+        self._clock = clock
         self._adding = asyncio.Lock()  # within a process nobody need try twice
 
     def strict(self, entry: CacheKey) -> CacheKey:
@@ -54,15 +68,14 @@ class Observations:
         """Of an entry: how often its answer would have been wrong."""
         return CacheKey(Kind.EVIDENCE, entry.partition, entry.digest + ("01" if strict else "00"))
 
+    def day(self, tenant: str, entry: CacheKey) -> CacheKey:
+        """Of a tenant's day: how many right observations count."""
+        digest = self._context.partitions.digest(tenant, b"day of evidence")
+        return CacheKey(Kind.EVIDENCE, entry.partition, digest[:DIRECTORY_DIGITS])
+
     def open(self, key: CacheKey, sealed: bytes | None) -> Evidence:
         """Nothing, counted, where the value is damaged or not ours."""
-        data = None if sealed is None else self._context.envelope.open(key, sealed)
-        if data is None:
-            return Evidence()
-        found = unpack_evidence(data)
-        if found is None:
-            self._context.counter.count("cache_rejected", "schema")
-        return found or Evidence()
+        return self._opened(key, sealed, unpack_evidence) or Evidence()
 
     async def read(self, keys: Sequence[CacheKey], within: float | None) -> tuple[Evidence, ...]:
         """Raises StoreFault."""
@@ -70,13 +83,48 @@ class Observations:
         return tuple(map(self.open, keys, values))
 
     async def add(self, key: CacheKey, tenant: str, caller: str, right: bool) -> None:
-        """One observation more. Raises StoreFault."""
-        tag = bytes.fromhex(self._context.partitions.digest(tenant, b"caller", caller.encode()))[:TAG_BYTES]
+        """One observation more, of what only takes away. Raises StoreFault."""
+        tag = self._tag(tenant, caller)
+
+        async def once() -> bool:
+            (standing,) = await self._context.store.get_many([key])
+            return await self._swap(key, standing, self.open(key, standing).with_one(tag, right))
+
+        await self._tried(once)
+
+    async def learn(self, key: CacheKey, day: CacheKey, tenant: str, caller: str) -> None:
+        """One right observation more of a difference, if it counts: see the bounds in `evidence`. Raises StoreFault."""
+        tag, store = self._tag(tenant, caller), self._context.store
+
+        async def once() -> bool:
+            standing, spent = await store.get_many([key, day])
+            now, evidence = self._clock(), self.open(key, standing)
+            more = evidence.with_right(tag, now)
+            left = (self._opened(day, spent, unpack_day) or TenantDay()).with_one(now)
+            if more is evidence or left is None:
+                self._context.counter.count("semantic_observed", "uncounted")
+                return True
+            return await self._swap(day, spent, left) and await self._swap(key, standing, more)
+
+        await self._tried(once)
+
+    async def _tried(self, once: Callable[[], Awaitable[bool]]) -> None:
         async with self._adding:
             for _ in range(_TRIES):
-                (standing,) = await self._context.store.get_many([key])
-                more = self.open(key, standing).with_one(tag, right)
-                sealed = self._context.envelope.seal(key, more.packed())
-                if sealed is None or await self._context.store.swap(key, standing, sealed, self.ttl):
+                if await once():
                     return
         raise StoreFault("evidence that changes too often")
+
+    async def _swap(self, key: CacheKey, standing: bytes | None, value: Evidence | TenantDay) -> bool:
+        sealed = self._context.envelope.seal(key, value.packed())
+        return sealed is None or await self._context.store.swap(key, standing, sealed, KEPT)
+
+    def _opened(self, key: CacheKey, sealed: bytes | None, unpack: Callable[[bytes], T | None]) -> T | None:
+        data = None if sealed is None else self._context.envelope.open(key, sealed)
+        found = None if data is None else unpack(data)
+        if data is not None and found is None:
+            self._context.counter.count("cache_rejected", "schema")
+        return found
+
+    def _tag(self, tenant: str, caller: str) -> bytes:
+        return bytes.fromhex(self._context.partitions.digest(tenant, b"caller", caller.encode()))[:TAG_BYTES]

@@ -33,7 +33,7 @@ from cache.semantic.evidence import Evidence, proven, refuted
 from cache.semantic.guard import fleeting, strictly_equal, veto
 from cache.semantic.observations import DIRECTORY_DIGITS, Observations
 
-FORM = 2  # of the rules: what was stored and observed under others is not found
+FORM = 3  # of the rules: what was stored and observed under others is not found
 LONGEST = 4096  # characters of a question, several times what the embedder's tokens hold; bounds the work of all rules
 _PERSONAL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,64}\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
 
@@ -87,25 +87,24 @@ class SimilarCache:
         settings: SemanticSettings,
         same: Callable[[CachedCompletion, CachedCompletion], bool] = same_answer,
         chance: random.Random | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._context = context
         self._settings = settings
         self._digest = embedder.digest
         self._same = same
         self._chance = chance or random.Random()
-        self._observations = Observations(context, settings.ttl)
+        self._observations = Observations(context, clock)
         self._candidates = CandidateStore(context, embedder, settings.max_indexed)
 
     def change(self, settings: SemanticSettings) -> None:
         """From the next question on."""
         self._settings = settings
-        self._observations.ttl = settings.ttl
 
     def begin(self, turn: Turn) -> Callable[[], object]:
         """Embeds the question, which needs no store."""
         if self._settings.mode is Mode.OFF or _unfit(turn):
             return _nothing
-        # `fleeting` canonicalizes the text, whose result is memoized: done on the worker, the lookup finds it ready.
         return self._candidates.begin(turn.text, (self._settings.min_tokens, self._settings.max_tokens), fleeting)
 
     async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
@@ -158,13 +157,21 @@ class SimilarCache:
             if candidate.strict:
                 await notes.add(notes.strict(entry), tenant, turn.caller, right)
             elif turn.caller:
-                await notes.add(notes.learned(tenant, entry, turn.text, candidate.text), tenant, turn.caller, right)
+                await self._learn(turn, candidate, right)
             if not right:
                 await notes.add(notes.wrongs(entry, candidate.strict), tenant, turn.caller, right)
             if not right and (lookup.audit or candidate.strict):
                 await self._context.store.delete_many([entry])
         except StoreFault:
             self._context.counter.count("semantic_observed", "fault")
+
+    async def _learn(self, turn: Turn, candidate: Candidate, right: bool) -> None:
+        notes, tenant, entry = self._observations, turn.question.tenant, candidate.entry
+        key = notes.learned(tenant, entry, turn.text, candidate.text)
+        if right:
+            await notes.learn(key, notes.day(tenant, entry), tenant, turn.caller)
+        else:
+            await notes.add(key, tenant, turn.caller, right)
 
     async def aclose(self) -> None:
         """Ends tasks and thread."""

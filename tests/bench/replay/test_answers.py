@@ -102,7 +102,7 @@ async def similar(context: CacheContext, embedder: ModelEmbedder) -> AsyncIterat
 @pytest.mark.proof
 async def test_semantic_hits_and_false_ones(similar: SimilarCache, embedder: ModelEmbedder) -> None:
     questions = read_labelled(DATA / "clinc_500.json")[:250]
-    again = [Labelled(f"please {question.text}", question.intent) for question in questions[:50]]
+    again = [Labelled(question.text.replace(" ", "  ", 1), question.intent) for question in questions[:50]]
     traps = [Labelled(question.text + " not", "other") for question in questions[:50]]
     report = await replay_semantic(questions + again + traps, similar, embedder)
     assert report.lookups == 350

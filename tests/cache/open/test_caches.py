@@ -189,7 +189,7 @@ async def test_the_real_embedder_from_end_to_end(make: Make) -> None:
     what = Turn(question=QUESTION, context=b"", text=TEXT, greedy=True)
     assert await semantic.put(what, completion())
     await written(caches)
-    found = await semantic.lookup(replace(what, text="how can i cook rice"), caches.allowance())
+    found = await semantic.lookup(replace(what, text="how do i cook rice"), caches.allowance())
     assert found.verdict is Verdict.STRICT
     assert found.served is not None
     assert found.served.text == "ab"

@@ -1,7 +1,7 @@
 """What lies in Redis, byte for byte: replicas of two versions share it, so that a change is a change of version.
 
-`data/stored.json` holds names and sealed values that version 0.1.0 made of what stands here, with the keys in the file
-and every nonce 00 01 02 …
+`data/stored.json` holds names and sealed values that were made of what stands here, with the keys in the file and every
+nonce 00 01 02 …: by version 0.1.0, and those of similar questions and their evidence since rules and evidence changed.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ async def test_exact_answers(context: CacheContext) -> None:
 
 
 async def test_similar_questions_and_their_evidence(context: CacheContext) -> None:
-    cache = SimilarCache(context, Corner(), SemanticSettings(mode=Mode.ON))
+    cache = SimilarCache(context, Corner(), SemanticSettings(mode=Mode.ON), clock=lambda: 1e9)
     assert await cache.put(TURN, answer("stop"))
     assert recorded(context).offered == STORED["offered"][3:]
     entry = key_of(STORED["offered"][3][0])

@@ -11,7 +11,6 @@ import json
 import time
 import unicodedata
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.semantic.canonical import canonical
 from cache.semantic.embedder import ModelEmbedder
 from cache.semantic.guard import RULES, fleeting, strictly_equal, veto
+from cache.semantic.observations import difference
+from cache.semantic.words import words_of
 
 DATA = Path(__file__).parent / "data"
 HALVES = ("tuning", "held_out")
@@ -47,23 +47,16 @@ def test_the_halves_share_nothing_but_a_few_paraphrases() -> None:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_served_wrong_is_at_most_one_percent_where_cosine_alone_serves_many(half: str, embedder: ModelEmbedder) -> None:
+def test_none_is_served_wrongly_where_cosine_alone_serves_many(half: str, embedder: ModelEmbedder) -> None:
     served: Counter[tuple[str, bool]] = Counter()
     for row in pairs(half):
         near = float(embedder.embed(row["a"]) @ embedder.embed(row["b"]))
         passed = not veto(row["a"], row["b"])
         served["cosine", row["same"]] += near >= 0.90
         served["strict", row["same"]] += near >= 0.80 and passed and strictly_equal(row["a"], row["b"])
-    assert served["strict", False] <= 1
+    assert served["strict", False] == 0
     assert served["cosine", False] >= 45  # the suite is adversarial: nearness alone serves a third and more
-    assert served["strict", True] >= 60
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_every_kind_has_true_hits(half: str) -> None:
-    kinds = Counter(row["kind"] for row in pairs(half) if row["same"] and strictly_equal(row["a"], row["b"]))
-    assert len(kinds) == 10
-    assert min(kinds.values()) >= 3
+    assert served["strict", True] >= 4  # of which most are reworded: they need evidence
 
 
 def written(text: str) -> str:
@@ -89,7 +82,7 @@ def test_what_differs_by_case_or_sign_alone_is_never_served(half: str) -> None:
     assert [way for way in ways if not veto(*way)] == []
 
 
-@pytest.mark.parametrize(("half", "least"), [("tuning", 60), ("held_out", 32)])
+@pytest.mark.parametrize(("half", "least"), [("tuning", 49), ("held_out", 31)])
 def test_ordinary_ways_of_writing_are_still_equal(half: str, least: int) -> None:
     rows = pairs(half, "ordinary")
     assert len(rows) == {"tuning": 60, "held_out": 40}[half]
@@ -97,22 +90,68 @@ def test_ordinary_ways_of_writing_are_still_equal(half: str, least: int) -> None
     assert len(served) >= least
 
 
-@pytest.mark.parametrize(("half", "least"), [("tuning", 82), ("held_out", 67)])
-def test_as_many_rewordings_are_equal_as_before_case_and_signs_counted(half: str, least: int) -> None:
-    assert sum(row["same"] and strictly_equal(row["a"], row["b"]) for row in pairs(half)) >= least
-
-
 ALIKE = [
-    ("How do I cook rice?", "how can I cook rice"),
-    ("What's 20% of 50?", "What is 20 percent of 50"),
-    ("Why can't I sleep?", "Why can I not sleep?"),
-    ("Please explain recursion", "Could you explain recursion to me?"),
-    ("Is 5km far?", "Is 5 kilometres far?"),
-    ("What happened on May 12?", "What happened on 12 may?"),
-    ("In France, what do people eat?", "What do people eat in France?"),
-    ("Tell me the capital of Peru", "What is the capital of Peru?"),
-    ("Flights to Paris from Rome", "flights from rome to paris"),
-    ("It costs 1,000 dollars", "it costs $1000"),
+    ("How do I cook rice?", "how do i cook rice"),
+    ("How do  I cook   rice?", "How do I cook rice?"),
+    (" How do I cook rice? \n", "How do I cook rice?"),
+    ("What's the capital of Peru?", "Whats the capital of Peru?"),
+    ("What's the capital of Peru?", "What’s the capital of Peru"),
+    ("What's the capital of Peru?", "what is the capital of Peru?"),
+    ("What's up with him?", "Whats up with him?"),
+    ("Why can't I sleep?", "why cannot I sleep"),
+    ("Why dont cats swim?", "Why don't cats swim?"),
+    ("Please explain recursion", "Explain recursion."),
+    ("Could you please explain recursion?", "explain recursion"),
+    ("Hi, who invented the wheel?", "Who invented the wheel?"),
+    ("Who invented the wheel, please?", "who invented the wheel"),
+    ("Can bees see red?", "can bees see red"),
+    ("Will it rain?", "will it rain"),
+    ("Is London in England?", "is london in england?"),
+    ("It does not work. Why is that?", "It does not work. why is that"),
+    ("How far is the moon?", "how far is the moon"),
+    ("I need a new lamp.", "i need a new lamp"),
+    ("The lamp is broken", "the lamp is broken"),
+]
+# By the five holes that there were, and others of their kind.
+NEAR = [
+    ("What is iron?", "What is an iron?"),
+    ("Describe light", "Describe a light"),
+    ("Who is the president?", "Who is president?"),
+    ("What does he like?", "What is he like?"),
+    ("Why do we be?", "Why are we?"),
+    ("Where do you be?", "Where you be?"),
+    ("How do I use begin in Ruby?", "How do I use start in Ruby?"),
+    ("What rhymes with large?", "What rhymes with big?"),
+    ("How do you spell colour?", "How do you spell color?"),
+    ("What does grey mean?", "What does gray mean?"),
+    ("How do you say film in German?", "How do you say movie in German?"),
+    ("Translate what's the matter", "Translate what is the matter"),
+    ("Is dont a word?", "Is don't a word?"),
+    ("What should I do not to fail?", "What should I not do to fail?"),
+    ("Why did he not say that?", "Why did he say not that?"),
+    ("Can I not go?", "Can't I go?"),
+    ("Who is hamlet?", "Who is Hamlet?"),
+    ("How do I polish shoes?", "How do I Polish shoes?"),
+    ("will is tall", "Will is tall"),
+    ("Is in a metal?", "Is In a metal?"),
+    ("How does it work?", "How does IT work?"),
+    ("Is 10 000 right?", "Is 10\u00a0000 right?"),
+    ("What is\u00a0this?", "What is this?"),
+    ("What is\tthis?", "What is this?"),
+    ('Who says "a  b"?', 'Who says "a b"?'),
+    ("How many letters has a  b?", "How many letters has a b?"),
+    ("What does print a  b do in python?", "What does print a b do in python?"),
+    ("How nice you are", "How nice you are?"),
+    ("Who's left?", "Who is left?"),
+    ("What's he done?", "What is he done?"),
+    ("Please the king", "the king"),
+    ("Say hello, please", "Say hello"),
+    ("Can i and j be equal?", "Can I and j be equal?"),
+    ("Ask Dr. Who is there", "Ask Dr. who is there"),
+    ("What is resume?", "What is résumé?"),
+    ("What is 5 km?", "What is 5km?"),
+    ("What is 1,000?", "What is 1000?"),
+    ("Name three towns", "Name 3 towns"),
 ]
 APART = [
     ("What does a lawyer do?", "What is a lawyer?"),
@@ -152,7 +191,7 @@ def test_questions_without_words_equal_nothing(nothing: str) -> None:
     assert not strictly_equal(nothing, "?")
 
 
-@pytest.mark.parametrize(("one", "other"), APART)
+@pytest.mark.parametrize(("one", "other"), APART + NEAR)
 def test_traps_are_not(one: str, other: str) -> None:
     assert not strictly_equal(one, other)
     assert not strictly_equal(other, one)
@@ -218,7 +257,7 @@ def test_any_text_is_read_and_equality_is_an_equivalence(one: str, other: str) -
     assert strictly_equal(one, other) == strictly_equal(other, one)
     assert veto(one, one) == ""
     assert bool(veto(one, other)) == bool(veto(other, one))
-    if canonical(one).words and canonical(one).letters:
+    if words_of(one).letters:
         assert strictly_equal(one, one)
 
 
@@ -227,12 +266,21 @@ def test_what_is_old_at_once() -> None:
     assert not fleeting("What is the weather like on Mars?")
 
 
-@given(TEXTS, st.sets(st.sampled_from(["gmail", "us", "from", "may", "i"])), TEXTS)
-def test_where_the_words_are_equal_no_rule_objects(text: str, names: set[str], other: str) -> None:
+@given(TEXTS, TEXTS)
+def test_where_the_words_are_equal_no_rule_objects(one: str, other: str) -> None:
     """Which is why none is asked there."""
-    one, two = canonical(text), canonical(other)
-    for mate in (replace(one, names=frozenset(names)), replace(one, names=two.names, articles=two.articles)):
-        assert [name for name, differ in RULES if differ(one, mate) or differ(mate, one)] == []
+    if strictly_equal(one, other):
+        a, b = words_of(one), words_of(other)
+        assert [name for name, differ in RULES if name != "form" and (differ(a, b) or differ(b, a))] == []
+
+
+def test_a_difference_is_that_of_words_and_of_what_an_article_stands_before() -> None:
+    iron, apple = (difference(f"What is {noun}?", f"What is an {noun}?") for noun in ("iron", "apple"))
+    assert iron != apple
+    assert difference("What does he like?", "What is he like?") == ((("does he",), ("is he",)), False)
+    assert difference("How do I sell it?", "how do i sell it quickly") == difference("Sell it", "Sell it quickly")
+    assert difference("Cats eat dogs", "Dogs eat cats") != difference("Cats eat dogs", "Cats eat dogs")
+    assert difference("cats eat dogs", "dogs eat cats") == (((), ()), True)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +303,7 @@ def test_long_texts_take_no_longer_than_their_length_says(text: str) -> None:
     def taken(one: str) -> float:
         begun = time.process_time()
         for number in range(3):
-            canonical.__wrapped__(f"{one}{number}")
+            words_of.__wrapped__(f"{one}{number}")
         return time.process_time() - begun
 
     plain = min(taken(f"{number} what do people eat in france " * 128) for number in range(3))

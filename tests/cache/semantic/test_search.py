@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
 from cache.semantic import candidates
 from cache.semantic.embedder import Vector
-from cache.semantic.evidence import CALLERS, Evidence
+from cache.semantic.evidence import CALLERS, DAY, RIGHT_A_DAY, TENANT_A_DAY, Evidence
+from cache.semantic.observations import DIRECTORY_DIGITS
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 from cache.store.redis_store import RedisStore
@@ -85,6 +86,18 @@ def answer(text: str = "42", reason: str = "stop") -> CachedCompletion:
     return CachedCompletion(parts=parts, max_tokens=100, provenance="p", created_at=time.time())
 
 
+class Clock:
+    """All replicas' wall clock: half a day passes between observations, so that all of them count."""
+
+    now = 1.7e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
 class Replica:
     def __init__(
         self,
@@ -98,7 +111,7 @@ class Replica:
         self.store = store
         self.epochs = Epochs(store, partitions)
         context = CacheContext(store, partitions, self.epochs, Envelope(keyring, 1 << 20, counters), counters)
-        self.cache = SimilarCache(context, embedder or WordEmbedder(), settings, chance=random.Random(1))
+        self.cache = SimilarCache(context, embedder or WordEmbedder(), settings, chance=random.Random(1), clock=CLOCK)
 
     async def put(self, what: Turn, completion: CachedCompletion | None = None) -> bool:
         kept = await self.cache.put(what, completion or answer())
@@ -132,7 +145,7 @@ async def test_the_same_words_are_served_and_a_vetoed_or_distant_one_is_not(make
     replica = make()
     assert (await replica.look(turn(SELL))).verdict is Verdict.EMPTY
     assert await replica.put(turn(SELL))
-    found = await replica.look(turn("how can I sell a used car"))
+    found = await replica.look(turn("how do i sell a used car"))
     assert found.verdict is Verdict.STRICT
     assert found.served is not None
     assert found.served.text == "42"
@@ -149,7 +162,7 @@ async def test_a_vetoed_nearest_does_not_hide_the_right_one(make: Make) -> None:
     await replica.put(turn("How do I sell a used car now and then?"), answer("never mind"))
     await replica.put(turn("How do I sell a used 2 car?"), answer("wrong"))
     await replica.put(turn(SELL), answer("right"))
-    found = await replica.look(turn("how to sell a used car", context=b"c"))
+    found = await replica.look(turn("how do i sell a used car", context=b"c"))
     assert found.served is not None
     assert found.served.text == "right"
 
@@ -248,7 +261,7 @@ async def test_limits_hold_as_for_exact_hits(make: Make) -> None:
 async def test_callers_tighten_and_never_loosen(make: Make) -> None:
     replica = make()
     await replica.put(turn(SELL))
-    asked = "how can I sell a used car"
+    asked = "Hi, how do I sell a used car?"
     assert (await replica.look(turn(asked, threshold=0.9999))).served is None
     assert (await replica.look(turn(asked, threshold=0.1))).served is not None
     assert (await replica.look(turn("How do I sell a used bicycle for cash?", threshold=0.01))).served is None
@@ -329,8 +342,9 @@ QUICKLY = "How do I sell a used car quickly?"
 
 
 async def agree(replica: Replica, text: str, count: int, callers: int = CALLERS, said: str = "42") -> None:
-    """So many of the callers' questions whose answer was generated as well, and was the same."""
+    """So many of the callers' questions, two a day, whose answer was generated as well, and was the same."""
     for number in range(count):
+        CLOCK.now += DAY / 2
         asked = turn(text, caller=f"caller {number % callers}")
         await replica.cache.observe(asked, await replica.look(asked), answer(said))
 
@@ -384,6 +398,46 @@ async def test_one_caller_cannot_buy_evidence_for_what_others_ask(make: Make) ->
         assert (await replica.look(turn(text, caller="victim"))).served is None
 
 
+async def rush(replica: Replica, text: str, count: int, callers: Sequence[int]) -> None:
+    """So many of the callers' observations at one instant."""
+    found = await replica.look(turn(text, caller="caller 0"))
+    for number in range(count):
+        caller = f"caller {callers[number % len(callers)]}"
+        await replica.cache.observe(turn(text, caller=caller), found, answer())
+
+
+async def test_twenty_credentials_buy_no_evidence_in_a_day(keyring: Keyring, counters: Counters) -> None:
+    """Nor do many differences at once: see the numbers in `evidence`."""
+    replica = Replica(MemoryStore(1 << 24), keyring, counters, replace(ON, threshold=0.55, strict_threshold=0.55))
+    await replica.put(turn(SELL))
+    asked, midnight = turn(QUICKLY, caller="victim"), (CLOCK.now // DAY + 1) * DAY
+    for day, callers in enumerate(((0, 1), (2, 3), (0, 1, 2, 3))):
+        assert (await replica.look(asked)).verdict is Verdict.UNPROVEN
+        CLOCK.now = midnight + day * DAY
+        await rush(replica, QUICKLY, RIGHT_A_DAY, callers)
+        await rush(replica, QUICKLY, 60, range(20))
+    assert (await replica.look(asked)).verdict is Verdict.LEARNED
+    assert counters.counts()["semantic_observed", "uncounted"] == 3 * 60
+    CLOCK.now += DAY
+    for word in (
+        "well",
+        "soon",
+        "cheaply",
+        "fast",
+        "slowly",
+        "quietly",
+        "gladly",
+        "online",
+        "legally",
+        "swiftly",
+        "up",
+    ):
+        await rush(replica, f"How do I sell a used car {word}?", RIGHT_A_DAY, (0, 1))
+    kept = await replica.cache._observations.read(await evidence_of(replica, replica.store), None)
+    assert sum(sum(each.right.values()) for each in kept if each.today and each.last == int(CLOCK.now)) == TENANT_A_DAY
+    await replica.cache.aclose()
+
+
 async def test_callers_without_a_name_learn_nothing(make: Make, store: Store, counters: Counters) -> None:
     replica = make(LOOSE)
     await replica.put(turn(SELL))
@@ -396,7 +450,8 @@ async def test_callers_without_a_name_learn_nothing(make: Make, store: Store, co
 
 async def evidence_of(replica: Replica, store: Store) -> list[CacheKey]:
     partition = replica.cache._context.partitions.of("acme", replica.epochs.known("acme") or b"")
-    return [key async for key in store.scan(Kind.EVIDENCE, partition)]
+    found = [key async for key in store.scan(Kind.EVIDENCE, partition)]
+    return [key for key in found if len(key.digest) == 2 * DIRECTORY_DIGITS]  # and not those of a tenant's day
 
 
 async def test_evidence_is_sealed_to_its_name(make: Make, store: Store, counters: Counters) -> None:

@@ -35,7 +35,7 @@ from tests.cache.semantic.test_search import MODEL, SELL, WordEmbedder, answer, 
 from tests.properties import example_count
 
 ON = SemanticSettings(mode=Mode.ON, audit=0.0, threshold=0.55, strict_threshold=0.55)
-ALIKE, NEAR = "how can I sell a used car", "How do I sell a used car quickly?"
+ALIKE, NEAR = "how do i sell a used car", "How do I sell a used car quickly?"
 ANSWER = answer("42")
 MISSES = (("response_lookup", "miss"), ("semantic_lookup", "empty"))  # what MGET says of a value of another type
 

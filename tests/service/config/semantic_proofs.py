@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cache.api import Allowance, SemanticLookup, Turn, Verdict
-from cache.semantic.evidence import CALLERS
+from cache.semantic.evidence import CALLERS, DAY
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
 from service.config.settings import Settings
@@ -51,7 +52,8 @@ def semantic(
         now = [0.0]
         chosen = settings.cache.front().semantic
         store = MemoryStore(1 << 20, lambda: now[0])
-        cache = SimilarCache(context(store), WordEmbedder(), chosen, chance=random.Random(1))
+        clock = itertools.count(1e9, DAY / 2).__next__  # between observations
+        cache = SimilarCache(context(store), WordEmbedder(), chosen, chance=random.Random(1), clock=clock)
         try:
             await cache.put(turn(SELL), answer())
             for number in range(agreed):

@@ -111,10 +111,10 @@ def test_plain_text_only_where_it_is_wished(on: Server) -> None:
             request.cache.response = mode
         return request
 
-    assert said(on, plain("Who wrote Hamlet, and when?", pb.CACHE_MODE_READ_WRITE)) == "miss"
-    until(lambda: said(on, plain("who wrote hamlet, and when?", pb.CACHE_MODE_READ)) == "hit-semantic")
-    assert said(on, plain("who wrote hamlet, and when", pb.CACHE_MODE_READ)) == "miss"  # to be continued differently
-    assert said(on, plain("who wrote hamlet, and when?", pb.CACHE_MODE_UNSPECIFIED)) == "miss"
+    assert said(on, plain("Who built the Louvre, and when?", pb.CACHE_MODE_READ_WRITE)) == "miss"
+    until(lambda: said(on, plain("who built the Louvre, and when?", pb.CACHE_MODE_READ)) == "hit-semantic")
+    assert said(on, plain("who built the Louvre, and when", pb.CACHE_MODE_READ)) == "miss"  # continues differently
+    assert said(on, plain("who built the Louvre, and when?", pb.CACHE_MODE_UNSPECIFIED)) == "miss"
 
 
 def test_modes_and_the_switch(on: Server) -> None:
