@@ -151,7 +151,11 @@ def eager_to() -> Iterator[None]:
 
 
 PATHS = [
-    pytest.param((name, device), marks=[pytest.mark.gpu] if device == "cuda" else [], id=f"{device}-{name}")
+    pytest.param(
+        (name, device),
+        marks=pytest.mark.gpu if device == "cuda" else () if name == "lookup" else pytest.mark.proof,
+        id=f"{device}-{name}",
+    )
     for device, names in (("cpu", ON_CPU), ("cuda", ON_GPU))
     for name in names
 ]
@@ -203,7 +207,9 @@ def test_two_features_in_one_step(path: Path, first: str, second: str) -> None:
     joining = [Arrival(request, 2 * at) for at, request in enumerate(asked)]
     found = path.run(joining, pair)
     assert found.widest >= 2
-    assert ("preemption" in pair) == (found.preemptions > 0)
+    assert (found.preemptions > 0) <= ("preemption" in pair)
+    if path.settings.device == "cpu":  # a GPU's steps may have brought all by then
+        assert found.preemptions > 0 or "preemption" not in pair
     if "prefix" in pair:
         cached = [found.answers[one.request_id].cached_tokens for one in asked if one.prompt_logprobs is None]
         assert max(cached) >= 32 or {"prompt logprobs", "scoring alone", "one token"} & set(pair)

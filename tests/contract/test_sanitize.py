@@ -42,7 +42,7 @@ def test_without_the_tools_summary_nothing_is_clean() -> None:
     assert not sanitize.outcome("", "========= ERROR SUMMARY: 0 errors\n").clean  # no test ran
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_what_a_tool_left_running_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "compute-sanitizer"
     # Holds the pipe open for as long as it lives.

@@ -138,6 +138,7 @@ def test_two_completions_behind_their_prompt(gateway: Gateway, ours: GenerationS
     assert [one["text"] for one in found["choices"]] == [TEXT.text + expected] * 2
 
 
+@pytest.mark.proof
 def test_what_is_refused_is_named_to_the_one_who_asked(gateway: Gateway) -> None:
     answer = gateway.ask("completions", model="demo", prompt="Hello", max_tokens=0)
     assert answer.status == 400

@@ -40,6 +40,7 @@ def text_of(stub: generation_pb2_grpc.GenerationServiceStub, prompt: str) -> str
     return "".join(message.text for message in stub.GenerateStream(request, timeout=60))
 
 
+@pytest.mark.proof
 def test_each_switch_fifty_times_under_load(
     running: Running, generation: generation_pb2_grpc.GenerationServiceStub
 ) -> None:

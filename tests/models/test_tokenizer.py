@@ -49,6 +49,7 @@ def test_gives_back_any_text(text: str) -> None:
     assert SHIPPED.decode(SHIPPED.encode(text).ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("plane", range(17))
 def test_gives_back_every_code_point(plane: int) -> None:
     points = [code for code in range(plane << 16, (plane + 1) << 16) if not 0xD800 <= code < 0xE000]

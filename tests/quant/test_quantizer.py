@@ -112,6 +112,7 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         }
 
 
+@pytest.mark.proof
 def test_it_loses_less_than_rounding_to_nearest(source, made, reference, tmp_path):
     out, report = made
     plain, decoder = Checkpoint(source), Decoder.open(source)
@@ -177,7 +178,7 @@ def test_the_report_tells_of_every_layer(made):
 
 @pytest.mark.parametrize(
     ("stage", "done", "first"),
-    [("layers", 1, 1), ("layers", 4, 4), ("model", 2, None)],
+    [("layers", 1, 1), *(pytest.param(*at, marks=pytest.mark.proof) for at in [("layers", 4, 4), ("model", 2, None)])],
 )
 def test_a_killed_job_goes_on_and_ends_the_same(source, unstopped, tmp_path, stage, done, first):
     killed = StopAt(stage, done)
@@ -194,6 +195,7 @@ def test_a_killed_job_goes_on_and_ends_the_same(source, unstopped, tmp_path, sta
     assert not (tmp_path / "out" / ".partial").exists()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("fails_at", [3, 6, 11])
 def test_a_write_that_fails_loses_at_most_its_layer(source, unstopped, tmp_path, monkeypatch, fails_at):
     """The disk is full at the n-th file: nothing half written is ever taken for whole."""
@@ -248,6 +250,7 @@ def test_a_job_whose_state_is_gone_is_refused(source, tmp_path):
         quantize(source, tmp_path / "out", small(source), quiet)
 
 
+@pytest.mark.proof
 def test_a_job_killed_before_it_began_goes_on(source, unstopped, tmp_path):
     (tmp_path / "out" / ".partial").mkdir(parents=True)
     quantize(source, tmp_path / "out", small(source), quiet)

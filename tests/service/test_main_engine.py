@@ -48,6 +48,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.proof
 def test_a_stopped_engine_is_found_out_by_callers_who_give_up_early(serve: Serve) -> None:
     with serve("--engine.hang-timeout=1") as server:
         pid = server.engine_pid()

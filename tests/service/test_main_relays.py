@@ -120,6 +120,7 @@ def test_relays_do_not_outlive_a_front_that_was_killed(serve: Serve) -> None:
         wait_for(lambda: all(map(gone, relays)))
 
 
+@pytest.mark.proof
 def test_a_relay_that_hangs_does_not_keep_a_server_from_ending(serve: Serve) -> None:
     with shared(serve) as server:
         hung = server.relay_pids()[0]

@@ -21,6 +21,7 @@ TOKENS = 400  # of the stream
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 
+@pytest.mark.proof
 def test_a_replaced_configmap_takes_effect_under_a_stream(serve: Serve, tmp_path: Path) -> None:
     def publish(number: int, text: str) -> None:
         folder = tmp_path / f"..{number}"

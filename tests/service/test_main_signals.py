@@ -84,6 +84,7 @@ def has_an_engine(pid: int) -> bool:
     return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "moment",
     [
@@ -135,6 +136,7 @@ def starting_in_a_namespace() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             process.kill()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("moment", range(12))
 def test_the_first_process_of_a_pid_namespace_can_be_stopped_at_any_moment(moment: int) -> None:
     """Twelve of them, a twelfth of a second of processor time apart, from the first import to an engine that loads."""

@@ -200,6 +200,7 @@ def test_a_tenant_with_much_waiting_keeps_nobody_waiting_for_all_of_it_nor_shuts
     drained(small)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def test_who_waits_for_too_long_is_refused_and_his_place_is_free(serve: Serve, shared: bool) -> None:
     """Two ask the same; each has waited for as long when it is refused."""
@@ -231,6 +232,7 @@ def begins(server: Server) -> bool:
     return True
 
 
+@pytest.mark.proof
 def test_two_servers_keep_to_one_quota(
     serve: Serve, flags: list[str], folder: Path, make_redis: Callable[..., RedisServer]
 ) -> None:

@@ -318,6 +318,7 @@ def test_an_export_without_a_compiler_or_too_far_off_is_onnxruntimes(
     assert open_embedder(tmp_path / "worse").digest == "d-int8"
 
 
+@pytest.mark.proof
 def test_a_model_for_any_processor_has_seven_bits(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "lacking", lambda: "what the encoder in C needs")
     folder = tmp_path / "made"
@@ -327,6 +328,7 @@ def test_a_model_for_any_processor_has_seven_bits(raw: Path, tmp_path: Path, mon
     assert json.loads((folder / MANIFEST).read_text())["runtimes"]["onnxruntime"]["digest"] == "d-int7"
 
 
+@pytest.mark.proof
 @able
 def test_a_model_that_no_runtime_keeps_to_is_not_exported(raw: Path, tmp_path: Path) -> None:
     vectors = np.random.default_rng(1).standard_normal((len(REFERENCE), 128)).astype(np.float32)

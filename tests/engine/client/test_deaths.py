@@ -65,6 +65,7 @@ async def test_a_request_that_kills_is_refused_after_two_deaths_and_its_mates_ne
         assert client.live == 0
 
 
+@pytest.mark.proof
 async def test_one_that_hangs_is_found_though_its_callers_give_up_early() -> None:
     async def impatient(client: EngineClient) -> None:
         while True:
@@ -82,6 +83,7 @@ async def test_one_that_hangs_is_found_though_its_callers_give_up_early() -> Non
         assert client.restarts <= 2
 
 
+@pytest.mark.proof
 async def test_processes_that_others_end_make_nobody_a_suspect() -> None:
     """Else an operator who kills engines would have requests refused that did no harm."""
     async with running() as client:

@@ -217,7 +217,7 @@ async def cycles(client: EngineClient, count: int) -> None:
     await until(lambda: client.load.running + client.load.waiting + client.load.used_pages == 0)
 
 
-@pytest.mark.product
+@pytest.mark.proof
 async def test_ten_thousand_cancels_leave_nothing() -> None:
     async with running() as client:
         pids = (os.getpid(), client.pid or 0)

@@ -353,7 +353,7 @@ async def test_a_process_whose_front_is_gone_ends_quietly() -> None:
         assert await verdict(process) == (0, "")
 
 
-@pytest.mark.product
+@pytest.mark.proof
 @pytest.mark.parametrize(("level", "speaks"), [("info", False), ("debug", True)])
 async def test_it_logs_at_the_level_that_it_is_given(level: LogLevel, speaks: bool) -> None:
     async with bare_process() as (process, front):

@@ -15,6 +15,8 @@ from engine.api import Constraint, FinishReason
 from engine.ipc.events import Failure
 from engine.scheduling.plan import Runner
 
+pytestmark = pytest.mark.product
+
 PERSON = json.dumps(
     {
         "type": "object",
@@ -34,7 +36,7 @@ def runner() -> Runner:
     return demo()
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_finished_answers_are_valid_at_temperature_one(runner: Runner) -> None:
     made = schemas(40)
     told = Answering(runner).answer(

@@ -81,7 +81,13 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("form", "batch", "arch"),
-    [("bf16", 1, "sm_90a"), ("int8", 8, "sm_80"), ("int8", 8, "sm_90a"), ("int4", 3, "sm_80"), ("int4", 3, "sm_90a")],
+    [
+        ("int4", 3, "sm_90a"),
+        *(
+            pytest.param(*one, marks=pytest.mark.proof)
+            for one in [("bf16", 1, "sm_90a"), ("int8", 8, "sm_80"), ("int8", 8, "sm_90a"), ("int4", 3, "sm_80")]
+        ),
+    ],
 )
 def test_a_step_compiles(
     recorder: Any,

@@ -130,7 +130,7 @@ def test_without_a_compiler_products_are_slow_and_right(
     check(linear, weight, None, noise(3, weight.shape[1]), 1e-6)
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_the_library_is_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_products(cpu_features().flags, tmp_path)
     (kept,) = tmp_path.glob("products-*.so")

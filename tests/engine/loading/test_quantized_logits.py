@@ -54,6 +54,7 @@ def test_checkpoints_of_the_packages_give_their_logits(name: str, oracle: str, e
     assert torch.allclose(logits_of(STORED / name, ids, at_once=True, dtype="float32")[0], expected[-1], atol=exact)
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("name", ["awq-tiny", "bnb-int8-tiny"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
@@ -227,6 +228,7 @@ def test_random_weights_come_packed(
     assert 0.3 < float(found[0].std()) < 10
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("bf16_units")
 def test_the_doctor_tells_what_building_comes_to(tmp_path: Path) -> None:
     make(tmp_path)

@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.product
+@pytest.mark.proof
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_it_tells_what_building_comes_to(dtype: Any) -> None:
@@ -98,7 +98,7 @@ def test_pages_are_counted_as_they_are_kept() -> None:
     assert infos[0].total_pages // wide.itemsize == infos[1].total_pages
 
 
-@pytest.mark.product
+@pytest.mark.proof
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_its_digest_is_that_of_a_model_that_is_served(quantization: Any) -> None:
     given = settings(quantization=quantization)

@@ -61,7 +61,7 @@ def test_every_command_has_help(capfd: pytest.CaptureFixture[str], name: str) ->
     assert f"usage: whippet {name}" in capfd.readouterr().out
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_quant_commands_answer_with_their_exit_code(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for asked in (["evaluate", str(tmp_path / "no"), "--text", "t"], ["quantize", str(DEMO), "o", "--text", "no"]):
         assert main(asked) == 1
@@ -228,7 +228,7 @@ def test_the_doctor_on_the_demo_model() -> None:
         assert part in told
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_the_doctor_on_a_draft_model(tmp_path: Path) -> None:
     """Checked as a server checks it, and counted with its pages."""
     done = whippet("doctor", "--model", str(DEMO), "--draft-model", str(DRAFT), "--device", "cpu")
@@ -242,7 +242,7 @@ def test_the_doctor_on_a_draft_model(tmp_path: Path) -> None:
     assert doctor.run(["--draft-model", str(DRAFT)]) == 2, "of which model, nobody said"
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_the_doctor_on_a_broken_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     done = whippet("doctor", "--model", str(tmp_path))

@@ -142,6 +142,7 @@ def test_flushing_prefixes_alone_leaves_answers(serve: Serve, tokens_file: Path)
         assert [tokens_of(server, IDS, name, **OFF)[0] for name in "ab"] == [0, 0]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", [admin_pb2.CACHE_KIND_PREFIX, admin_pb2.CACHE_KIND_UNSPECIFIED])
 def test_a_flush_reaches_other_servers_and_what_lies_in_redis(
     serve: Serve, redis_server: RedisServer, tokens_file: Path, key_file: Path, kind: admin_pb2.CacheKind

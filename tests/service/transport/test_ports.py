@@ -299,6 +299,7 @@ def test_a_message_above_4_mib_is_refused_and_one_below_is_read(server: Server) 
     assert refused(server.generation.Generate, below).fields == {"text"}
 
 
+@pytest.mark.proof
 def test_pings_every_ten_seconds_and_faster_are_no_offence(serve: Serve) -> None:
     """A plain gRPC server hangs up on the third ping within five minutes without data."""
     with serve("--fake.step-time=1", "--log-level=warning") as one:
@@ -337,6 +338,7 @@ def test_a_port_that_is_taken_is_an_error(template: Template, tmp_path: Path) ->
             assert address in lines[0]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("setting", ["listen", "admin-listen", "health-listen", "metrics-listen"])
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])  # nobody's name, nobody's address
 def test_a_host_that_is_none_of_ours_is_a_wrong_setting(

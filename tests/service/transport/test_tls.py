@@ -277,6 +277,7 @@ def expiry(pair: tuple[bytes, bytes]) -> float:
     return x509.load_pem_x509_certificate(pair[1]).not_valid_after_utc.timestamp()
 
 
+@pytest.mark.proof
 def test_certificates_change_under_60_streams(serve: Serve, tmp_path: Path) -> None:
     """None is lost: each goes on with tokens of steps that came after everything had changed."""
     old, new = Authority("old"), Authority("new")

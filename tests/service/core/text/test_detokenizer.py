@@ -46,7 +46,7 @@ def some_ids(kind: str, size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(anything, single), max_size=60)
 
 
-@pytest.mark.product
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=example_count(150), deadline=None)

@@ -92,7 +92,7 @@ def test_a_file_without_end(model: Path) -> None:
         Tokenizer.load(model)
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_many_added_tokens_cost_no_more_than_each_alone(model: Path) -> None:
     table = {str(8192 + n): {"content": f"<|{n}|>", "special": True} for n in range(10_000)}  # minutes, one by one
     change(model / "tokenizer_config.json", lambda value: value.update(added_tokens_decoder=table))

@@ -106,6 +106,7 @@ def test_a_slow_reader_that_reads_is_not_ended(serve: Serve) -> None:
         client.close()
 
 
+@pytest.mark.proof
 def test_a_stalled_connection_that_breaks_leaves_nothing(serve: Serve) -> None:
     with serve(*LONG, "--stream.stall-timeout=1") as server:
         for turn in range(1, 4):
