@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from engine.api import Constraint, Finish, GenerationRequest, Stopping, TokenLogprob
+from engine.constraints.budget import Budget
 from engine.constraints.constraints import Constraints
 from engine.fake import plain_request
 from engine.fake.checked import CheckedRunner
@@ -31,6 +32,7 @@ from service.core.text.tokenizer import Tokenizer as TextTokenizer
 
 DEMO = Path("models/demo")
 EOS = (2, 0)
+PATIENT = Budget(step_wait=600)  # nobody else waits for these masks
 
 
 @functools.cache
@@ -111,4 +113,4 @@ def demo(sequences: int = 8, speculation: bool = True) -> Runner:
         max_sequences=sequences,
         speculation=speculation,
     )
-    return build(settings, lambda phase, done, total: None, Constraints(str(DEMO)))
+    return build(settings, lambda phase, done, total: None, Constraints(str(DEMO), PATIENT))

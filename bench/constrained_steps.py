@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from bench.about import device, revision
 from bench.constrained import grammar
 from engine.api import Constraint, GenerationRequest, Stopping
-from engine.constraints import constraints as made
+from engine.constraints import following as made
 from engine.constraints.constraints import Constraints
 from engine.constraints.grammars import Grammars
 from engine.fake import plain_request
@@ -207,8 +207,8 @@ def main() -> None:
         model=str(given.model), device=given.device, load_format="dummy", max_sequences=16, speculation=False,
         max_context=1024, kv_bytes=1 << 31,
     )  # fmt: skip
-    constraints = Constraints()
-    constraints._grammars = WordGrammars(json.loads((given.model / "config.json").read_text())["vocab_size"])
+    words = WordGrammars(json.loads((given.model / "config.json").read_text())["vocab_size"])
+    constraints = Constraints(grammars=words)
     runner = make_runner(settings, prepare(settings, quiet, constraints), quiet)
     kept = json.loads(given.append.read_text()) if given.append and given.append.exists() else []
     for one in measured(Bench(runner), given.rounds, given.tokens):

@@ -91,6 +91,7 @@ class Constraint(msgspec.Struct, frozen=True):
     may follow, the answer ends without one, even before min_tokens."""
 
     grammar: str  # in the notation of llguidance
+    owner: str = ""  # the caller whose share of memory and processes it takes
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ EngineError
 ├── EngineFailed        a step failed: this request is lost, the server is not
 ├── OutOfMemory         a step had no memory for this request alone: it is lost, the others are not
 ├── ConstraintUnmet     no token is left that the request's constraint allows
+├── ConstraintTooCostly the request's constraint took more time or memory than it may
 ├── Quarantined         the request has ended the engine process twice: it is not run any more
 ├── DeadlineExceeded    the caller's deadline passed
 └── Aborted             an operator, or a reader that stalled, ended the request
@@ -45,6 +46,10 @@ class OutOfMemory(EngineError):
 
 class ConstraintUnmet(EngineError):
     """No token is left that the request's constraint allows, or the constraint cannot be used with this model."""
+
+
+class ConstraintTooCostly(EngineError):
+    """The request's constraint took more time or memory than one may. Trying again is no use."""
 
 
 class Quarantined(EngineError):

@@ -10,7 +10,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from engine.api import GenerationRequest, TokenEvents
-from engine.errors import Aborted, ConstraintUnmet, DeadlineExceeded, EngineError, EngineFailed, OutOfMemory
+from engine.errors import (
+    Aborted,
+    ConstraintTooCostly,
+    ConstraintUnmet,
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    OutOfMemory,
+)
 from engine.ipc.events import Event, Failure
 from engine.ipc.frames import Command, Pause, Resume
 
@@ -292,3 +300,5 @@ def exception_of(failure: Failure) -> EngineError:
             return OutOfMemory("the engine has no memory for this request")
         case Failure.CONSTRAINT:
             return ConstraintUnmet("no token is left that the constraint allows")
+        case Failure.CONSTRAINT_COST:
+            return ConstraintTooCostly("the constraint takes more time or memory than one may")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Items
 
-from engine.scheduling.plan import Admitted, Released, Row, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import Admitted, Released, Row, RowEnd, RowResult, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceState, begin
 from engine.settings import PAGE_SIZE
 
@@ -80,6 +80,9 @@ class PlanChecker:
 
     def brought(self, row: Row, held: Computed, result: RowResult) -> None:
         """What a row that samples brought counts as part of its sequence."""
+        if result.end is RowEnd.LATE:
+            self._take_back_one(held)
+            return
         ids = result.token_ids
         held.state.token_ids += ids
         fed = len(ids) - result.forced - 1  # of the new ones
@@ -87,6 +90,13 @@ class PlanChecker:
             if row.start + row.count + fed > len(held.state.pages) * PAGE_SIZE:
                 raise BrokenPlan(f"{fed + 1} ids do not fit into the pages of sequence {row.key}")
             self.write(held, ids[:fed])
+
+    def _take_back_one(self, held: Computed) -> None:
+        """The last token is fed again."""
+        held.count -= 1
+        self.full[held.state.pages[held.count // PAGE_SIZE]] = None
+        held.written = held.digest = _digest(1, held.state.token_ids[: held.count])
+        held.digested = held.count
 
     def result(self, plan: StepPlan, result: StepResult) -> None:
         """`brought` for all rows, in front of a runner that is not the fake one."""

@@ -16,6 +16,7 @@ class Failure(enum.StrEnum):
     STEP = "step"
     MEMORY = "memory"
     CONSTRAINT = "constraint"
+    CONSTRAINT_COST = "constraint_cost"
 
 
 class Event(NamedTuple):

@@ -19,6 +19,11 @@ def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now
     """Adds to the sequence what a row brought, up to its end; the event for its reader."""
     ids, end = brought.token_ids, brought.end
     scores = told(sequence, row, brought) if row.score else ()
+    if end is RowEnd.LATE:
+        sequence.advance(row.start + row.count - 1)  # its last token is fed again
+        return Event(sequence.key, prompt_logprobs=scores)
+    if end is RowEnd.COSTLY:
+        return Event(sequence.key, failure=Failure.CONSTRAINT_COST)
     if end is RowEnd.STUCK:
         return Event(sequence.key, failure=Failure.CONSTRAINT)
     if not ids:

@@ -70,6 +70,8 @@ class RowEnd(enum.StrEnum):
 
     COMPLETE = "complete"  # nothing may follow
     STUCK = "stuck"  # something must follow, and no token is left for it
+    COSTLY = "costly"  # it took more time or memory than a constraint may
+    LATE = "late"  # it does not: its mask was not there in time, and the row brings nothing
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):

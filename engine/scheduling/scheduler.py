@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import asdict
+from typing import Protocol
 
 from engine.api import EngineLoad, FinishReason, Priority
 from engine.ipc.events import Event, Failure
@@ -25,6 +26,14 @@ from engine.scheduling.turns import Turns
 from engine.scheduling.yielding import Yielding
 from engine.settings import PAGE_SIZE
 
+
+class Masks(Protocol):
+    """Knows of the sequences with a constraint."""
+
+    def ready(self, key: int) -> bool:
+        """Whether a step that chooses the sequence's next token need not wait for its mask, or hardly."""
+
+
 _WAITS = 2  # steps in a row that second tokens wait for others' first ones
 
 
@@ -38,6 +47,7 @@ class Scheduler:
         batching: bool = True,
         prefixes: PrefixIndex | None = None,
         tier: BlockTier | None = None,
+        masks: Masks | None = None,  # None: every mask is there when it is wanted
     ) -> None:
         if limits.max_context > pool.total * PAGE_SIZE:
             raise ValueError("one sequence must fit into the page pool")
@@ -45,6 +55,7 @@ class Scheduler:
         self._total_pages = pool.total
         self._prefixes = prefixes or PrefixIndex(pool, enabled=False)
         self._tier = tier
+        self._masks = masks
         self._live: dict[int, Sequence] = {}
         self._timers = Ordered()  # (deadline or expiry, key)
         self._turns = Turns(limits.max_batch_tokens)
@@ -155,7 +166,7 @@ class Scheduler:
             start = sequence.computed
             left = len(sequence.token_ids) - start
             count = min(left, budget) if left > 1 else 1
-            if not count:
+            if not count or (count == left and self._lacks_mask(sequence)):
                 continue
             budget -= count if left > 1 else 0
             end = start + count + lookahead
@@ -175,6 +186,11 @@ class Scheduler:
             return None
         self._pacing.begin(now)
         return self._slots.planned(rows)
+
+    def _lacks_mask(self, sequence: Sequence) -> bool:
+        """It waits for its mask alone, while the others are fed."""
+        masks = self._masks
+        return masks is not None and sequence.request.constraint is not None and not masks.ready(sequence.key)
 
     def _to_feed(self) -> tuple[Items[Sequence], int]:
         """Whom the next step may feed, and how many prompt tokens."""
@@ -206,6 +222,8 @@ class Scheduler:
                     events.append(Event(sequence.key, prompt_logprobs=scores))
                 continue
             event = take(sequence, row, result.rows[row.key], self._limits.max_context, now)
+            if event == Event(sequence.key):  # its mask was late
+                continue
             self._tally.take(event)
             self._prefixes.note(sequence)
             if event.start is not None:

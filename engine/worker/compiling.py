@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future
+from collections.abc import Iterable
 
 from engine.constraints.constraints import Constraints
+from engine.constraints.reasons import Reason
 from engine.ipc.events import Event, Failure
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -19,40 +20,59 @@ class Compiling:
     def __init__(self, scheduler: Scheduler, constraints: Constraints) -> None:
         self._scheduler = scheduler
         self._constraints = constraints
-        self._waiting: dict[int, tuple[Sequence, Future[None]]] = {}
+        self._waiting: dict[int, Sequence] = {}
 
     @property
     def waiting(self) -> bool:
         """Whether `collect` is to be called soon."""
-        return bool(self._waiting)
+        return bool(self._waiting) or self._constraints.busy
+
+    @property
+    def kept(self) -> bool:
+        """Whether `collect` is to be called about every second, so that memory is given back."""
+        return self._constraints.kept
 
     def admit(self, sequence: Sequence) -> None:
         """Now, or once its constraint is compiled. ValueError where it could never run."""
-        constraint = sequence.request.constraint
-        if constraint is None:
+        request = sequence.request
+        if request.constraint is None:
             self._scheduler.admit(sequence)
-        else:
-            self._waiting[sequence.key] = sequence, self._constraints.compile(constraint.grammar)
+            return
+        self._waiting[sequence.key] = sequence
+        stops, forcing = request.stopping.stop_token_ids, request.logprobs is None
+        self._constraints.begin_compiling(sequence.key, request.constraint, stops, forcing)
 
     def cancel(self, key: int) -> None:
         """Of any request."""
         if self._waiting.pop(key, None) is None:
             self._scheduler.cancel(key)
+        self._constraints.forget(key)
+
+    def ended(self, events: Iterable[Event]) -> None:
+        """These were told to the front: nobody follows the grammars of those that end."""
+        for event in events:
+            if event.finish is not None or event.failure is not None:
+                self._constraints.forget(event.key)
 
     def collect(self) -> list[Event]:
         """Lets those into the queue that need wait no longer; what ends those that never may."""
+        self._constraints.collect()
         failures = []
-        for key, (sequence, compiled) in [*self._waiting.items()] if self._waiting else ():
-            if not compiled.done():
+        for key, sequence in [*self._waiting.items()] if self._waiting else ():
+            if not self._constraints.compiled(key):
                 continue
             del self._waiting[key]
-            error = compiled.exception()
-            try:
-                if error is None:
+            reason = self._constraints.failure(key)
+            if reason is None:
+                try:
                     self._scheduler.admit(sequence)
                     continue
-            except ValueError as refused:
-                error = refused
-            _log.error("a constraint cannot be used with this model: %s: %s", type(error).__name__, error)
-            failures.append(Event(key, failure=Failure.CONSTRAINT))
+                except ValueError as refused:
+                    _log.error("a request that cannot run came through: %s", refused)
+                    failures.append(Event(key, failure=Failure.STEP))
+                    continue
+            if self._constraints.unloadable:
+                _log.error("there can be no constraints with this model: %s", self._constraints.unloadable)
+            costly = reason is not Reason.UNMET
+            failures.append(Event(key, failure=Failure.CONSTRAINT_COST if costly else Failure.CONSTRAINT))
         return failures

@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
 _TIER_INTERVAL = 1.0  # seconds between two while there is none: what is being written goes on being counted
 _FETCH_INTERVAL = 0.001  # seconds between two looks at what is on its way, while there is nothing else to do
+_TIDY_INTERVAL = 1.0  # seconds between two looks at what constraints keep
 _MOST_FAILURES = 3  # steps in a row after which the process gives up
 
 
@@ -122,6 +123,8 @@ class Loop:
             return _FETCH_INTERVAL
         if self._scheduler.live:
             return _LOAD_INTERVAL
+        if self._compiling.kept:
+            return _TIDY_INTERVAL
         return None if self._tier_report is None else _TIER_INTERVAL
 
     def _obey(self, command: Command) -> None:
@@ -167,6 +170,7 @@ class Loop:
             if self._marking is not None:
                 self._marking.end()
             now = time.monotonic()
+        self._compiling.ended(events)
         # Told with the last event of all, for which the front wakes anyhow.
         self._publish(events, now, idle=plan is None or not self._scheduler.live)
         return plan is not None

@@ -101,7 +101,7 @@ def _serve(link: Link, marking: Marking, told: Configure) -> int:
         kind = "unsupported" if isinstance(error, Unsupported) else "invalid_model"
         link.send(Refused(kind, str(error)))
         return 2
-    scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier)
+    scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier, constraints)
     switches = Switches(settings, runner, scheduler, tier)
     idle = runner.info.unused + unused(settings, runner.info.max_sequences)
     gc.collect()

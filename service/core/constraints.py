@@ -3,24 +3,33 @@ one schema again and again."""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 from engine.api import Constraint
+from engine.constraints.budget import MOST_DEATHS, REFUSED_FOR
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import ConstraintText, Origin
 from service.core.text.jobs import Refusal, pack
-from service.core.text.processes import TextProcesses
+from service.core.text.processes import JobDied, TextProcesses
 
+Key = tuple[str, tuple[str, ...]]  # kind and texts
 _KEPT: Final = 4 * 2**20  # bytes of text
+_MOST_DEADLY: Final = 1024  # that are remembered
+_DEADLY: Final = "is too complex: the process that checks it does not survive it"
 
 
 class Constraints:
     """Of one server. Belongs to one event loop."""
 
-    def __init__(self, processes: TextProcesses) -> None:
+    def __init__(self, processes: TextProcesses, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes = processes
-        self._known: OrderedDict[tuple[str, tuple[str, ...]], Constraint] = OrderedDict()
+        self._clock = clock
+        self._known: OrderedDict[Key, str] = OrderedDict()
+        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # by caller and text: how many, until when
         self._size = 0
 
     async def read(self, given: ConstraintText | None, origin: Origin) -> Constraint | None:
@@ -28,19 +37,32 @@ class Constraints:
         if given is None:
             return None
         key = given.kind, given.texts
-        known = self._known.get(key)
-        if known is not None:
+        grammar = self._known.get(key)
+        if grammar is None:
+            grammar = await self._made(key, given.field, origin)
+            self._keep(key, grammar)
+        else:
             self._known.move_to_end(key)
-            return known
-        try:
-            grammar = await self._processes.run("constraint", pack(key), origin.deadline, origin.tenant)
-        except Refusal as error:
-            raise InvalidRequest((Violation(given.field, str(error)),)) from None
-        found = Constraint(grammar.decode())
-        self._keep(key, found)
-        return found
+        return Constraint(grammar, origin.tenant)
 
-    def _keep(self, key: tuple[str, tuple[str, ...]], found: Constraint) -> None:
+    async def _made(self, key: Key, field: str, origin: Origin) -> str:
+        """Counts the processes that die of one, and tries it no more after MOST_DEATHS."""
+        name = hashlib.blake2b(pack((origin.tenant, key)), digest_size=16).digest()
+        died, until = self._deaths.get(name, (0, 0.0))
+        try:
+            if died >= MOST_DEATHS and self._clock() < until:
+                raise Refusal(_DEADLY)
+            return (await self._processes.run("constraint", pack(key), origin.deadline, origin.tenant)).decode()
+        except Refusal as error:
+            raise InvalidRequest((Violation(field, str(error)),)) from None
+        except JobDied:
+            self._deaths[name] = died + 1, self._clock() + REFUSED_FOR
+            self._deaths.move_to_end(name)
+            if len(self._deaths) > _MOST_DEADLY:
+                self._deaths.popitem(last=False)
+            raise InvalidRequest((Violation(field, _DEADLY),)) from None
+
+    def _keep(self, key: Key, found: str) -> None:
         if key not in self._known:
             self._known[key] = found
             self._size += _size(key, found)
@@ -48,5 +70,5 @@ class Constraints:
             self._size -= _size(*self._known.popitem(last=False))
 
 
-def _size(key: tuple[str, tuple[str, ...]], found: Constraint) -> int:
-    return sum(map(len, key[1])) + len(found.grammar)
+def _size(key: Key, found: str) -> int:
+    return sum(map(len, key[1])) + len(found)

@@ -176,6 +176,7 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     engine_errors.EngineUnavailable: (_C.UNAVAILABLE, _engine_unavailable),
     engine_errors.EngineFailed: (_C.INTERNAL, _only(Reason.ENGINE_FAILED)),
     engine_errors.OutOfMemory: (_C.RESOURCE_EXHAUSTED, _only(Reason.OUT_OF_MEMORY)),
+    engine_errors.ConstraintTooCostly: (_C.FAILED_PRECONDITION, _only(Reason.CONSTRAINT_UNMET)),
     engine_errors.ConstraintUnmet: (_C.FAILED_PRECONDITION, _only(Reason.CONSTRAINT_UNMET)),
     engine_errors.Quarantined: (_C.FAILED_PRECONDITION, _only(Reason.QUARANTINED)),
     engine_errors.DeadlineExceeded: (_C.DEADLINE_EXCEEDED, _nothing),

@@ -59,6 +59,7 @@ def test_the_page_has_the_same_table() -> None:
         engine_errors.OutOfMemory("m"),
         engine_errors.Quarantined("m"),
         engine_errors.Aborted("m"),
+        engine_errors.ConstraintTooCostly("m"),
         engine_errors.ConstraintUnmet("m"),
         ValueError("m"),
     ],

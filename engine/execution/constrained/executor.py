@@ -64,10 +64,14 @@ class Constrained:
         """See `pipeline.Grammar`."""
         return self._constraints.mask(key)
 
+    def ready(self, key: int) -> bool:
+        """See `pipeline.Grammar`."""
+        return self._constraints.ready(key)
+
     def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
         """See `pipeline.Grammar`."""
         found = self._constraints.ended(found, [self._sequences.of(row) for row in rows])
-        return self._constraints.follow(rows, found, awaited=True)
+        return self._constraints.follow(rows, found)
 
     @property
     def switches(self) -> Mapping[str, str | None]:

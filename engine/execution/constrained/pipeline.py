@@ -55,7 +55,10 @@ class Grammar(Protocol):
     """What rows with a constraint may say."""
 
     def mask(self, key: int) -> Mask:
-        """Of that sequence's next token. Waits for it."""
+        """Of that sequence's next token. Waits for it, if only for a moment."""
+
+    def ready(self, key: int) -> bool:
+        """Whether that of its next token is there, or will be within a moment."""
 
     def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
         """Moves on by these tokens; the same, with what is forced behind them."""
@@ -117,7 +120,9 @@ class HalvesPipeline:
     def _same_go_on(self, held: Rows[HalvesRow], found: Mapping[int, RowResult]) -> bool:
         """Whether the next step should be of the same rows, and is fed."""
         one_each = all(len(result.token_ids) == 1 and result.end is None for result in found.values())
-        return self._fed and one_each and not any(own.ended for own in held)
+        if not self._fed or not one_each or any(own.ended for own in held):
+            return False
+        return all(self._grammar.ready(own.sequence.key) for own in held)
 
     def _agree(self, rows: Rows[Row]) -> list[HalvesRow]:
         """Makes the device's rows the plan's."""

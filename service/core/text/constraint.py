@@ -7,6 +7,7 @@ A grammar is in the notation of llguidance.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.constraints.bounds import OutOfBounds, check_ebnf, check_regex, check_schema, on_own_stack
 from engine.constraints.grammars import limits
 from engine.constraints.vocabulary import read_vocabulary
 from service.core.text.jobs import Refusal
@@ -22,6 +24,7 @@ from service.core.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+_NICE = 10
 _NESTED = "is nested too deep"
 _MOST_PLACES = 256  # parts of a schema that are tried, to say which is at fault
 # One line, as json.dumps writes it: where white space is free, small models write nothing else for a long while.
@@ -52,7 +55,26 @@ _read = msgspec.msgpack.Decoder(ConstraintJob).decode
 def constraint(tokenizer: Tokenizer, payload: bytes) -> bytes:
     """The grammar, in UTF-8."""
     job = _read(payload)
-    return _MAKERS[job.kind](job.texts).encode()
+    _go_last()
+    return on_own_stack(lambda: _made(job)).encode()
+
+
+def _made(job: ConstraintJob) -> str:
+    try:
+        return _MAKERS[job.kind](job.texts)
+    except OutOfBounds as error:
+        raise Refusal(str(error)) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the library, in Rust
+            raise
+        raise Refusal("cannot be processed") from None
+
+
+@lru_cache(maxsize=1)
+def _go_last() -> None:
+    """From here on this process gets what time others leave: streams and steps go first where cores are few. Only
+    constraints are done in it."""
+    os.nice(_NICE)
 
 
 def _of_schema(texts: tuple[str, ...]) -> str:
@@ -63,6 +85,7 @@ def _of_schema(texts: tuple[str, ...]) -> str:
         return _checked(_grammar("{}"))
     if not isinstance(schema, dict):
         raise Refusal("is neither a JSON object nor true")
+    check_schema(schema)
     fault = _fault(_grammar(texts[0]))
     if fault:
         raise Refusal(_located(schema, fault))
@@ -136,6 +159,7 @@ def _of_object(texts: tuple[str, ...]) -> str:
 def _of_regex(texts: tuple[str, ...]) -> str:
     from llguidance import LLMatcher
 
+    check_regex(texts[0])
     return _checked(LLMatcher.grammar_from_regex(texts[0]))
 
 
@@ -147,14 +171,16 @@ def _of_choice(texts: tuple[str, ...]) -> str:
 
 def _of_ebnf(texts: tuple[str, ...]) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
+    check_ebnf(texts[0])
     try:
         lark = any_to_lark(texts[0])
-    except GbnfToLarkError as error:
-        raise Refusal(_one_line(str(error))) from None
     except RecursionError:
         raise Refusal(_NESTED) from None
+    except Exception as error:  # its own, plain ones, and those of texts that end too early
+        raise Refusal(_one_line(str(error)) or "cannot be read") from None
+    check_ebnf(lark)
     return _checked(LLMatcher.grammar_from_lark(lark))
 
 

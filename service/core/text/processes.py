@@ -36,6 +36,10 @@ class JobFailed(Exception):
     """The process that did the job has a fault, or died of it. Says nothing of the input."""
 
 
+class JobDied(JobFailed):
+    """The process died of the job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of like processes and what waits for them."""
@@ -45,6 +49,7 @@ class Limits:
     memory: int  # bytes a process, beyond the tokenizer
     jobs: int  # that wait
     waiting: int  # bytes of their payloads
+    each: int | None = None  # processes that one sender may have at a time; None: all
 
 
 _CORES = usable_cores()
@@ -52,6 +57,9 @@ SMALL_LIMITS = Limits(
     processes=max(1, min(4, _CORES // 4)), seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20
 )
 LARGE_LIMITS = Limits(processes=1, seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
+# Two, of which a sender has one: nobody's constraint waits for another sender's, and nobody's text for a constraint.
+CONSTRAINT_LIMITS = Limits(processes=2, seconds=3.0, memory=320 * 2**20, jobs=256, waiting=16 * 2**20, each=1)
+_APART = "constraint"  # the kind of job with processes of its own
 
 
 class TextProcesses:
@@ -64,6 +72,7 @@ class TextProcesses:
         *,
         small: Limits = SMALL_LIMITS,
         large: Limits = LARGE_LIMITS,
+        constraints: Limits = CONSTRAINT_LIMITS,
         refusals: Counter[str] | None = None,  # by reason
     ) -> None:
         counted = Counter[str]() if refusals is None else refusals
@@ -71,6 +80,7 @@ class TextProcesses:
         self._server = ForkServer(Configure(model, tuple(kinds.values()), _LOAD_MEMORY))
         self._small = _Pool(self._server, small, counted)
         self._large = _Pool(self._server, large, counted)
+        self._constraints = _Pool(self._server, constraints, counted)
 
     @property
     def digest(self) -> str:
@@ -94,6 +104,8 @@ class TextProcesses:
         EngineUnavailable, or JobFailed. Once cancelled, the job is abandoned.
         """
         pool = self._small if len(payload) <= SMALL else self._large
+        if kind == _APART:
+            pool = self._constraints
         return await pool.run(self._numbers[kind], payload, deadline, sender)
 
     async def close(self) -> None:
@@ -108,7 +120,7 @@ class _Pool:
         self._server = server
         self._limits = limits
         self._refusals = refusals
-        self._turns = Turns(limits.processes)
+        self._turns = Turns(limits.processes, limits.each)
         self._waiting = 0  # jobs
         self._bytes = 0  # theirs
         self._idle: list[Worker] = []
@@ -120,7 +132,7 @@ class _Pool:
     async def run(self, kind: int, payload: bytes, deadline: float | None, sender: str) -> bytes:
         await self._wait(len(payload), deadline, sender)
         job = asyncio.ensure_future(self._job(kind, payload, deadline))
-        job.add_done_callback(self._over)
+        job.add_done_callback(lambda done: self._over(done, sender))
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -143,8 +155,8 @@ class _Pool:
             self._waiting -= 1
             self._bytes -= size
 
-    def _over(self, job: asyncio.Task[bytes]) -> None:
-        self._turns.release()
+    def _over(self, job: asyncio.Task[bytes], sender: str) -> None:
+        self._turns.release(sender)
         if not job.cancelled():
             job.exception()  # seen, though the caller may have gone
 
@@ -177,7 +189,7 @@ class _Pool:
         code = await worker.ended
         if code == -signal.SIGABRT:
             return Refusal("takes more memory to process than is allowed")
-        return JobFailed(f"a text process ended with {code}")
+        return JobDied(f"a text process ended with {code}")
 
 
 def _left(deadline: float | None) -> float | None:

@@ -7,7 +7,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from bench.constrained import DEMO, Answering, Outcome, asked, grammar
+from bench.constrained import DEMO, PATIENT, Answering, Outcome, asked, grammar
 from bench.schemas import schemas
 from engine.api import FinishReason, GenerationRequest
 from engine.constraints.constraints import Constraints
@@ -20,12 +20,14 @@ from tests.engine.constraints.test_constraints import PERSON
 
 pytestmark = pytest.mark.product
 
+pytestmark = pytest.mark.product
+
 SETTINGS = EngineSettings(model=str(DEMO), device="cpu", dtype="float32", threads=1, max_sequences=8, kv_bytes=64 << 20)
 
 
 @pytest.fixture(scope="module")
 def prepared() -> Prepared:
-    return prepare(SETTINGS, progress, Constraints(str(DEMO)))
+    return prepare(SETTINGS, progress, Constraints(str(DEMO), PATIENT))
 
 
 def forms() -> list[GenerationRequest]:

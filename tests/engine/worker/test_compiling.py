@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import time
 
 import pytest
 
 from engine.api import Constraint
 from engine.constraints.constraints import Constraints
+from engine.constraints.reasons import Reason
 from engine.execution.batched.executor import can_choose
 from engine.execution.graph_decode.pipeline import can_sample
 from engine.fake import plain_request
@@ -28,11 +29,21 @@ class Slow(Constraints):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun: list[Future[None]] = []
+        self.done: set[int] = set()
+        self.broken: dict[int, Reason] = {}
+        self.live: set[int] = set()
 
-    def compile(self, grammar: str) -> Future[None]:
-        self.begun.append(Future())
-        return self.begun[-1]
+    def begin_compiling(self, key: int, constraint: Constraint, stops: tuple[int, ...], forcing: bool) -> None:
+        self.live.add(key)
+
+    def compiled(self, key: int) -> bool:
+        return key in self.done or key in self.broken
+
+    def failure(self, key: int) -> Reason | None:
+        return self.broken.get(key)
+
+    def forget(self, key: int) -> None:
+        self.live.discard(key)
 
 
 def asked(key: int, constraint: Constraint | None = FORM, prompt: tuple[int, ...] = (1, 2)) -> Sequence:
@@ -50,7 +61,7 @@ def test_only_those_with_a_constraint_wait_for_it(scheduler: Scheduler) -> None:
     compiling.admit(asked(1))
     compiling.admit(asked(2, None))
     assert (scheduler.live, compiling.waiting, compiling.collect()) == (1, True, [])
-    slow.begun[0].set_result(None)
+    slow.done.add(1)
     assert compiling.collect() == []
     assert (scheduler.live, compiling.waiting) == (2, False)
 
@@ -60,9 +71,10 @@ def test_one_that_is_cancelled_meanwhile_never_comes(scheduler: Scheduler) -> No
     compiling = Compiling(scheduler, slow)
     compiling.admit(asked(1))
     compiling.cancel(1)
-    slow.begun[0].set_result(None)
+    slow.done.add(1)
     assert compiling.collect() == []
     assert not scheduler.live
+    assert not slow.live
     compiling.admit(asked(2, None))
     compiling.cancel(2)
     assert not scheduler.live
@@ -71,21 +83,33 @@ def test_one_that_is_cancelled_meanwhile_never_comes(scheduler: Scheduler) -> No
 def test_one_that_can_never_run_ends_alone(scheduler: Scheduler) -> None:
     slow = Slow()
     compiling = Compiling(scheduler, slow)
-    compiling.admit(asked(1))
-    compiling.admit(asked(2, prompt=tuple(range(99))))
-    slow.begun[0].set_exception(OSError("no tokenizer.json"))
-    slow.begun[1].set_result(None)
-    assert compiling.collect() == [
+    for key in (1, 2, 3):
+        compiling.admit(asked(key))
+    compiling.admit(asked(4, prompt=tuple(range(99))))
+    slow.broken = {1: Reason.UNMET, 2: Reason.TIME, 3: Reason.REFUSED}
+    slow.done.add(4)
+    found = compiling.collect()
+    assert found == [
         Event(1, failure=Failure.CONSTRAINT),
-        Event(2, failure=Failure.CONSTRAINT),
+        Event(2, failure=Failure.CONSTRAINT_COST),
+        Event(3, failure=Failure.CONSTRAINT_COST),
+        Event(4, failure=Failure.STEP),
     ]
     assert not scheduler.live
+    compiling.ended(found)
+    assert not slow.live
 
 
+@pytest.mark.product
 def test_a_vocabulary_that_is_not_there_fails_each_who_asks(scheduler: Scheduler) -> None:
     constraints = Constraints("/no/such/folder")
-    for _ in range(2):
-        assert isinstance(constraints.compile("x").exception(60), OSError)
+    compiling = Compiling(scheduler, constraints)
+    for key in (1, 2):
+        compiling.admit(asked(key))
+        while not (found := compiling.collect()):
+            time.sleep(0.001)
+        assert found == [Event(key, failure=Failure.CONSTRAINT)]
+        compiling.ended(found)
     constraints.close()
 
 

@@ -38,6 +38,7 @@ EXPECTED = {
     engine_errors.EngineUnavailable("m", 2.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
     engine_errors.EngineFailed("m"): (C.INTERNAL, {"ErrorInfo"}),
     engine_errors.OutOfMemory("m"): (C.RESOURCE_EXHAUSTED, {"ErrorInfo"}),
+    engine_errors.ConstraintTooCostly("m"): (C.FAILED_PRECONDITION, {"ErrorInfo"}),
     engine_errors.ConstraintUnmet("m"): (C.FAILED_PRECONDITION, {"ErrorInfo"}),
     engine_errors.Quarantined("m"): (C.FAILED_PRECONDITION, {"ErrorInfo"}),
     engine_errors.DeadlineExceeded("m"): (C.DEADLINE_EXCEEDED, set()),

@@ -81,9 +81,6 @@ class CountingGrammars(Grammars):
         super().__init__("")
         self._size = vocabulary
 
-    def compile(self, grammar: str) -> None:
-        """Nothing is."""
-
     def matcher(self, grammar: str) -> Any:
         end, kind = grammar.split() if grammar else ("-1", "")
         return CountingMatcher(self._size, int(end), kind == "whole")
@@ -94,6 +91,4 @@ class CountingGrammars(Grammars):
 
 def counting(vocabulary: int) -> Constraints:
     """For a model of so many tokens."""
-    found = Constraints()
-    found._grammars = CountingGrammars(vocabulary)
-    return found
+    return Constraints(grammars=CountingGrammars(vocabulary))

@@ -73,6 +73,11 @@ class Halves:
         self.sequences = sequences
         self.pipeline = HalvesPipeline(device, sequences, max_context, self)
         self.known: dict[int, int] = {}
+        self.late, self.chance = 0.0, random.Random(1)  # share of masks that are late
+
+    def ready(self, key: int) -> bool:
+        """Where a mask is late the next step is drawn when it is planned."""
+        return self.chance.random() >= self.late
 
     def mask(self, key: int) -> Mask:
         return self.known[key].to_bytes(4, "little")
@@ -123,8 +128,8 @@ class HalvesLife(Life):
         )
         sequences, context = SequenceTable(), limits.max_context
         ahead = Ahead(SlowDevice(seed + 1, pages, sick, self.device), sequences, context)
-        decoding = [Halves(self.device, sequences, context), ahead]
-        super().__init__(seed, SlowRunner(self.device, decoding, sequences), limits)
+        self.halves = Halves(self.device, sequences, context)
+        super().__init__(seed, SlowRunner(self.device, [self.halves, ahead], sequences), limits)
 
     def take(self, asked: GenerationRequest) -> None:
         super().take(replace(asked, constraint=Constraint("x")) if self.random.random() < self.share else asked)
@@ -141,6 +146,7 @@ class HalvesLife(Life):
 @examples(max_examples=example_count(60))
 def test_whatever_happens_each_answer_is_its_own(seed: int, pages: int, ahead: int, sick: int, most: int) -> None:
     life = HalvesLife(seed, pages, ahead, sick, most)
+    life.halves.late = seed % 3 / 4
     life.live(12)
     life.check()
 

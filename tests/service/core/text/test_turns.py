@@ -23,11 +23,11 @@ async def test_senders_take_turns() -> None:
         nonlocal order
         await turns.acquire(sender)
         order += sender
-        turns.release()
+        turns.release(sender)
 
     jobs = [asyncio.create_task(job(sender)) for sender in "aaaaabbc"]
     await settled()
-    turns.release()
+    turns.release("busy")
     await asyncio.gather(*jobs)
     assert order == "abcabaaa"
 
@@ -45,7 +45,7 @@ async def test_no_turn_is_lost_by_those_who_give_up(seed: int) -> None:
             await asyncio.sleep(0)
         finally:
             at_once -= 1
-            turns.release()
+            turns.release(sender)
 
     jobs = []
     for _ in range(200):
@@ -61,5 +61,23 @@ async def test_no_turn_is_lost_by_those_who_give_up(seed: int) -> None:
     third = asyncio.create_task(turns.acquire("d"))
     await settled()
     assert not third.done()
-    turns.release()
+    turns.release("d")
     await asyncio.wait_for(third, 60)
+
+
+async def test_one_sender_has_no_more_than_its_share() -> None:
+    turns = Turns(3, each=2)
+    greedy = [asyncio.create_task(turns.acquire("a")) for _ in range(3)]
+    await settled()
+    assert [one.done() for one in greedy] == [True, True, False]
+    await asyncio.wait_for(turns.acquire("b"), 60)
+    other = asyncio.create_task(turns.acquire("b"))
+    await settled()
+    assert not other.done()
+    turns.release("b")
+    await settled()
+    assert other.done()
+    assert not greedy[2].done()
+    turns.release("a")
+    await settled()
+    assert greedy[2].done()

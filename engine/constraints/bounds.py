@@ -1,0 +1,339 @@
+"""What a constraint may be at most, checked before llguidance reads any of it: depth, rules, size, repetition.
+
+The library takes constraints apart by recursion, and where its stack ends the process ends. So nothing reaches it that
+is deeper than MOST_DEPTH, and it runs on a stack of STACK bytes, where it overflows at nineteen times that depth and
+beyond (docs/adr/0061-constraints-in-processes.md). The text process of the front and the engine's processes check the
+same text by the same code.
+
+Depth is counted from above: of rules or definitions that can reach each other in a circle, all count. The checks
+themselves use no recursion.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote
+
+from engine.constraints.chains import deepest
+
+T = TypeVar("T")
+Items = dict[str, Any] | list[Any]
+STACK: Final = 64 * 2**20  # bytes of the thread in which the library runs
+MOST_DEPTH: Final = 1024  # levels: brackets and values inside each other, through references to rules and definitions
+MOST_NESTED: Final = 100  # brackets inside each other in one rule, regex or JSON text
+MOST_RULES: Final = 2048  # of a grammar
+MOST_VALUES: Final = 32_768  # of a schema: objects, lists and what is in them
+MOST_REGEX: Final = 64 * 2**10  # characters of one regex
+MOST_REPEATED: Final = 100_000  # characters of a regex, each as often as the counts around it say
+
+_REPETITION = re.compile(r"\{\s*(\d*)\s*(,?)\s*(\d*)\s*\}")
+_LEXEMES = re.compile(
+    r"""(?P<space>\s+) | (?P<comment>(?://|\#)[^\n]*) | (?P<string>"(?:\\.|[^"\\\n])*"i?)
+    | (?P<regex>/(?:\\.|[^/\\])+/[imslux]*) | (?P<inline>%[a-z]+\s*(?=\{)) | (?P<name>[!?]?[A-Za-z_][\w-]*)
+    | (?P<define>::=|:) | (?P<open>[(\[{]) | (?P<close>[)\]}]) | (?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_CLASS = re.compile(r"(?:\\.|[^\]\\])*\]", re.DOTALL)  # of GBNF, behind its bracket
+_ANCHORS = ("$id", "id", "$anchor", "$dynamicAnchor")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+class OutOfBounds(ValueError):
+    """A constraint is beyond a bound. The text is for its caller: which bound, and the place."""
+
+
+@dataclass(slots=True)
+class _Rule:
+    """A rule of a grammar or a definition of a schema."""
+
+    place: str
+    depth: int = 1  # of what is inside each other in it
+    uses: set[str] = field(default_factory=set)
+
+
+def check_grammar(grammar: str) -> None:
+    """Checks what the engine is given: llguidance's own JSON, or a grammar in Lark's notation. Raises OutOfBounds."""
+    if not grammar.lstrip().startswith("{"):
+        check_ebnf(grammar)
+        return
+    try:
+        parts = json.loads(grammar)["grammars"]
+        named = [(part.get("lark_grammar"), part.get("json_schema")) for part in parts]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise OutOfBounds("is no grammar that can be checked") from None
+    for lark, schema in named:
+        if isinstance(lark, str):
+            check_ebnf(lark)
+        if schema is not None:
+            check_schema(schema)
+
+
+def check_regex(pattern: str, place: str = "") -> None:
+    """Raises OutOfBounds. `place` is said where it was found inside another text."""
+    if len(pattern) > MOST_REGEX:
+        raise OutOfBounds(f"is a regex of more than {MOST_REGEX} characters{place}")
+    _Regex(pattern, place).check()
+
+
+def check_ebnf(text: str) -> None:
+    """Checks a grammar in Lark's notation or in GBNF. Raises OutOfBounds."""
+    gbnf = "::=" in text and not re.search(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))", text)
+    rules = _rules(text, gbnf)
+    if len(rules) > MOST_RULES:
+        raise OutOfBounds(f"has more than {MOST_RULES} rules")
+    _check_chains(rules, "rules that use each other")
+
+
+def check_schema(schema: Any) -> None:
+    """Checks a parsed JSON schema. Raises OutOfBounds with a JSON pointer."""
+    pointers: set[str] = set()
+    anchors: dict[str, str] = {}
+    references: set[str] = set()
+    values = 0
+    for pointer, depth, value in _walk(schema):
+        pointers.add(pointer)
+        values += 1 + len(value)
+        if values > MOST_VALUES:
+            raise OutOfBounds(f"has more than {MOST_VALUES} values")
+        if depth > MOST_NESTED:
+            raise OutOfBounds(f"is nested too deep (more than {MOST_NESTED} levels) at {_shown(pointer)}")
+        if isinstance(value, dict):
+            _check_patterns(pointer, value)
+            anchors |= {value[name]: pointer for name in _ANCHORS if isinstance(value.get(name), str)}
+            references |= set(_referred(value))
+    _check_chains(_definitions(schema, pointers, anchors, references), "definitions that refer to each other")
+
+
+def on_own_stack(work: Callable[[], T]) -> T:
+    """Runs it in a thread with a stack of STACK bytes, whatever stack this process was given. Reraises."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # a panic in Rust is no Exception
+            failure.append(error)
+
+    before = threading.stack_size(STACK)
+    try:
+        thread = threading.Thread(target=run, name="constraint")
+        thread.start()
+    except RuntimeError:
+        raise MemoryError from None  # for its stack
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+# Regexes
+
+
+class _Regex:
+    """One pass over a regex in Rust's syntax."""
+
+    def __init__(self, pattern: str, place: str) -> None:
+        self._pattern = pattern
+        self._place = place
+        self._groups: list[float] = [0.0]  # characters of each group that is open, repetition included
+        self._last = 0.0  # of the part that a repetition would repeat
+        self._repeats = 0  # repetitions right behind each other
+
+    def check(self) -> None:
+        pattern, at = self._pattern, 0
+        while at < len(pattern):
+            sign = pattern[at]
+            if sign in "*+?":
+                self._repeat(at, 1)
+                at += 1
+                continue
+            counted = _REPETITION.match(pattern, at) if sign == "{" else None
+            if counted is not None and (counted[1] or counted[3]):
+                self._repeat(at, max(int(counted[1][:9] or 0), int(counted[3][:9] or 0), 1))
+                at = counted.end()
+                continue
+            at = self._single(at, sign)
+
+    def _single(self, at: int, sign: str) -> int:
+        """Where the next part begins."""
+        self._repeats = 0
+        if sign == "(":
+            self._groups.append(0.0)
+            if len(self._groups) > MOST_NESTED:
+                raise OutOfBounds(f"is nested too deep (more than {MOST_NESTED} levels){self._at(at)}")
+            return at + 1
+        if sign == ")" and len(self._groups) > 1:
+            self._last = self._groups.pop()
+            self._groups[-1] += self._last
+            return at + 1
+        self._last = 1.0
+        self._groups[-1] += 1.0
+        if sign == "\\":
+            return at + 2
+        return self._behind_class(at) if sign == "[" else at + 1
+
+    def _repeat(self, at: int, times: int) -> None:
+        self._repeats += 1
+        if self._repeats > MOST_NESTED:
+            raise OutOfBounds(f"is nested too deep (more than {MOST_NESTED} levels){self._at(at)}")
+        more = self._last * (times - 1)
+        self._groups[-1] += more
+        self._last += more
+        if self._groups[-1] > MOST_REPEATED:
+            raise OutOfBounds(f"repeats more than {MOST_REPEATED} characters{self._at(at)}")
+
+    def _behind_class(self, at: int) -> int:
+        """Classes may be inside each other; a bracket right behind the first is a character."""
+        depth, begun, at = 1, at, at + 1
+        if self._pattern[at : at + 1] == "^":
+            at += 1
+        if self._pattern[at : at + 1] == "]":
+            at += 1
+        while depth and at < len(self._pattern):
+            sign = self._pattern[at]
+            at += 2 if sign == "\\" else 1
+            depth += (sign == "[") - (sign == "]")
+            if depth + len(self._groups) > MOST_NESTED:
+                raise OutOfBounds(f"is nested too deep (more than {MOST_NESTED} levels){self._at(begun)}")
+        return at
+
+    def _at(self, at: int) -> str:
+        return self._place or f" at character {at + 1}"
+
+
+# Grammars
+
+
+def _rules(text: str, gbnf: bool) -> dict[str, _Rule]:
+    found: dict[str, _Rule] = {}
+    rule = _Rule("line 1, column 1")
+    names: list[tuple[str, int]] = []  # of the rule so far, and where
+    open_ = at = 0
+    while at < len(text):
+        lexeme = _LEXEMES.match(text, at)
+        assert lexeme is not None  # the last alternative takes anything
+        kind, at = lexeme.lastgroup, lexeme.end()
+        if kind == "regex" and gbnf:
+            at = lexeme.start() + 1  # a slash is nothing there
+        elif kind == "regex":
+            pattern = lexeme[0].rpartition("/")[0][1:]
+            check_regex(pattern, f" at {_place(text, lexeme.start())}")
+            rule.depth = max(rule.depth, 1 + open_ + pattern.count("("))
+        elif kind == "inline":
+            at = _inline(text, lexeme[0].strip(), at)
+        elif kind == "open" and lexeme[0] == "[" and gbnf:
+            behind = _CLASS.match(text, at)
+            at = len(text) if behind is None else behind.end()
+        elif kind in ("open", "close"):
+            open_ = max(0, open_ + (1 if kind == "open" else -1))
+            rule.depth = max(rule.depth, 1 + open_)
+            if open_ > MOST_NESTED:
+                raise OutOfBounds(
+                    f"is nested too deep (more than {MOST_NESTED} levels) at {_place(text, lexeme.start())}"
+                )
+        elif kind == "name":
+            names.append((lexeme[0].lstrip("!?"), lexeme.start()))
+        elif kind == "define" and names:
+            name, begin = _defined(names, text, gbnf)
+            rule.uses.update(used for used, _ in names)
+            names, open_ = [], 0
+            rule = found.setdefault(name, _Rule(_place(text, begin)))
+    rule.uses.update(used for used, _ in names)
+    return found
+
+
+def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, int]:
+    """The name before the sign that defines: what stands first in its line. Takes it away from the rule before."""
+    for index in range(len(names) - 1, -1, -1):
+        begin = names[index][1]
+        line = text.rfind("\n", 0, begin) + 1
+        if gbnf or not text[line:begin].strip():
+            name = names[index]
+            del names[index]
+            return name
+    return names.pop()
+
+
+def _inline(text: str, word: str, at: int) -> int:
+    """Where a part in another notation ends: `%json {…}`, `%regex {…}`, `%lark {…}`. Checks it."""
+    if word == "%lark":
+        return at  # its rules count as this grammar's
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return at
+    if word == "%json":
+        check_schema(value)
+    return end
+
+
+def _place(text: str, at: int) -> str:
+    line = text.rfind("\n", 0, at)
+    return f"line {text.count(chr(10), 0, at) + 1}, column {at - line}"
+
+
+# Schemas
+
+
+def _walk(schema: Any) -> Iterator[tuple[str, int, Items]]:
+    """Every object and list with a pointer to it and its depth, what is around it first."""
+    todo = [("#", 1, schema)] if isinstance(schema, (dict, list)) else []
+    while todo:
+        pointer, depth, value = todo.pop()
+        yield pointer, depth, value
+        for name, below in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(below, (dict, list)):
+                step = str(name).replace("~", "~0").replace("/", "~1")
+                todo.append((f"{pointer}/{step}", depth + 1, below))
+
+
+def _check_patterns(pointer: str, value: dict[str, Any]) -> None:
+    if isinstance(pattern := value.get("pattern"), str):
+        check_regex(pattern, f" at {_shown(pointer)}/pattern")
+    if isinstance(patterns := value.get("patternProperties"), dict):
+        for name in patterns:
+            check_regex(name, f" at {_shown(pointer)}/patternProperties")
+
+
+def _referred(value: dict[str, Any]) -> list[str]:
+    return [value[name] for name in _REFERENCES if isinstance(value.get(name), str)]
+
+
+def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], references: set[str]) -> dict[str, _Rule]:
+    """The whole schema and all that is referred to, each with what is in it. A reference to no place that is known here
+    may be to any that has a name."""
+    targets: dict[str, tuple[str, ...]] = {}
+    for reference in references:
+        pointer = unquote(reference.rstrip("/")) or "#"
+        named = anchors.get(reference) or anchors.get(pointer.lstrip("#"))
+        known = pointer if pointer in pointers else named
+        targets[reference] = (known,) if known else ()
+    found = {one: _Rule(f"at {_shown(one)}") for one in {"#", *anchors.values(), *sum(targets.values(), ())}}
+    around: dict[str, tuple[tuple[str, int], ...]] = {}  # of each place: what is in `found`, and where it begins
+    for pointer, depth, value in _walk(schema):
+        outside = around.get(pointer.rpartition("/")[0], ())
+        inside = around[pointer] = (*outside, (pointer, depth)) if pointer in found else outside
+        used = _referred(value) if isinstance(value, dict) else ()
+        for name, begin in inside:
+            found[name].depth = max(found[name].depth, 1 + depth - begin)
+            for reference in used:
+                found[name].uses.update(targets[reference] or found)
+    return found
+
+
+def _shown(pointer: str) -> str:
+    return pointer.removeprefix("#")[:200] or "/"
+
+
+def _check_chains(rules: dict[str, _Rule], what: str) -> None:
+    found = deepest({name: (rule.depth, rule.uses) for name, rule in rules.items()}, MOST_DEPTH)
+    if found is not None:
+        raise OutOfBounds(f"is more than {MOST_DEPTH} levels deep through {what}, {rules[found].place}")

@@ -1,0 +1,62 @@
+"""Follows grammars in the caller's own process, without bounds of time: for benches and tests that have a vocabulary of
+their own. Has the methods of `Processes` that `Constraints` uses."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.constraints.budget import Budget
+from engine.constraints.following import Following
+from engine.constraints.grammars import Grammars
+from engine.constraints.heap import Heap
+from engine.constraints.messages import Answer, Command, Frames
+from engine.constraints.processes import Listener, Process
+
+
+class Inline:
+    """One caller's, whoever asks. Answers are heard by `wait`, as those of processes are."""
+
+    def __init__(self, grammars: Grammars, listener: Listener) -> None:
+        self._following = Following(grammars, Budget(), lambda: 0, Heap().give_back)
+        self._listener = listener
+        self._grammars = grammars
+        self._process: Process | None = None
+        self._answers: deque[Answer] = deque()
+        self.unloadable = ""
+
+    @property
+    def mask_bytes(self) -> int:
+        return len(self._grammars.matcher("").compute_bitmask())
+
+    @property
+    def live(self) -> tuple[Process, ...]:
+        return ()
+
+    def start(self) -> bool:
+        return True
+
+    def of(self, owner: str) -> Process:
+        if self._process is None:
+            import socket
+
+            self._process = Process(1, owner, socket.socket(), Frames[Answer](Answer))
+        return self._process
+
+    def ask(self, process: Process, command: Command) -> None:
+        self._answers.extend(self._following.obey(command))
+
+    def wait(self, seconds: float) -> None:
+        while self._answers:
+            assert self._process is not None
+            self._listener.on_answer(self._process, self._answers.popleft())
+
+    def tidy(self) -> None:
+        """Nothing is kept apart."""
+
+    def leave(self, process: Process, key: int) -> None:
+        process.keys.discard(key)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.socket.close()
+            self._process = None
