@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def model_type(family: str) -> str:
 
 
 def config_of(family: str, **more: Any) -> dict[str, Any]:
-    return {**SIZES, **FAMILIES[family], **more}
+    return deepcopy({**SIZES, **FAMILIES[family], **more})
 
 
 def blocks(kind: str, shape: tuple[int, int], seed: int, spread: float = 1.0) -> np.ndarray:
@@ -121,7 +122,7 @@ def shapes(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     """Of every tensor, by the names of transformers' own model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    own = AutoConfig.for_model(model_type(family), **config)
+    own = AutoConfig.for_model(model_type(family), **deepcopy(dict(config)))  # which writes into what it is given
     with torch.device("meta"):
         found = AutoModelForCausalLM.from_config(own).state_dict()
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()

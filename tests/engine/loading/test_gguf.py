@@ -1,5 +1,5 @@
-"""GGUF files through the engine. The oracle is transformers' model with the numbers that the `gguf` package takes out of
-the same blocks, and transformers' own reading of the file where that keeps all of it."""
+"""GGUF files through the engine. The oracle is transformers' model with the numbers that the `gguf` package takes out
+of the same blocks, and transformers' own reading of the file where that keeps all of it."""
 
 from __future__ import annotations
 
