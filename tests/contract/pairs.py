@@ -134,7 +134,7 @@ def together(
     runner: Runner,
     arrivals: Items[Arrival],
     *,
-    pages: int = 160,
+    pages: int | None = None,
     budget: int = 24,
     preempted_at: Items[int] = (),
     warm: bool = False,
@@ -142,6 +142,7 @@ def together(
     """Through a scheduler of their own, whose plans and results are held to their rules. `warm`: somebody has computed
     HEAD before."""
     checked, info = CheckedRunner(runner), runner.info
+    pages = pages or info.total_pages
     limits = Limits(
         max_sequences=info.max_sequences,
         max_batch_tokens=budget,
