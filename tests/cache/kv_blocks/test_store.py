@@ -328,6 +328,7 @@ def test_the_raw_client_against_the_server(redis_server: Any) -> None:
     link.close()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("reply", ENDLESS.values(), ids=ENDLESS)
 @pytest.mark.parametrize("greets", [True, False])
 def test_what_was_not_asked_for_is_never_taken_in(
@@ -347,6 +348,7 @@ def test_what_was_not_asked_for_is_never_taken_in(
         assert hostile.sent < 16 * 2**20
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["a list of small numbers", "a value in a list", "an error without an end"])
 def test_a_short_answer_is_short(name: str) -> None:
     with answering(ENDLESS[name]) as hostile:

@@ -215,6 +215,7 @@ def store_at(url: str) -> RedisStore:
     return RedisStore(RedisSettings(url=url, budget=0.2, write_budget=0.2, admin_budget=0.2, breaker=NEVER), Counters())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("reply", ENDLESS.values(), ids=ENDLESS)
 async def test_what_was_not_asked_for_is_never_taken_in(reply: Reply, counted: type[Counted]) -> None:
     """A fault for each command, its connection closed, and never more held than it may answer. At once no more is taken
@@ -232,6 +233,7 @@ async def test_what_was_not_asked_for_is_never_taken_in(reply: Reply, counted: t
             assert hostile.sent < size + 16 * 2**20, name
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("reply", ENDLESS.values(), ids=ENDLESS)
 async def test_a_greeting_is_bounded_as_well(reply: Reply, counted: type[Counted]) -> None:
     with answering(reply, greets=False) as hostile:
@@ -250,6 +252,7 @@ async def test_a_greeting_is_bounded_as_well(reply: Reply, counted: type[Counted
         assert hostile.used_up == 0
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "name", ["a list of small numbers", "a value", "a map", "lists within lists", "no reply at all"]
 )
@@ -268,6 +271,7 @@ async def test_three_such_replies_open_the_breaker(name: str) -> None:
         await store.aclose()
 
 
+@pytest.mark.product
 async def test_others_have_the_loop_while_a_long_list_is_taken_apart(counted: type[Counted]) -> None:
     """As many turns as it has parts of AT_ONCE elements."""
     turns = 0
@@ -290,6 +294,7 @@ async def test_others_have_the_loop_while_a_long_list_is_taken_apart(counted: ty
     assert counted.most_at_once == AT_ONCE
 
 
+@pytest.mark.product
 async def test_what_nobody_asked_for_after_a_reply_costs_the_connection_alone(counted: type[Counted]) -> None:
     """An idle connection holds what its buffers take, and is not used again."""
     with answering(Reply(b"*1\r\n$-1\r\n", chunk(b"$-1\r\n"))) as hostile:
@@ -303,6 +308,7 @@ async def test_what_nobody_asked_for_after_a_reply_costs_the_connection_alone(co
         assert hostile.used_up == 0
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("reply", ENDLESS.values(), ids=ENDLESS)
 async def test_no_request_fails_for_it(reply: Reply, tmp_path: Path) -> None:
     with answering(reply) as hostile:
