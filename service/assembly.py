@@ -131,7 +131,7 @@ def build(
     )
     narrow = replace(SIDE_BOUNDS, spare=most.spare)
     ports = _Ports(health, observers, identity)
-    relays = RelayOptions(settings.server.fronts, settings.log_level, settings.log.format)
+    relays = RelayOptions(settings.server.fronts, settings.server.hang_timeout, settings.log_level, settings.log.format)
     return Parts(
         identity=identity,
         reloader=reloader,

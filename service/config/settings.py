@@ -89,6 +89,9 @@ class ServerOptions:
     fronts: int = setting(
         1, "processes that speak gRPC on the data port; more than 1: relays, beside the one that decides", ge=1, le=64
     )
+    hang_timeout: float = setting(
+        10.0, "seconds without a sign of life after which relay and front give each other up", ge=0.5, le=86_400
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,33 @@ def test_relays_do_not_outlive_a_front_that_was_killed(serve: Serve) -> None:
 
 
 @pytest.mark.proof
+def test_relays_end_while_their_front_hangs_and_are_there_again_once_it_runs(serve: Serve) -> None:
+    """Callers see their connections break, and may go elsewhere."""
+    with shared(serve, "--server.hang-timeout=3") as server, stubs(server, 4) as every:
+        relays = server.relay_pids()
+        calls = [stub.GenerateStream(ask_stream("long", 4000), timeout=2 * PATIENCE) for stub in every]
+        for call in calls:
+            next(call)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                list(call)
+            assert call.code() is grpc.StatusCode.UNAVAILABLE
+        wait_for(lambda: all(map(ended, relays)))
+        os.kill(server.process.pid, signal.SIGCONT)
+        wait_for(lambda: len(set(server.relay_pids()) - set(relays)) == RELAYS)
+        assert server.generation.Generate(ask("again", 2), timeout=PATIENCE, wait_for_ready=True).text
+        assert "the front gave no sign of life for 3 s" in server.log.read_text()
+
+
+def ended(pid: int) -> bool:
+    """Also where its parent, which is stopped, has not taken note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 def test_a_relay_that_hangs_does_not_keep_a_server_from_ending(serve: Serve) -> None:
     with shared(serve) as server:
         hung = server.relay_pids()[0]

@@ -65,12 +65,17 @@ class Stopped(msgspec.Struct, array_like=True, tag=6):
     """Its server has, and no call is left."""
 
 
+class Alive(msgspec.Struct, array_like=True, tag=7):
+    """The answer to a Ping."""
+
+
 class Listen(msgspec.Struct, array_like=True, tag=0):
     """The first of all."""
 
     address: str
     bounds: PortBounds
     shown: Identification | None  # None: plaintext
+    hang_timeout: float  # seconds without a message after which either end takes the other for hung
     refusals: list[Refusal]  # one of them is for whoever comes while the front is too far behind
 
 
@@ -128,8 +133,12 @@ class Stop(msgspec.Struct, array_like=True, tag=7):
     grace: float | None
 
 
-Report = Came | Message | Taken | Gone | Listening | TurnedAway | Stopped  # relay → front
-Order = Listen | Show | Read | Head | Write | Answer | Abort | Stop  # front → relay
+class Ping(msgspec.Struct, array_like=True, tag=8):
+    """Asks for a sign of life, and is one."""
+
+
+Report = Came | Message | Taken | Gone | Listening | TurnedAway | Stopped | Alive  # relay → front
+Order = Listen | Show | Read | Head | Write | Answer | Abort | Stop | Ping  # front → relay
 
 _Received = TypeVar("_Received")
 _encoder = msgspec.msgpack.Encoder()

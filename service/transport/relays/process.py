@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import random
 import signal
@@ -28,6 +29,7 @@ from service.transport.garbage import Garbage
 from service.transport.heap import Heap
 from service.transport.relays.frames import (
     Abort,
+    Alive,
     Answer,
     Came,
     Gone,
@@ -37,6 +39,7 @@ from service.transport.relays.frames import (
     Listening,
     Message,
     Order,
+    Ping,
     Read,
     Refusal,
     Show,
@@ -46,6 +49,7 @@ from service.transport.relays.frames import (
     TurnedAway,
     Write,
 )
+from service.transport.relays.life import SignsOfLife
 from service.transport.silence import silence
 
 _MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
@@ -53,6 +57,7 @@ _OOM_SCORE = 200  # above the front's; the engine process has 300
 _OPEN = "/grpc."  # methods of health and reflection, which need no token
 _NAMES = ("peer_uri", "peer_dns", "peer_email")  # what a certificate may say of who calls
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+_log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 _OfCall = Read | Head | Write | Answer | Abort
 
@@ -220,13 +225,18 @@ class Relay:
         self._calls: Calls | None = None
         self._shown: http2.Identification | None = None
         self._tasks = set[asyncio.Task[None]]()
+        self._life: SignsOfLife | None = None  # of the front
 
     def live(self) -> int:
         """Calls."""
         return 0 if self._calls is None else len(self._calls)
 
     def _receive(self, order: Order) -> None:
+        if self._life is not None:
+            self._life.heard()
         match order:
+            case Ping():
+                self.link.send(Alive())
             case Listen():
                 self._begin(self._listen(order))
             case Show(shown=shown):
@@ -256,6 +266,14 @@ class Relay:
             await server.start()
             self._server = server
         self.link.send(Listening(port))
+        self._begin(self._end_with_front(order.hang_timeout))
+
+    async def _end_with_front(self, silence: float) -> None:
+        """Where the front hangs: callers are better off with another server. It need not be asked, since it pings."""
+        self._life = SignsOfLife(silence, lambda: None)
+        await self._life.silence()
+        _log.error("the front gave no sign of life for %g s", silence)
+        self._lost()
 
     def _current(self) -> http2.Identification:
         assert self._shown is not None

@@ -24,6 +24,7 @@ from service.core.errors import Overloaded, Reason
 from service.transport.http2 import PortBounds
 from service.transport.relays.calls import RelayedCalls
 from service.transport.relays.frames import (
+    Alive,
     Came,
     Gone,
     Link,
@@ -31,6 +32,7 @@ from service.transport.relays.frames import (
     Listening,
     Message,
     Order,
+    Ping,
     Refusal,
     Report,
     Show,
@@ -39,6 +41,7 @@ from service.transport.relays.frames import (
     Taken,
     TurnedAway,
 )
+from service.transport.relays.life import SignsOfLife
 from service.transport.status import failure_of
 from service.transport.tls import Certificates
 
@@ -65,9 +68,10 @@ class RelayCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """How many there are, and what they log."""
+    """How many there are, what they log, and how long front and relay wait for a sign of life of each other."""
 
     count: int
+    hang_timeout: float = 10.0  # seconds
     log_level: str = "info"
     log_format: LogFormat = "text"
 
@@ -84,6 +88,10 @@ class _Relay:
             self.process = _launch(theirs.fileno(), options)
         self._link: Link[Report] = Link(Report, self._receive, self._lost)
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._hang_timeout = options.hang_timeout
+        self._life = SignsOfLife(options.hang_timeout, lambda: self.send(Ping()))
+        self._watch: asyncio.Task[None] | None = None
+        self._hung = False
         self.stopped = asyncio.Event()  # its server has, or it has gone itself
         self.lost = asyncio.Event()
 
@@ -104,6 +112,8 @@ class _Relay:
         """How it ended. Closes the socket, which asks it to."""
         self._link.close()
         process = self.process
+        if self._watch is not None:
+            self._watch.cancel()
         try:
             async with asyncio.timeout(_END):
                 while process.poll() is None:  # noqa: ASYNC110 - nothing tells of it
@@ -113,9 +123,18 @@ class _Relay:
         finally:
             process.kill()
             code = process.wait()  # a moment: it has ended, or was killed
+        if self._hung:
+            return f"gave no sign of life for {self._hang_timeout:g} s and was killed"
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
+    async def _kill_if_hung(self) -> None:
+        """Its callers see their connections break, UNAVAILABLE: nobody else can write on those."""
+        await self._life.silence()
+        self._hung = True
+        self.process.kill()
+
     def _receive(self, report: Report) -> None:
+        self._life.heard()
         match report:
             case Came():
                 self._calls.begin(report, self._link)
@@ -123,6 +142,9 @@ class _Relay:
                 self._calls.on(report)
             case Listening(port=port):
                 self._port.set_result(port)
+                self._watch = asyncio.get_running_loop().create_task(self._kill_if_hung(), name="relay's life")
+            case Alive():
+                pass
             case TurnedAway(calls=calls):
                 self._refusals[Reason.MESSAGES] += calls
             case Stopped():
@@ -200,7 +222,9 @@ class Relays:
         relay = _Relay(RelayedCalls(self._handlers), self._relays, self._counts.refusals)
         shown = None if self._certificates is None else self._certificates.current()
         try:
-            listens = await relay.start(Listen(self._address, self._bounds, shown, self._hints))
+            listens = await relay.start(
+                Listen(self._address, self._bounds, shown, self._relays.hang_timeout, self._hints)
+            )
         except BaseException:
             await relay.end()
             raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
+import signal
 import socket
 import ssl
 import time
@@ -259,6 +261,17 @@ async def processes(settings: Settings, tools: Tools) -> int:
         return len(running.relay_pids()) or 1
 
 
+async def seconds_to_another(settings: Settings, tools: Tools) -> float:
+    """After which a relay that was stopped has been replaced."""
+    with tools.serve(*tools.flags) as running:
+        (first,) = running.relay_pids()[:1]
+        begun = time.monotonic()
+        os.kill(first, signal.SIGSTOP)
+        while first in running.relay_pids():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return time.monotonic() - begun
+
+
 async def admits_in_a_drain(settings: Settings, tools: Tools) -> bool:
     """Whether a request still gets in."""
     admission = Admission(settings.limits, lambda: 2)
@@ -341,6 +354,12 @@ PROOFS = {
     "metrics-listen": Proof("127.0.0.2:0", server("metrics"), ELSEWHERE),
     "insecure": Proof("true", lets_strangers_in, becomes(False, True), (*FAKE, "--listen=0.0.0.0:0")),
     "server.fronts": Proof("3", processes, becomes(1, 3)),
+    "server.hang-timeout": Proof(
+        "1",
+        seconds_to_another,
+        lambda before, after: before > after,
+        (*FAKE, "--server.fronts=2", "--server.hang-timeout=4"),
+    ),
     "protocols.vllm-engine": Proof("off", speaks(VllmEngine), becomes(True, False)),
     "protocols.open-inference": Proof("off", speaks(OpenInference), becomes(True, False)),
     "log.format": Proof("json", server("objects"), becomes(False, True)),

@@ -114,7 +114,13 @@ async def make() -> AsyncIterator[Make]:
         handlers = Handlers()
         counts = RelayCounts(Counter(), Counter())
         port = open_shared_port(
-            "listen", address, [handlers], more.get("certificates"), BOUNDS, RelayOptions(count), counts
+            "listen",
+            address,
+            [handlers],
+            more.get("certificates"),
+            BOUNDS,
+            RelayOptions(count, more.get("hang_timeout", PATIENCE)),
+            counts,
         )
         server = cast(Relays, port.server)
         made.append(server)
@@ -264,6 +270,25 @@ async def test_a_relay_that_dies_takes_its_own_callers_and_is_replaced(make: Mak
         for _ in range(10):
             async with channel(port) as one:
                 assert await unary(one, "echo")(b"again", timeout=PATIENCE) == b"again"
+
+
+async def test_a_relay_that_hangs_is_killed_and_replaced(make: Make) -> None:
+    """Its calls end as those of one that died. A timeout that a relay which runs never reaches, however busy it is."""
+    port, handlers = await make(1, hang_timeout=3.0)
+    server = cast(Relays, port.server)
+    async with channel(port) as one:
+        call = one.unary_stream("/test.Service/hold")(b"", timeout=2 * PATIENCE)
+        assert await call.read() == b"held"
+        (hung,) = server.pids
+        os.kill(hung, signal.SIGSTOP)
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await call.read()
+        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: handlers.events == ["gone"])
+        await until(lambda: len(server.pids) == 1 and server.pids != (hung,))
+        assert server._counts.processes == {"listening": 1, "deaths": 1}
+    async with channel(port) as one:
+        assert await unary(one, "echo")(b"again", timeout=PATIENCE) == b"again"
 
 
 async def until(holds: Callable[[], bool]) -> None:
