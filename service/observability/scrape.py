@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from service.transport.descriptors import SIDE_PORT
 from service.transport.ports import cannot_listen
+from service.transport.surplus import Host, first_to_go
 
 PATH = "/metrics"
 _MAX_CONNECTIONS = SIDE_PORT
@@ -36,6 +38,15 @@ _REASONS = {
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Client:
+    """A connection. It gives way to a newcomer whatever it waits for: a scrape takes milliseconds."""
+
+    task: asyncio.Task[None]
+    host: Host
+    idle_since: float  # when it came
+
+
 class MetricsPort:
     """Bound when it is made, listening from `start` on. Raises PortTaken or BadSettings."""
 
@@ -44,8 +55,8 @@ class MetricsPort:
         self._process = ProcessCollector(registry=None)
         self._socket = _bound(setting, address)
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._silent: dict[asyncio.Task[None], None] = {}  # those that have asked for nothing yet, longest first
+        self._clients: dict[asyncio.Task[None], _Client] = {}
+        self._silent: dict[asyncio.Task[None], _Client] = {}  # those that have asked for nothing yet
         self._encoder = ThreadPoolExecutor(1, "metrics")
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
@@ -60,28 +71,29 @@ class MetricsPort:
             self._socket.close()
             return
         self._server.close()
-        for task in self._tasks:
+        for task in self._clients:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._clients:
+            await asyncio.wait(tuple(self._clients))
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Where there are too many, the one that has been silent longest goes: a scrape says at once what it wants."""
-        if len(self._tasks) >= _MAX_CONNECTIONS:
-            if not self._silent:
-                writer.transport.abort()
-                return
-            oldest = next(iter(self._silent))
-            oldest.cancel()
-            self._ended(oldest)
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer), name="metrics")
-        self._tasks.add(task)
-        self._silent[task] = None
+        """Where there are too many, a silent one goes: a scrape says at once what it wants. Where none is silent, one
+        that has asked and does not read."""
+        if len(self._clients) >= _MAX_CONNECTIONS:
+            gone = first_to_go(self._silent.values()) or first_to_go(self._clients.values())
+            assert gone is not None
+            gone.task.cancel()
+            self._ended(gone.task)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._serve(reader, writer), name="metrics")
+        peer = writer.get_extra_info("peername")
+        client = _Client(task, Host.of(peer[0] if peer else "::"), loop.time())
+        self._clients[task] = self._silent[task] = client
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._clients.pop(task, None)
         self._silent.pop(task, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

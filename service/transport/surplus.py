@@ -65,6 +65,14 @@ def surplus(held: Iterable[_Held], bound: int) -> list[_Held]:
     return ordered.taken
 
 
+def first_to_go(held: Iterable[_Held]) -> _Held | None:
+    """Which one gives way to a newcomer, where a port is full: the one that has been idle longest, of the address with
+    the most. None where all are busy."""
+    ordered = _Idle(held)
+    ordered.take_crowded(1, local=True)
+    return ordered.taken[0] if ordered.taken else None
+
+
 class _Idle(Generic[_Held]):
     """Idle connections of each address, the one that has been idle longest first."""
 

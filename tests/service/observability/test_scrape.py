@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 
 from service.config.settings import BadSettings
@@ -85,6 +86,27 @@ async def end_of(reader: asyncio.StreamReader) -> bytes:
     with contextlib.suppress(ConnectionError):
         return await reader.read()
     return b""
+
+
+async def test_who_asks_and_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there is room for, and their pages are larger than what the kernel holds for them."""
+    text = Metric("large", "x" * 30_000_000, "gauge")
+    one = MetricsPort("metrics-listen", "127.0.0.1:0", lambda: [text] if large else [])
+    large, host = True, "127.0.0.1"
+    monkeypatch.setattr(scrape, "_MAX_CONNECTIONS", 3)
+    await one.start()
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                asks = stack.enter_context(socket.create_connection((host, int(one.address.rpartition(":")[2])), 60))
+                asks.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            async with asyncio.timeout(60):
+                while len(one._clients) < 3 or one._silent:  # noqa: ASYNC110 - nothing tells
+                    await asyncio.sleep(0.01)
+            large = False
+            assert b" 200 " in await exchange(one, b"GET /metrics HTTP/1.1\r\n\r\n")
+    finally:
+        await one.stop()
 
 
 async def test_who_stays_silent_is_hung_up_on(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
