@@ -215,11 +215,7 @@ class Scheduler:
             if sequence is None or sequence.slot != row.slot:  # it has ended or lost its pages meanwhile
                 continue
             if not row.sample:
-                sequence.advance(row.start + row.count)
-                self._prefixes.note(sequence)
-                if row.score:
-                    scores = told(sequence, row, result.rows[row.key])
-                    events.append(Event(sequence.key, prompt_logprobs=scores))
+                events += self._take_prompt(sequence, row, result)
                 continue
             event = take(sequence, row, result.rows[row.key], self._limits.max_context, now)
             if event == Event(sequence.key):  # its mask was late
@@ -236,6 +232,14 @@ class Scheduler:
                 self._remove(sequence, sound=event.failure is None)
             events.append(event)
         return events
+
+    def _take_prompt(self, sequence: Sequence, row: Row, result: StepResult) -> list[Event]:
+        """A part of it was computed."""
+        sequence.advance(row.start + row.count)
+        self._prefixes.note(sequence)
+        if not row.score:
+            return []
+        return [Event(sequence.key, prompt_logprobs=told(sequence, row, result.rows[row.key]))]
 
     def fail(self, plan: StepPlan) -> list[Event]:
         """Ends all that a broken step was to feed."""

@@ -1,0 +1,7 @@
+"""Whole servers under attack by constraints."""
+
+from __future__ import annotations
+
+from tests.service.conftest import serve, template
+
+__all__ = ["serve", "template"]
