@@ -53,7 +53,7 @@ _Held = TypeVar("_Held", bound=Held)
 
 def surplus(held: Iterable[_Held], bound: int) -> list[_Held]:
     """Those to close, so that at most `bound` are left, of which one address has at most three quarters, and addresses
-    of other machines at most seven eighths. The address with the most idle connections gives first, of one address the
+    of other machines together seven eighths. The address with the most idle connections gives first, of one address the
     one that has been idle longest. Fewer, where too many are busy."""
     ordered = _Idle(held)
     for host, count in tuple(ordered.counts.items()):
