@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 1 where serving is impossible; 2: wrong usage, or no folder of a model.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="FOLDER", help="say how this one would be served")
+    parser.add_argument("--model", help="say how this folder or GGUF file would be served")
     model = ModelOptions()
     parser.add_argument("--device", default=model.device, choices=get_args(Device), help=_AS_SERVE)
     parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype), help=_AS_SERVE)

@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 def _flags(argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(
         prog="whippet serve",
-        usage="whippet serve --model FOLDER [--config YAML] [--FLAG VALUE ...]",
+        usage="whippet serve --model MODEL [--config YAML] [--FLAG VALUE ...]",
         description=_DESCRIPTION,
         epilog=_EXIT_CODES,
         allow_abbrev=False,

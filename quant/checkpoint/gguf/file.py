@@ -26,7 +26,7 @@ _MAX_FACTORS: Final = 4096  # bytes of them: heads have at most some hundred num
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileTensor:
     """Where the numbers of one tensor lie, and how."""
 
     tensor: Tensor
@@ -39,7 +39,7 @@ class GgufFile:
 
     texts: Mapping[str, bytes]  # by name, as files of a folder
     config: ModelConfig
-    places: Mapping[str, Place]  # by the names of a folder
+    places: Mapping[str, FileTensor]  # by the names of a folder
 
 
 def is_gguf(model: Path) -> bool:
@@ -106,10 +106,10 @@ def _factors(file: Path, tensor: Tensor) -> tuple[float, ...]:
     return struct.unpack(f"<{tensor.size // 4}f", data)
 
 
-def _places(file: Path, header: Header, config: ModelConfig, paired_rows: bool) -> dict[str, Place]:
+def _places(file: Path, header: Header, config: ModelConfig, paired_rows: bool) -> dict[str, FileTensor]:
     """The tensors that the config asks for: these and no others, of these shapes."""
     expected = dense_tensors(config)
-    places: dict[str, Place] = {}
+    places: dict[str, FileTensor] = {}
     for tensor in header.tensors:
         if tensor.name == ROPE_FACTORS:
             continue
@@ -121,7 +121,7 @@ def _places(file: Path, header: Header, config: ModelConfig, paired_rows: bool) 
             raise BadFile(file, fault, AGAIN)
         if len(tensor.shape) == 1 and not tensor.kind.plain:
             raise BadFile(file, f"tensor {tensor.name} is in {tensor.kind.name}, which rows alone are not", AGAIN)
-        places[name] = Place(tensor, _paired(name, config) if paired_rows else None)
+        places[name] = FileTensor(tensor, _paired(name, config) if paired_rows else None)
     missing = next((name for name in expected if name not in places), None)
     if missing is not None:
         raise BadFile(file, f"tensor {file_name(missing)} is missing", AGAIN)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from quant.checkpoint.gguf.blocks import Costs, widened
-from quant.checkpoint.gguf.file import Place, gguf_file
+from quant.checkpoint.gguf.file import FileTensor, gguf_file
 from quant.checkpoint.header import Entry
 from quant.checkpoint.mapped import MappedTensors, Progress
 from quant.checkpoint.tensors import EMBEDDING
@@ -55,14 +55,14 @@ class GgufTensors(MappedTensors):
         return name in self._places and not self._places[name].tensor.kind.plain and name.endswith(".weight")
 
 
-def _served(name: str, place: Place) -> str:
+def _served(name: str, place: FileTensor) -> str:
     """Linears in blocks are named by their blocks."""
     if place.tensor.kind.plain or name == EMBEDDING:
         return name
     return f"{name.removesuffix('.weight')}.{place.tensor.kind.name.lower()}"
 
 
-def _entry(file: Path, place: Place) -> Entry:
+def _entry(file: Path, place: FileTensor) -> Entry:
     tensor = place.tensor
     if tensor.kind.plain:
         return Entry(file, _PLAIN[tensor.kind.name], tensor.shape, tensor.start, tensor.size)
