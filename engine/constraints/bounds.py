@@ -2,7 +2,7 @@
 
 The library takes constraints apart by recursion, and where its stack ends the process ends. So nothing reaches it that
 is deeper than MOST_DEPTH, and it runs on a stack of STACK bytes, where it overflows at nineteen times that depth and
-beyond (docs/adr/0061-constraints-in-processes.md). The text process of the front and the engine's processes check the
+beyond (docs/adr/0062-constraints-in-processes.md). The text process of the front and the engine's processes check the
 same text by the same code.
 
 Depth is counted from above: of rules or definitions that can reach each other in a circle, all count. The checks

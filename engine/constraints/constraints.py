@@ -1,5 +1,5 @@
 """What the sequences of a runner may say next. Grammars are followed in processes of their own
-(docs/adr/0061-constraints-in-processes.md), which the library may use up or bring down; the engine loop asks them, and
+(docs/adr/0062-constraints-in-processes.md), which the library may use up or bring down; the engine loop asks them, and
 waits for none of them longer than a moment, and only where their caller's masks have come in time so far.
 
 Who has no mask yet is not planned (`ready`). A row that was planned and has none when its token is chosen brings
