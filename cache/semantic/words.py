@@ -91,9 +91,8 @@ def _spell(chunks: list[_Chunk]) -> None:
 
 
 def _without_courtesies(chunks: list[_Chunk]) -> list[_Chunk]:
-    """Takes off `Hi, `, `Please `, `Could you please ` and `, please`."""
-    if len(chunks) > 2 and chunks[-1].lower in lex.FAREWELLS and chunks[-2].mark == ",":
-        chunks = [*chunks[:-2], _Chunk(chunks[-2].body, chunks[-1].mark.replace("!", ""))]
+    """Takes off `Hi, `, `Please `, `Could you please `, `, please` and `. Thanks!`."""
+    chunks = _without_farewell(chunks)
     if len(chunks) > 2 and chunks[0].lower in lex.GREETINGS and chunks[0].mark == "," and _opens(chunks[1:]):
         chunks = chunks[1:]
     polite = _REQUEST.match(" ".join(each.lower + each.mark for each in chunks))
@@ -103,6 +102,17 @@ def _without_courtesies(chunks: list[_Chunk]) -> list[_Chunk]:
     if count > 1 and chunks[-1].mark == "?":  # it asks by `could you` alone
         chunks[-1].mark = ""
     return chunks[count:]
+
+
+def _without_farewell(chunks: list[_Chunk]) -> list[_Chunk]:
+    count = 2 if [each.lower for each in chunks[-2:]] == ["thank", "you"] else 1
+    if len(chunks) < count + 2 or (count == 1 and chunks[-1].lower not in lex.FAREWELLS):
+        return chunks
+    rest, before = chunks[: -count - 1], chunks[-count - 1]
+    if before.mark == "," and chunks[-count].mark in ("", chunks[-1].mark):
+        return [*rest, _Chunk(before.body, chunks[-1].mark.replace("!", ""))]
+    sentence = before.mark in ("?", "!", ".") and chunks[-1].lower != "please" and chunks[-1].mark != "?"
+    return [*rest, before] if sentence else chunks
 
 
 def _opens(chunks: Sequence[_Chunk]) -> bool:
