@@ -175,7 +175,7 @@ class Constraints:
                 held.parked_at = self._clock()
         for admitted in plan.admitted:
             if admitted.constraint is not None:
-                self._seat(admitted, admitted.constraint)
+                self._admit(admitted, admitted.constraint)
             else:
                 self.forget(admitted.key)
         parked = sum(held.parked_at is not None for held in self._held.values())
@@ -326,7 +326,7 @@ class Constraints:
         count, _ = self._deaths.get(_name(constraint), (0, 0.0))
         return count >= MOST_DEATHS
 
-    def _seat(self, admitted: Admitted, constraint: Constraint) -> None:
+    def _admit(self, admitted: Admitted, constraint: Constraint) -> None:
         said = list(admitted.token_ids[admitted.prompt_length :])
         forcing = admitted.logprobs is None  # a log-probability is computed in a step
         held = self._held.get(admitted.key)
