@@ -45,7 +45,7 @@ SPLITS = {"llama-bpe": LLAMA3, "qwen2": LLAMA3.replace("{1,3}", ""), "tekken": T
 
 def of_bytes(pre: str) -> Tokenizer:
     """As the models whose name this is have it in their tokenizer.json."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    tokenizer = trained(whole_words=pre in ("llama-bpe", "tekken"))
     if pre in SPLITS:
         cut = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,13 +59,25 @@ def of_bytes(pre: str) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def trained(whole_words: bool) -> Tokenizer:
+    """Knows long numbers and words across capitals, which other cuts take apart, and one word that no merge makes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=600,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    whole = json.loads(tokenizer.to_str())
+    assert {"Ġ12345", "Ġcomment"} <= whole["model"]["vocab"].keys()
+    whole["model"]["merges"] = [merge for merge in whole["model"]["merges"] if "".join(merge) != "Ġcomment"]
+    whole["model"]["ignore_merges"] = whole_words
+    tokenizer = Tokenizer.from_str(json.dumps(whole))
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(["<tool>", "</tool>"])
     return tokenizer
 
