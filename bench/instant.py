@@ -1,0 +1,134 @@
+"""The scheduler's other side without a GPU and without work: the pipelines of few rows and of many, over devices whose
+every token is there when it is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from engine.errors import EngineFailed
+from engine.execution.batched.executor import BUCKETS, FEW, Batched, can_choose
+from engine.execution.batched.pipeline import BatchPipeline, Changes
+from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
+from engine.execution.graph_decode.executor import GraphDecode
+from engine.execution.graph_decode.pipeline import DecodePipeline, RowState, can_sample
+from engine.execution.sharing import Sharing
+from engine.scheduling.limits import Limits
+from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.sequence_state import SequenceTable
+from engine.settings import PAGE_SIZE
+
+TOKEN = 5
+LIMITS = Limits(
+    max_sequences=256,
+    max_batch_tokens=8192,
+    max_context=1216,
+    lookahead_tokens=max(GraphDecode.lookahead_tokens, Batched.lookahead_tokens),
+    max_tokens_per_row=max(GraphDecode.max_tokens_per_row, Batched.max_tokens_per_row),
+)
+
+
+class InstantSteps:
+    """A device of few rows: `graph_decode.pipeline.StepDevice`."""
+
+    def __init__(self) -> None:
+        self._last = 0  # number of the last step that was launched
+
+    def write(self, states: Rows[RowState], number: int) -> None:
+        self._last = number
+
+    def add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
+        """It has none."""
+
+    def launch(self, steps: int, longest: int) -> None:
+        self._last += steps
+
+    def poll(self, index: int, number: int) -> int | None:
+        return TOKEN if number <= self._last else None
+
+    def wait(self) -> None:
+        raise EngineFailed("nothing is under way")
+
+
+class InstantBatches:
+    """A device of many rows: `batched.pipeline.StepDevice`."""
+
+    def __init__(self) -> None:
+        self._launched = 0
+
+    def change(self, changes: Changes) -> None:
+        """It has no rows."""
+
+    def launch(self, rows: int) -> None:
+        self._launched += 1
+
+    def poll(self, number: int, rows: int) -> Rows[int] | None:
+        return (TOKEN,) * rows if number <= self._launched else None
+
+    def wait(self) -> None:
+        raise EngineFailed("nothing is under way")
+
+
+class FewRows:
+    """Claims as `graph_decode` does."""
+
+    def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
+        each = [DecodePipeline(InstantSteps(), sequences, limits.max_context) for _ in range(MOST_PIPELINES)]
+        others = can_choose if limits.max_sequences > FEW else None
+        self._sequences, self._pipelines = sequences, AlternatingPipelines(each, sequences, others)
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        of = self._sequences.of
+        return self._pipelines.claims(
+            tuple(row for row in rows if row.count == 1 and row.sample and can_sample(of(row)))
+        )
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        return self._pipelines.step(rows)
+
+
+class ManyRows:
+    """Claims as `batched` does."""
+
+    def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
+        self._sequences = sequences
+        self._pipeline = BatchPipeline(InstantBatches(), sequences, limits.max_context, BUCKETS)
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        of, holds = self._sequences.of, self._pipeline.holds
+        return tuple(row for row in rows if row.count == 1 and row.sample and (holds(row.key) or can_choose(of(row))))
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        return self._pipeline.step(rows)
+
+
+class Prompts:
+    """Claims all that is left."""
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        return rows
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        return {row.key: RowResult((TOKEN,)) for row in rows if row.sample}
+
+
+class InstantRunner:
+    """Does steps as the model's runner does, but for constraints."""
+
+    def __init__(self, max_sequences: int, max_context: int) -> None:
+        self._sequences = SequenceTable()
+        self.limits = Limits(
+            max_sequences=max_sequences,
+            max_batch_tokens=LIMITS.max_batch_tokens,
+            max_context=max_context,
+            lookahead_tokens=LIMITS.lookahead_tokens,
+            max_tokens_per_row=LIMITS.max_tokens_per_row,
+        )
+        self.pages = max_sequences * -(-max_context // PAGE_SIZE)
+        few, many = FewRows(self._sequences, self.limits), ManyRows(self._sequences, self.limits)
+        self._sharing = Sharing((few, many, Prompts()))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._sequences.apply(plan)
+        results, _ = self._sharing.run(plan.rows)
+        self._sequences.append(plan.rows, results)
+        return StepResult(results)
