@@ -251,5 +251,6 @@ def test_drafts_were_verified(path: Path) -> None:
     request = asking(("speculation",), 90)[0]
     request = structs.replace(request, stopping=Stopping(max_tokens=100))
     found = path.run([Arrival(request)])
-    drafting = path.name not in ("eager", *CAPTURED_ONES) or path.name == CAPTURED
-    assert (found.answers[request.request_id].proposed > 0) == drafting
+    proposed = found.answers[request.request_id].proposed
+    if not path.name.startswith("all"):  # those draft only where drafts pay, and a tiny model's steps are too short
+        assert (proposed > 0) == (path.name in ("lookup", "draft model", "forced", CAPTURED))
