@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quant.checkpoint.gguf.file import gguf_file, is_gguf
+
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
@@ -25,13 +27,16 @@ class _Bytes:
 
 
 def read_vocabulary(folder: str) -> tuple[LLTokenizer, int]:
-    """Of a model folder, or bytes where it is empty; with the token whose bit in a mask says that the answer may end.
-    Takes about a second for large vocabularies. Raises OSError or ValueError."""
+    """Reads the vocabulary of a model folder or GGUF file, or that of plain bytes where `folder` is empty. The second
+    value is the token whose bit in a mask says that the answer may end. Takes about a second for large vocabularies.
+    Raises OSError or ValueError."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not folder:
         return LLTokenizer(TokenizerWrapper(_Bytes())), _Bytes.eos_token_id
-    known = json.loads((Path(folder) / "tokenizer.json").read_bytes())
+    model = Path(folder)
+    text = gguf_file(model).texts["tokenizer.json"] if is_gguf(model) else (model / "tokenizer.json").read_bytes()
+    known = json.loads(text)
     added = known.setdefault("added_tokens", [])
     end = next((token["id"] for token in added if token.get("special")), None)
     if end is None:

@@ -65,6 +65,10 @@ def test_a_server_answers_with_the_files_own_ids(
         request.stopping.ignore_eos = True
         answer: generation_pb2.GenerateResponse = server.generation.Generate(request)
         assert list(answer.token_ids) == expected
+        constrained = ask(TEXT, 12)
+        constrained.sampling.temperature = 0.0
+        constrained.constraint.regex = "(yes|no)"
+        assert server.generation.Generate(constrained).text in ("yes", "no")
         log = server.log.read_text()
         assert "in Q4_1 as 4 bits" in log
         assert "in Q6_K as int8 rows" in log

@@ -71,30 +71,42 @@ def test_quant_commands_answer_with_their_exit_code(capfd: pytest.CaptureFixture
     assert main(["quantize", "m", "o", "--threads", "0"]) == 2
 
 
-@pytest.mark.product
-@pytest.mark.parametrize(
-    "asked",
-    [
-        ["serve", "--model"],
-        ["doctor", "--model"],
-        ["quantize", "--text=t", "out"],
-        ["evaluate", "--text=t"],
-        ["evaluate", str(DEMO), "--text=t", "--against"],
-    ],
-    ids=lambda asked: asked[0],
-)
-@pytest.mark.parametrize(("model", "told"), [("Org/A-1b", "hf download Org/A-1b"), ("{}/a.gguf", "llama.cpp")])
-def test_what_is_no_folder_is_told_in_one_line(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, asked: list[str], model: str, told: str
-) -> None:
-    (tmp_path / "a.gguf").touch()
-    named = model.format(tmp_path)
+COMMANDS = [
+    ["serve", "--model"],
+    ["doctor", "--model"],
+    ["quantize", "--text=t", "out"],
+    ["evaluate", "--text=t"],
+    ["evaluate", str(DEMO), "--text=t", "--against"],
+]
+
+
+def with_model(asked: list[str], named: str, text: str = "t") -> list[str]:
     words = [asked[0], "--text=t", named, "out"] if asked[0] == "quantize" else [*asked, named]
-    assert main(words) == 2
+    return [word.replace("--text=t", f"--text={text}") for word in words]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("asked", COMMANDS, ids=lambda asked: asked[0])
+def test_what_is_no_folder_is_told_in_one_line(capfd: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    assert main(with_model(asked, "Org/A-1b")) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert told in err
+    assert "hf download Org/A-1b" in err
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("asked", COMMANDS, ids=lambda asked: asked[0])
+def test_an_empty_gguf_file_is_refused_by_its_name(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, asked: list[str]
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "text").write_text("one two three " * 400)
+    words = with_model(asked, str(tmp_path / "a.gguf"), str(tmp_path / "text"))
+    assert main(words) == (3 if asked[0] == "serve" else 1)
+    out, err = capfd.readouterr()
+    assert "a.gguf" in out + err
+    assert "Traceback" not in out + err
 
 
 @pytest.mark.product
