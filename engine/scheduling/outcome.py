@@ -7,6 +7,8 @@ from engine.ipc.events import Event, Failure
 from engine.scheduling.plan import Row, RowEnd, RowResult
 from engine.scheduling.sequence import Sequence
 
+_FAILURES = {None: Failure.STEP, RowEnd.STUCK: Failure.CONSTRAINT, RowEnd.COSTLY: Failure.CONSTRAINT_COST}
+
 
 def told(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
     """The log-probabilities of the prompt that a row brought and its reader was not told before a preemption."""
@@ -19,17 +21,8 @@ def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now
     """Adds to the sequence what a row brought, up to its end; the event for its reader."""
     ids, end = brought.token_ids, brought.end
     scores = told(sequence, row, brought) if row.score else ()
-    if end is RowEnd.LATE:
-        sequence.advance(row.start + row.count - 1)  # its last token is fed again
-        return Event(sequence.key, prompt_logprobs=scores)
-    if end is RowEnd.COSTLY:
-        return Event(sequence.key, failure=Failure.CONSTRAINT_COST)
-    if end is RowEnd.STUCK:
-        return Event(sequence.key, failure=Failure.CONSTRAINT)
     if not ids:
-        if end is RowEnd.COMPLETE:
-            return Event(sequence.key, finish=finish(sequence, FinishReason.STOP, now), prompt_logprobs=scores)
-        return Event(sequence.key, failure=Failure.STEP)
+        return _without_token(sequence, row, end, scores, now)
     kept, reason = _ending(sequence, ids, max_context)
     if end is RowEnd.COMPLETE and kept == len(ids):
         reason = FinishReason.STOP
@@ -49,6 +42,17 @@ def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now
     stop = ids[-1] if reason is FinishReason.STOP and end is not RowEnd.COMPLETE else None
     ended = finish(sequence, reason, now, stop)
     return Event(sequence.key, ids, logprobs, ended, None, begun, proposed, accepted, scores)
+
+
+def _without_token(
+    sequence: Sequence, row: Row, end: RowEnd | None, scores: tuple[TokenLogprob, ...], now: float
+) -> Event:
+    if end is RowEnd.LATE:
+        sequence.advance(row.start + row.count - 1)  # its last token is fed again
+        return Event(sequence.key, prompt_logprobs=scores)
+    if end is RowEnd.COMPLETE:
+        return Event(sequence.key, finish=finish(sequence, FinishReason.STOP, now), prompt_logprobs=scores)
+    return Event(sequence.key, failure=_FAILURES[end])
 
 
 def _start(sequence: Sequence, now: float) -> Start:

@@ -16,7 +16,7 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.ordered import Ordered
 from engine.scheduling.outcome import finish, take, told
 from engine.scheduling.pacing import Pacing
-from engine.scheduling.plan import Row, StepPlan, StepResult, WrongResult
+from engine.scheduling.plan import Row, RowEnd, StepPlan, StepResult, WrongResult
 from engine.scheduling.rank import timer
 from engine.scheduling.rows import row_of
 from engine.scheduling.sequence import Sequence
@@ -217,8 +217,9 @@ class Scheduler:
             if not row.sample:
                 events += self._take_prompt(sequence, row, result)
                 continue
-            event = take(sequence, row, result.rows[row.key], self._limits.max_context, now)
-            if event == Event(sequence.key):  # its mask was late
+            brought = result.rows[row.key]
+            event = take(sequence, row, brought, self._limits.max_context, now)
+            if brought.end is RowEnd.LATE and not event.prompt_logprobs:  # nothing to report
                 continue
             self._tally.take(event)
             self._prefixes.note(sequence)
