@@ -71,7 +71,7 @@ def test_quant_commands_answer_with_their_exit_code(capfd: pytest.CaptureFixture
     assert main(["quantize", "m", "o", "--threads", "0"]) == 2
 
 
-COMMANDS = [
+WITH_MODEL = [
     ["serve", "--model"],
     ["doctor", "--model"],
     ["quantize", "--text=t", "out"],
@@ -86,7 +86,7 @@ def with_model(asked: list[str], named: str, text: str = "t") -> list[str]:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("asked", COMMANDS, ids=lambda asked: asked[0])
+@pytest.mark.parametrize("asked", WITH_MODEL, ids=lambda asked: asked[0])
 def test_what_is_no_folder_is_told_in_one_line(capfd: pytest.CaptureFixture[str], asked: list[str]) -> None:
     assert main(with_model(asked, "Org/A-1b")) == 2
     out, err = capfd.readouterr()
@@ -96,7 +96,7 @@ def test_what_is_no_folder_is_told_in_one_line(capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("asked", COMMANDS, ids=lambda asked: asked[0])
+@pytest.mark.parametrize("asked", WITH_MODEL, ids=lambda asked: asked[0])
 def test_an_empty_gguf_file_is_refused_by_its_name(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, asked: list[str]
 ) -> None:
