@@ -163,8 +163,8 @@ async def test_another_model_never_sees_the_answers_of_this_one(redis: RedisServ
         assert caches is not None
         try:
             if put:
-                await caches.responses.put(question(), answer())
-                for _ in range(2000):  # it is written in the background
+                for _ in range(2000):  # written in the background, or dropped where the store was too slow
+                    await caches.responses.put(question(), answer())
                     if await caches.responses.get(question(), Allowance(1.0)) is not None:
                         break
                     await asyncio.sleep(0.01)
