@@ -109,15 +109,23 @@ def attacked(server: Server, port: str, said: bytes, authority: bytes | None = N
     assert reader.gap <= LONGEST_GAP
 
 
-@pytest.mark.parametrize("port", ATTACKS)
-@pytest.mark.parametrize("said", [NOTHING, HALF_A_PREFACE, HTTP2], ids=["nothing", "half a preface", "HTTP/2"])
+@pytest.mark.parametrize(
+    ("port", "said"),
+    [
+        *((port, HTTP2) for port in ATTACKS),
+        ("admin_address", NOTHING),
+        ("data", HALF_A_PREFACE),
+    ],
+    ids=[*(f"HTTP/2-{port}" for port in ATTACKS), "nothing-admin_address", "half a preface-data"],
+)
 def test_no_port_is_shut(plain: Server, port: str, said: bytes) -> None:
     attacked(plain, port, said)
 
 
-@pytest.mark.parametrize("port", ["admin_address", "data"])
 @pytest.mark.parametrize(
-    ("said", "tls"), [(HALF_A_HANDSHAKE, False), (HTTP2, True)], ids=["half a handshake", "HTTP/2 in TLS"]
+    ("port", "said", "tls"),
+    [("admin_address", HALF_A_HANDSHAKE, False), ("data", HTTP2, True)],
+    ids=["half a handshake-admin_address", "HTTP/2 in TLS-data"],
 )
 def test_no_port_with_tls_is_shut(secured: Server, folder: Path, port: str, said: bytes, tls: bool) -> None:
     attacked(secured, port, said, (folder / "ca.pem").read_bytes(), tls=tls)
