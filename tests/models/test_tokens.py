@@ -52,6 +52,7 @@ def test_a_pickled_file_is_refused(tmp_path: Path) -> None:
         tokens.load(tmp_path / "tokens.npz")
 
 
+@pytest.mark.proof
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 64), st.integers(0, 99))
 def test_windows_lie_inside_and_reach_almost_everything(lengths: list[int], length: int, seed: int) -> None:
     made = stream(lengths)

@@ -101,7 +101,7 @@ def test_both_folders_are_the_same_model(tmp_path, monkeypatch, tied, shards):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_the_command(tmp_path):
     model = made(tmp_path / "m", False)
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "m" / "last.ckpt")

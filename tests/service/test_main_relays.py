@@ -212,7 +212,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.proof)])
 def test_the_number_of_fronts_changes_while_old_connections_are_in_time_wait(
     serve: Serve, before: int, after: int
 ) -> None:

@@ -49,6 +49,7 @@ async def test_who_has_no_token_yet_outlives_the_process_with_the_same_answer() 
         assert client.live == 0
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("after", [0, 7], ids=["first token", "eighth token"])
 async def test_a_request_that_kills_is_refused_after_two_deaths_and_its_mates_never(after: int) -> None:
     async with running() as client:

@@ -42,6 +42,7 @@ async def test_an_engine_that_dies_finds_the_same_folder(folder: Path) -> None:
     await client.close()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_template.jinja"])
 async def test_a_folder_replaced_before_a_restart_is_not_served(folder: Path, name: str) -> None:
     client = client_of(folder)

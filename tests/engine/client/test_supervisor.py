@@ -317,7 +317,7 @@ async def verdict(process: asyncio.subprocess.Process) -> tuple[int | None, str]
     return process.returncode, errors.decode()
 
 
-@pytest.mark.product
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "nonsense",
     [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x01\xc1", b"\xff" * 64, encode(Cancel(1))],

@@ -130,6 +130,7 @@ async def generate(client: EngineClient, ids: tuple[int, ...]) -> tuple[tuple[in
     raise AssertionError("no end")
 
 
+@pytest.mark.proof
 async def test_two_lives_of_the_process(server: RedisServer, key_file: Path) -> None:
     found = []
     for _ in range(2):

@@ -256,6 +256,7 @@ def chi_square(observed: Counter[int], weights: dict[int, float], draws: int) ->
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "options",
     [
@@ -279,7 +280,7 @@ def test_draws_follow_the_distribution(options: dict[str, Any], vocab: int) -> N
     assert abs(chi_square(found, kept_weights(logits.tolist(), sequences[0]), draws)) < 4
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_neighbouring_positions_and_seeds_are_independent() -> None:
     draws, vocab = 8000, 4
     flat = torch.zeros(draws, vocab)

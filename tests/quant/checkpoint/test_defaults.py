@@ -23,7 +23,7 @@ from quant.decoder import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-pytestmark = pytest.mark.product
+pytestmark = pytest.mark.proof
 
 SIZES = {
     "vocab_size": 61,

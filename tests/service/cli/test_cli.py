@@ -109,7 +109,7 @@ def test_an_empty_gguf_file_is_refused_by_its_name(
     assert "Traceback" not in out + err
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_ctrl_c_stops_a_quantization_once(tmp_path: Path) -> None:
     """The terminal tells the whole group; the command waits for the process that does the work."""
     text = tmp_path / "text.txt"
@@ -221,7 +221,7 @@ def flags(**given: Any) -> argparse.Namespace:
     )
 
 
-@pytest.mark.product
+@pytest.mark.proof
 def test_the_doctor_on_the_demo_model() -> None:
     done = whippet("doctor", "--model", str(DEMO), "--device", "cpu", "--json")
     report = json.loads(done.stdout)

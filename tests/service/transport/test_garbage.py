@@ -56,7 +56,7 @@ async def collected(cycle: weakref.ref[Cycle], within: float) -> bool:
     return True
 
 
-@pytest.mark.product
+@pytest.mark.proof
 async def test_it_goes_when_nobody_waits_and_not_before(watched: Make) -> None:
     cycle = watched(1)
     assert not await collected(cycle, 0.2)

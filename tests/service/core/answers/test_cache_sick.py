@@ -74,6 +74,7 @@ def sick(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
         redis.stop()
 
 
+@pytest.mark.proof
 def test_a_redis_that_starts_late(sick: Sick) -> None:
     sick.run(12)
     assert "open" in sick.server.load().cache_breakers.values()

@@ -68,6 +68,7 @@ def test_a_sequence_pauses_while_its_reader_is_behind_and_then_goes_on(serve: Se
         server.idle()
 
 
+@pytest.mark.proof
 def test_a_reader_that_never_reads_is_ended(serve: Serve) -> None:
     with serve(*LONG, "--stream.stall-timeout=1") as server:
         client = stuck(server, 190_000, count=3)
