@@ -35,14 +35,14 @@ from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, Lo
 from engine.worker.build import build
 
 _PROMPT, _TOKENS = 128, 1024
-_WARM = 20  # steps of so many rows that are not counted
+_WARM = 20  # steps of each number of rows that are not counted
 _WAIT = 200e-6  # seconds, at least
 Run = Callable[[StepPlan], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Of steps of so many rows."""
+    """What the host took for steps that feed one number of rows."""
 
     host_us_per_step: float
     host_us_p90: float
@@ -169,7 +169,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
     given = arguments(argv)
     model = "instant" if given.instant else Path(given.model).name
     about = {"device": device(), "revision": given.revision or revision(), "model": model, "path": "host"}

@@ -37,7 +37,7 @@ class InstantSteps:
         self._last = number
 
     def add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
-        """It has none."""
+        """Ignores pages: this device stores no keys and values."""
 
     def launch(self, steps: int, longest: int) -> None:
         self._last += steps
@@ -56,7 +56,7 @@ class InstantBatches:
         self._launched = 0
 
     def change(self, changes: Changes) -> None:
-        """It has no rows."""
+        """Ignores row changes: this device keeps no row state."""
 
     def launch(self, rows: int) -> None:
         self._launched += 1

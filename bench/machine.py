@@ -1,4 +1,4 @@
-"""What a change of `engine/execution` must not make worse, of one tree or of several in turns, in one run:
+"""Measures what a change of `engine/execution` must not make worse, for one tree or for several in turns:
 
     python -m bench.machine --out "$OUT"
     python -m bench.machine --out "$OUT" --tree before@08c9afe=/tmp/old --tree after=. --parts host decode offline
@@ -38,7 +38,7 @@ Values = dict[str, tuple[float, str]]  # by workload: the value and its unit
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A checkout."""
+    """A checkout that is measured, and the name its figures have."""
 
     name: str
     path: Path
@@ -47,7 +47,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A process, and what its output says. `{records}` in the command is a file for its records."""
+    """A process to run, and how to read its figures. `{records}` in the command stands for a file that it writes."""
 
     part: str
     model: str
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass
 class Findings:
-    """The file machine.json."""
+    """Collects the figures of all trees and writes machine.json."""
 
     trees: Sequence[Tree]
     path: Path
@@ -68,7 +68,7 @@ class Findings:
     failed: list[str] = field(default_factory=list)
 
     def add(self, model: str, tree: Tree, found: Values) -> None:
-        """The better one counts, where there is one already."""
+        """Keeps the better of this value and one measured before."""
         for workload, (value, unit) in found.items():
             held = self.values.setdefault((model, workload, unit), {})
             best = min if unit in LESS else max
@@ -137,7 +137,7 @@ def jobs(parts: Sequence[str], models: Sequence[str]) -> Iterator[Job]:
 
 
 class Run:
-    """The processes, until time is up."""
+    """Runs the processes one after another until the time is up."""
 
     def __init__(self, trees: Sequence[Tree], out: Path, seconds: float) -> None:
         self.trees = trees
@@ -148,11 +148,11 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until nothing is begun any more."""
         return self._end - time.monotonic()
 
     def job(self, job: Job, tree: Tree) -> None:
-        """Its figures."""
+        """Runs a job on a tree and adds its figures to the findings."""
         with tempfile.TemporaryDirectory() as folder:
             records = Path(folder) / "records.json"
             command = [part.format(records=records) for part in job.command]
@@ -163,7 +163,7 @@ class Run:
         self.findings.write()
 
     def process(self, name: str, tree: Tree, command: Sequence[str]) -> str | None:
-        """What `python -m command` prints; None where there is no time for it, or it fails."""
+        """Returns what `python -m command` prints, or None where time is short or the command fails."""
         title = f"{tree.name}: {name}"
         if self.left < _LEAST:
             self.findings.not_run.append(title)
@@ -188,13 +188,13 @@ class Run:
         return done.stdout
 
     def log(self, text: str) -> None:
-        """Into the file, and its first line on the terminal."""
+        """Writes the text to log.txt and its first line to the terminal."""
         self._log.write(text + "\n")
         self._log.flush()
         print(text.splitlines()[0], flush=True)
 
     def plans(self) -> None:
-        """Recorded by the first tree, done again by each."""
+        """Records steps with the first tree and replays them with every tree."""
         for kind in ((), ("--greedy",)):
             name = "greedy" if kind else "mixed"
             file = (self.out / f"plans-{name}.msgpack").resolve()
@@ -208,7 +208,7 @@ class Run:
             self.findings.write()
 
     def tests(self, processes: int) -> None:
-        """Of the last tree, as far as time reaches; tests.json has the counts and the names of those that failed."""
+        """Runs the GPU tests of the last tree while time is left, and writes counts and failed names to tests.json."""
         tree, report = self.trees[-1], (self.out / "tests.xml").resolve()
         files = sorted(one for one in (tree.path / "tests").rglob("test_*.py") if "mark.gpu" in one.read_text())
         if self.left < _LEAST + _ENDING:
@@ -236,7 +236,7 @@ class Run:
 
 
 def _ended(running: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether it ended by itself in time; else it is made to."""
+    """Waits for the process, and ends it when the time is over. Returns whether it ended by itself."""
     try:
         running.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -251,7 +251,7 @@ def _ended(running: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _counted(report: Path) -> dict[str, Any]:
-    """What a JUnit report says."""
+    """Reads the counts and the failed tests from a JUnit report."""
     if not report.exists():
         return {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
     failures: list[str] = []
@@ -270,7 +270,7 @@ def _counted(report: Path) -> dict[str, Any]:
 
 
 def tree_of(spec: str) -> Tree:
-    """NAME[@REVISION]=PATH."""
+    """Parses NAME[@REVISION]=PATH."""
     name, _, path = spec.partition("=")
     name, _, known = name.partition("@")
     if not name or not Path(path, "engine").is_dir():
@@ -292,7 +292,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all was run, and nothing failed."""
+    """Returns 0 if everything was run and nothing failed."""
     given = arguments(argv)
     trees = given.tree or [tree_of("before=.")]
     given.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A recording of steps for `engine.worker.replay`: what a runner is asked for, and what it brings, as data.
+"""Records steps for `engine.worker.replay`: the plans that a runner gets and the results that it returns.
 
     python -m bench.recorded_plans --model models/demo --device cpu --out plans.msgpack
     python -m engine.worker.replay plans.msgpack --model models/demo --device cpu
@@ -59,7 +59,7 @@ def arrivals(vocabulary: int, greedy: bool) -> Iterator[tuple[int, Sequence]]:
 
 
 def record(runner: Runner, recorder: StepRecorder, steps: int, *, greedy: bool) -> Path | None:
-    """The file, of so many steps at most."""
+    """Runs up to `steps` steps and returns the file that they were recorded in."""
     info = runner.info
     pages = min(info.total_pages, 160)  # some lose theirs
     limits = Limits(
@@ -83,7 +83,6 @@ def record(runner: Runner, recorder: StepRecorder, steps: int, *, greedy: bool) 
 
 
 def main(argv: Items[str] | None = None) -> int:
-    """Records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")

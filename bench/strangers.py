@@ -20,7 +20,7 @@ _POLL = 0.005  # seconds
 
 
 class Strangers:
-    """So many silent connections to one port, held by a thread of their own within a `with` block."""
+    """Holds `count` silent connections to one port, in a thread, for the length of a `with` block."""
 
     def __init__(self, address: str, count: int, said: bytes, *, tls: bool = False, source: str = "127.0.0.1") -> None:
         """`tls`: a whole handshake comes before what is said. `source`: the address they come from."""
@@ -50,7 +50,7 @@ class Strangers:
         self._poll.close()
 
     def wait(self) -> None:
-        """Until as many were opened as are held."""
+        """Returns once `count` connections were opened."""
         while self.opened < self._count:
             time.sleep(_POLL)
 
