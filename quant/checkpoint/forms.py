@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +53,11 @@ class Int4Groups:
         return self.packed.nbytes + self.scale.nbytes + self.zero.nbytes
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
-        for first in range(0, self.shape[0], _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            grouped = in_groups(unpack_nibbles(self.packed[rows]), self.group).float()
+        def restore(grouped: torch.Tensor, rows: slice) -> None:
             grouped -= self.zero[rows].unsqueeze(2)
             grouped *= self.scale[rows].float().unsqueeze(2)
-            out[rows] = grouped.flatten(1)
-        return out
+
+        return _dequantize(self.packed, self.group, dtype, restore)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,14 +83,25 @@ class Int4Minima:
         return self.packed.nbytes + self.scale.nbytes + self.minimum.nbytes
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
-        for first in range(0, self.shape[0], _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            grouped = in_groups(unpack_nibbles(self.packed[rows]), self.group).float()
+        def restore(grouped: torch.Tensor, rows: slice) -> None:
             grouped *= self.scale[rows].float().unsqueeze(2)
             grouped += self.minimum[rows].float().unsqueeze(2)
-            out[rows] = grouped.flatten(1)
-        return out
+
+        return _dequantize(self.packed, self.group, dtype, restore)
+
+
+def _dequantize(
+    packed: torch.Tensor, group: int, dtype: torch.dtype, restore: Callable[[torch.Tensor, slice], None]
+) -> torch.Tensor:
+    """Turns packed numbers of 0..15 into weights. `restore` does so in place, for some rows, [rows, K/group, group]."""
+    shape = packed.shape[0], packed.shape[1] * 2
+    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    for first in range(0, shape[0], _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        grouped = in_groups(unpack_nibbles(packed[rows]), group).float()
+        restore(grouped, rows)
+        out[rows] = grouped.flatten(1)
+    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
