@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 T = TypeVar("T")
-MAX_PACKET = 64 * 2**10  # bytes, on the socket to the fork server
 _HEAD = struct.Struct("!I")
 
 

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.constraints.budget import Budget
-from engine.constraints.fork_server import NO_MEMORY
 from engine.constraints.messages import (
-    MAX_PACKET,
     Answer,
     Command,
     Configure,
@@ -40,6 +38,7 @@ from engine.constraints.messages import (
     frame,
 )
 from engine.constraints.reasons import Reason
+from engine.forks import MAX_PACKET, NO_MEMORY
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20  # bytes

@@ -12,7 +12,6 @@ import msgspec
 
 HEADER = struct.Struct("!BI")  # kind of the job, or how it ended; bytes that follow
 MAX_RESULT = 32 * 2**20  # bytes
-MAX_PACKET = 64 * 2**10  # bytes
 
 # How a job ended; what follows
 DONE = 0  # the result

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EngineUnavailable, InvalidModel
+from engine.forks import MAX_PACKET
 from service.core.text.control import (
     HEADER,
-    MAX_PACKET,
     MAX_RESULT,
     Configure,
     Ended,
