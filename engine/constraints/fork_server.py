@@ -17,6 +17,7 @@ import socket
 from engine.constraints.bounds import STACK, on_own_stack
 from engine.constraints.budget import Budget
 from engine.constraints.following import Following
+from engine.constraints.forks import MAX_PACKET, ForkServer, confine, die_with_parent
 from engine.constraints.grammars import Grammars
 from engine.constraints.heap import Heap
 from engine.constraints.messages import (
@@ -34,7 +35,6 @@ from engine.constraints.messages import (
     encode,
     frame,
 )
-from engine.forks import MAX_PACKET, ForkServer, confine, die_with_parent
 
 _NICE = 10  # the step loop and the streams go first where cores are few
 _CHUNK = 256 * 1024  # bytes

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.constraints.budget import Budget
+from engine.constraints.forks import MAX_PACKET, NO_MEMORY
 from engine.constraints.messages import (
     Answer,
     Command,
@@ -38,7 +39,6 @@ from engine.constraints.messages import (
     frame,
 )
 from engine.constraints.reasons import Reason
-from engine.forks import MAX_PACKET, NO_MEMORY
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20  # bytes

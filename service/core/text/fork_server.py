@@ -15,8 +15,8 @@ import os
 import socket
 from collections.abc import Callable
 
+from engine.constraints.forks import MAX_PACKET, ForkServer, confine, die_with_parent, limit_memory
 from engine.errors import InvalidModel
-from engine.forks import MAX_PACKET, ForkServer, confine, die_with_parent, limit_memory
 from service.core.text.control import (
     DONE,
     FAILED,

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from engine.constraints.forks import MAX_PACKET
 from engine.errors import EngineUnavailable, InvalidModel
-from engine.forks import MAX_PACKET
 from service.core.text.control import (
     HEADER,
     MAX_RESULT,
