@@ -23,33 +23,41 @@ TOKENS = 32
 
 
 class Watched:
-    """What rows each captured step moved, and their logits."""
+    """The logits of each captured step, and the rows that took a token of it.
+
+    A step in flight is discarded for a row that changes executor. Its logits follow the token that the batch had drawn
+    before, and the other executor may draw another one where two are as good as equal.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.moved: list[tuple[BatchRow | None, ...]] = []
+        self.taken: dict[int, tuple[BatchRow | None, ...]] = {}  # by number of the step, from 1 on
         self.logits: list[torch.Tensor] = []
-        launch, steps = BatchedSteps.launch, BatchPipeline._launch
+        launch, read = BatchedSteps.launch, BatchPipeline._read_step
 
         def keep(device: BatchedSteps, rows: int) -> None:
             launch(device, rows)
             self.logits.append(device._logits[:rows].clone())
 
-        def note(pipeline: BatchPipeline, ahead: int) -> None:
-            steps(pipeline, ahead)
-            self.moved += [pipeline._moving] * (pipeline._launched - len(self.moved))
+        def note(pipeline: BatchPipeline) -> bool:
+            number = pipeline._launched - len(pipeline._under_way) + 1
+            moving = pipeline._under_way[0] if pipeline._under_way else ()
+            live = tuple(None if own is None or own.gone else own for own in moving)
+            if came := read(pipeline):
+                self.taken[number] = live
+            return came
 
         patch.setattr(BatchedSteps, "launch", keep)
-        patch.setattr(BatchPipeline, "_launch", note)
+        patch.setattr(BatchPipeline, "_read_step", note)
 
     def of(self, key: int, length: int) -> dict[int, torch.Tensor]:
-        """Logits after each token of a sequence of so many that such a step fed, by its position."""
+        """Logits after each token of a sequence of `length` tokens that such a step fed, by the token's position."""
         found = {}
-        for number, (moved, logits) in enumerate(zip(self.moved, self.logits, strict=True), 1):
-            for index, own in enumerate(moved):
+        for number, rows in self.taken.items():
+            for index, own in enumerate(rows):
                 if own is not None and own.sequence.key == key and own.since <= number:
                     position = own.first + number - own.since
                     if position < min(own.last, length - 1):
-                        found[position] = logits[index]
+                        found[position] = self.logits[number - 1][index]
         return found
 
 
