@@ -18,7 +18,7 @@ from service.core.text.processes import JobDied, TextProcesses
 
 Key = tuple[str, tuple[str, ...]]  # kind and texts
 _KEPT: Final = 4 * 2**20  # bytes of text
-_MOST_DEADLY: Final = 1024  # that are remembered
+_MOST_DEADLY: Final = 1024  # digests of constraints whose deaths are remembered
 _DEADLY: Final = "is too complex: the process that checks it does not survive it"
 
 
@@ -29,7 +29,8 @@ class Constraints:
         self._processes = processes
         self._clock = clock
         self._known: OrderedDict[Key, str] = OrderedDict()
-        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # by caller and text: how many, until when
+        # By digest of tenant and constraint: deaths, and when refusals end, on the clock.
+        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._size = 0
 
     async def read(self, given: ConstraintText | None, origin: Origin) -> Constraint | None:
@@ -46,7 +47,11 @@ class Constraints:
         return Constraint(grammar, origin.tenant)
 
     async def _made(self, key: Key, field: str, origin: Origin) -> str:
-        """Counts the processes that die of one, and tries it no more after MOST_DEATHS."""
+        """Compiles a constraint in a text process and returns its grammar.
+
+        Counts the processes that die of it, by tenant and constraint. From MOST_DEATHS deaths on, the constraint is
+        refused without a process until REFUSED_FOR seconds after the last death, so that one caller cannot keep
+        killing processes."""
         name = hashlib.blake2b(pack((origin.tenant, key)), digest_size=16).digest()
         died, until = self._deaths.get(name, (0, 0.0))
         try:

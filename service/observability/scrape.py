@@ -40,11 +40,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Client:
-    """A connection. It gives way to a newcomer whatever it waits for: a scrape takes milliseconds."""
+    """Holds one connection of the metrics port. It may be closed for a new connection in any state, because a scrape
+    takes milliseconds and a scraper tries again."""
 
     task: asyncio.Task[None]
     host: Host
-    idle_since: float  # when it came
+    idle_since: float  # when it was accepted; seconds, the loop's clock
 
 
 class MetricsPort:
@@ -56,7 +57,7 @@ class MetricsPort:
         self._socket = _bound(setting, address)
         self._server: asyncio.Server | None = None
         self._clients: dict[asyncio.Task[None], _Client] = {}
-        self._silent: dict[asyncio.Task[None], _Client] = {}  # those that have asked for nothing yet
+        self._silent: dict[asyncio.Task[None], _Client] = {}  # clients whose request has not arrived
         self._encoder = ThreadPoolExecutor(1, "metrics")
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
@@ -78,8 +79,8 @@ class MetricsPort:
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Where there are too many, a silent one goes: a scrape says at once what it wants. Where none is silent, one
-        that has asked and does not read."""
+        """Serves a new connection. At the bound, first closes one: a connection that has sent no request, because a
+        scraper sends its request at once; where there is none, a connection that is slow to read its response."""
         if len(self._clients) >= _MAX_CONNECTIONS:
             gone = first_to_go(self._silent.values()) or first_to_go(self._clients.values())
             assert gone is not None

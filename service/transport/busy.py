@@ -1,4 +1,4 @@
-"""Which connections have a call that somebody works for."""
+"""Tracks which connections have a call in flight, so that the evictor closes idle connections only."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from collections.abc import Callable, Collection
 
 
 class BusyPeers:
-    """Calls whose message was read and that have not ended, by their connection's name at gRPC. Written by the event
-    loop; may be read in another thread."""
+    """Counts the calls in flight of each connection, from the read of a call's message to the call's end. Connections
+    are keyed by gRPC's peer name. The event loop writes; another thread may call `idle_since` and `keep`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._live: dict[str, int] = {}
-        self._ended: dict[str, float] = {}  # when the last call of a connection did
+        self._ended: dict[str, float] = {}  # by connection: when its last call ended, on the clock
 
     def begin(self, peer: str) -> None:
-        """One more call of this connection is live."""
         self._live[peer] = self._live.get(peer, 0) + 1
 
     def end(self, peer: str) -> None:
-        """One of them has ended."""
         left = self._live[peer] - 1
         if left:
             self._live[peer] = left
@@ -29,11 +27,11 @@ class BusyPeers:
             del self._live[peer]
 
     def idle_since(self, peer: str, accepted: float) -> float | None:
-        """None while the connection is busy; `accepted` where it has had no call."""
+        """Returns when the last call of a connection ended, or `accepted` where it had none; None while it is busy."""
         return None if peer in self._live else self._ended.get(peer, accepted)
 
     def keep(self, peers: Collection[str]) -> None:
-        """Forgets the connections that there are no more."""
+        """Forgets when calls ended on connections that are not in `peers`, the open ones."""
         for peer in tuple(self._ended):
             if peer not in peers:
                 self._ended.pop(peer, None)

@@ -15,20 +15,21 @@ _RESERVE = 256  # models' files, Redis, the engine process and its restart, and 
 SIDE_PORT = 64  # connections of each port that is not for callers: admin, health, metrics
 _SIDE_PORTS = 3
 _LEAST = 16
-_SPARE = 16, 512  # connections of a port beyond its bound, least and most; idle ones go before they are used up
+# Least and most connections of a port beyond its bound. The evictor closes idle connections before they run out.
+_SPARE = 16, 512
 _log = logging.getLogger(__name__)
 
 
 class Division(NamedTuple):
-    """Who may have how many."""
+    """Says how many connections the ports may have."""
 
     connections: int  # of the data port
-    spare: int  # beyond its bound, of each port
+    spare: int  # of each gRPC port, beyond its bound
 
 
 def divide(wanted: int) -> Division:
-    """As many connections of the data port as wanted, where the limit of descriptors has room for them. Raises the soft
-    limit as far as the hard one allows."""
+    """Grants the data port the `wanted` connections, or as many as the limit of descriptors has room for. Raises the
+    soft limit as far as the hard limit and _ENOUGH allow."""
     least, most_spare = _SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
@@ -38,7 +39,8 @@ def divide(wanted: int) -> Division:
             soft = most
         room = soft - _SIDE_PORTS * SIDE_PORT - _RESERVE
         most_connections = max(_LEAST, room - _SIDE_PORTS * least)
-        spare = min(most_spare, max(least, (room - wanted) // _SIDE_PORTS))  # metrics need none, data do
+        # Divided among the gRPC ports: data, admin and health, which happen to be as many as the side ports.
+        spare = min(most_spare, max(least, (room - wanted) // _SIDE_PORTS))
         if most_connections < wanted:
             _log.warning(
                 "the data port takes %d connections instead of %d: %d descriptors", most_connections, wanted, soft

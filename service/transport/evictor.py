@@ -1,10 +1,11 @@
-"""Closes idle connections of the ports of this process, where a port has more than its bound.
+"""Evicts idle connections of the gRPC ports of this process, where a port has more connections than its bound.
 
-gRPC owns the sockets of its connections. It can refuse the newest one, and nothing else: whoever has opened enough of
-them and is silent shuts a port. So gRPC is allowed more connections than the bound (`http2.PortBounds.spare`), and
-this thread finds their sockets among the descriptors of the process and shuts down those that `surplus` chooses. gRPC
-sees a caller that has hung up. That is below TLS and HTTP/2, so that half a handshake is treated like any other
-silence. A thread, since the event loop may be late just when somebody floods a port.
+gRPC owns its sockets, and at its limit it can only refuse the newest connection: a client that opens enough connections
+and stays silent would block the port for all others. So gRPC is allowed more connections than the bound
+(`http2.PortBounds.spare`). A thread finds their sockets among the descriptors of the process and shuts down those that
+`surplus` chooses, which looks to gRPC as if the client had disconnected. This works below TLS and HTTP/2, so that an
+unfinished handshake counts as an idle connection. It is a thread because a flood of connections can delay the event
+loop.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from service.transport.busy import BusyPeers
 from service.transport.http2 import PortBounds
 from service.transport.surplus import Host, surplus
 
-_EVERY = 0.1  # seconds between two looks
-_EVERY_CROWDED = 0.01  # seconds, while a port has more than its bound
-_SETTLED = 0.25  # seconds without a call, before which a connection goes only where the spare ones are half used up
-_LONGEST = 5.0  # seconds without looking at each descriptor, however few there are
-_LOG_EVERY = 60.0  # seconds between two lines about one port
+_EVERY = 0.1  # seconds between two polls
+_EVERY_CROWDED = 0.01  # seconds between two polls, after one that evicted
+_SETTLED = 0.25  # seconds of idleness before which a connection is evicted only where half of the spare is used up
+_LONGEST = 5.0  # seconds after which a poll lists the descriptors, however few are open
+_LOG_EVERY = 60.0  # seconds between two log lines about one port
 _FDS = "/proc/self/fd"
-_RESET = struct.pack(
-    "ii", 1, 0
-)  # of SO_LINGER: what is closed leaves no TIME_WAIT and no half-closed connection behind
+# For SO_LINGER: the socket is reset when it is closed, and leaves no TIME_WAIT and no half-closed connection behind.
+_RESET = struct.pack("ii", 1, 0)
 _log = logging.getLogger(__name__)
 
 Inode = int
@@ -40,57 +40,57 @@ Inode = int
 
 @dataclass(slots=True)
 class Connection:
-    """An accepted one. Held, as surplus wants it."""
+    """Describes an accepted connection. Implements surplus.Held."""
 
     fd: int
     inode: Inode
     port: int
     peer: str  # as gRPC names it
     host: Host
-    accepted: float  # when it was first seen, seconds
+    accepted: float  # when a poll first found the socket; seconds, the evictor's clock
     idle_since: float | None = None
 
 
 @dataclass(slots=True)
 class _Watched:
-    """One port."""
+    """Holds the bounds and the connections of one port."""
 
     bound: int
-    spare: int  # beyond which gRPC refuses newcomers
+    spare: int  # connections beyond the bound that gRPC still accepts
     busy: BusyPeers
-    evicted: int = 0  # since the last line about it
+    evicted: int = 0  # connections, since the last log line
     logged: float = -_LOG_EVERY
     connections: list[Connection] = field(default_factory=list)
 
 
 class Evictor:
-    """All ports of this process. Without `start`, looks are taken by hand."""
+    """Keeps the watched ports of this process within their bounds. Tests call `look` instead of `start`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ports: dict[int, _Watched] = {}
         self._known: dict[Inode, Connection] = {}
-        self._others: set[Inode] = set()  # sockets that are no connection of a port
+        self._others: set[Inode] = set()  # sockets that are no connection of a watched port
         self._looked = -_LONGEST
         self._thread: threading.Thread | None = None
 
     def watch(self, port: int, bounds: PortBounds, busy: BusyPeers) -> None:
-        """Holds a port that this process listens on to its bound, from the next look on."""
+        """Enforces the bound of a port that this process listens on, from the next poll on."""
         self._ports = {**self._ports, port: _Watched(bounds.connections, bounds.spare, busy)}
         self._others = set()
 
     def start(self) -> None:
-        """Looks from now on, for as long as the process lives."""
+        """Starts the thread that polls until the process ends. Further calls do nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="evictor", daemon=True)
             self._thread.start()
 
     def look(self) -> int:
-        """Looks once. How many connections were closed."""
+        """Polls once. Returns how many connections were evicted."""
         now = self._clock()
         least = min((one.bound for one in self._ports.values()), default=0)
         if now - self._looked < _LONGEST and 0 < _descriptors() <= least:
-            return 0  # of all kinds fewer than a port may have
+            return 0  # fewer descriptors of all kinds than any port may have connections
         self._looked = now
         self._find(now)
         return sum(self._relieve(number, watched, now) for number, watched in self._ports.items())
@@ -105,7 +105,7 @@ class Evictor:
             time.sleep(_EVERY_CROWDED if evicted else _EVERY)
 
     def _find(self, now: float) -> None:
-        """Which connections each port has now."""
+        """Updates the list of connections of each port from the descriptors of the process."""
         for watched in self._ports.values():
             watched.connections = []
         known, others = {}, set()
@@ -117,7 +117,7 @@ class Evictor:
             if one is None:
                 ends = _ends(fd)
                 if ends is None:
-                    continue  # neither end is known yet, or not any more
+                    continue  # the socket is not connected yet, or not any more
                 port, peer, host = ends
                 if port not in self._ports:
                     others.add(inode)
@@ -140,8 +140,11 @@ class Evictor:
         return len(leaving)
 
     def _surplus(self, watched: _Watched, now: float) -> list[Connection]:
-        """First of those that have been idle for a while, so that a newcomer has time to call. It also bounds how often
-        somebody can connect anew whose connections are closed."""
+        """Chooses the connections to evict.
+
+        Prefers those that have been idle for _SETTLED seconds: a new connection gets that long to make its first call,
+        and a client whose connections are evicted reconnects no more often. Where that leaves more than half of the
+        spare in use, takes any idle connection."""
         idle = [(one, watched.busy.idle_since(one.peer, one.accepted)) for one in watched.connections]
         for one, since in idle:
             one.idle_since = None if since is None or now - since < _SETTLED else since
@@ -155,25 +158,26 @@ class Evictor:
 
 
 def _descriptors() -> int:
-    """How many are open; 0 where the kernel (before 6.2) does not say it in one call."""
+    """Returns how many descriptors are open; 0 where the kernel (before 6.2) does not report it in one call."""
     return os.stat(_FDS).st_size
 
 
 def _sockets() -> Iterator[tuple[int, Inode]]:
     for name in os.listdir(_FDS):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
             found = os.fstat(int(name))
             if stat.S_ISSOCK(found.st_mode):
                 yield int(name), found.st_ino
 
 
 def _ends(fd: int) -> tuple[int, str, Host] | None:
-    """Port of our end; gRPC's name and the address of the other one. A socket without two such ends is None."""
+    """Returns the local port, and gRPC's name and the host of the peer. Returns None where the socket is not connected,
+    and port 0 where it is no internet socket."""
     one = None
     try:
         one = socket.socket(fileno=fd)
         if one.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0, "", Host("", local=True)  # for good
+            return 0, "", Host("", local=True)  # a socket never changes its family, so that it is not asked again
         port = one.getsockname()[1]
         address, peer_port, *more = one.getpeername()
         return port, _name(address, peer_port, more[1] if more else 0), Host.of(address)
@@ -185,7 +189,7 @@ def _ends(fd: int) -> tuple[int, str, Host] | None:
 
 
 def _name(address: str, port: int, scope: int) -> str:
-    """As grpc.aio.ServicerContext.peer."""
+    """Formats an address as grpc.aio.ServicerContext.peer does, to find it in BusyPeers."""
     address = address.partition("%")[0]
     if ":" not in address:
         return f"ipv4:{address}:{port}"
@@ -195,8 +199,9 @@ def _name(address: str, port: int, scope: int) -> str:
 
 
 def _shut(one: Connection) -> None:
-    """By a descriptor of our own, which cannot become another's, once it is known whose it is."""
-    with contextlib.suppress(OSError):  # it has gone meanwhile
+    """Resets the connection. Works on a duplicate and compares its inode first, since gRPC may close the descriptor at
+    any time and the process may reuse its number for another socket."""
+    with contextlib.suppress(OSError):  # the connection was closed meanwhile
         fd = os.dup(one.fd)
         with contextlib.closing(socket.socket(fileno=fd)) as own:
             if os.fstat(fd).st_ino == one.inode:

@@ -48,7 +48,7 @@ class PortBounds:
     connection_calls: int  # on one connection at once
     message_bytes: int
     connection_age: float | None = None  # seconds until it is said GOAWAY, some less or more; its calls go on
-    spare: int = 0  # connections beyond the bound that are accepted, so that an idle one can go for a newcomer
+    spare: int = 0  # connections accepted beyond the bound, so that an idle one can be evicted for a new one
 
 
 class Identification(NamedTuple):

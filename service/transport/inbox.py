@@ -24,9 +24,9 @@ from service.transport.context import Context
 _PATIENCE = 1.0  # seconds that a read may take while others wait
 _LONGEST_READ = 30.0  # seconds, where nobody waits
 _LONGEST_WAIT = 10.0  # seconds for a turn
-_LONGEST_DRAIN = 1.0  # seconds, of a call that is refused while its caller may be writing
-_PAUSE = 0.25  # seconds without a message after which it is taken not to be
-_DRAINS = 4, 256  # a share of the readers that drain at a time; calls that drain or wait for it
+_LONGEST_DRAIN = 1.0  # seconds that a refused call is drained while its caller may be writing
+_PAUSE = 0.25  # seconds without a message after which the caller counts as not writing
+_DRAINS = 4, 256  # readers for each call that drains at a time; most calls that drain or wait to drain
 _MOST_WAITING = 1024  # calls; each may hold a first window
 _LARGE = 65_536  # bytes of a message that takes milliseconds to parse
 _RETRY = 1.0  # seconds
@@ -60,7 +60,7 @@ class Incoming:
         self._context = context
         self.peer = context.peer()
         self.sender: Sender = (self.peer, tenant)
-        self.busy = False  # its message was read
+        self.busy = False  # whether its message was read and its connection counted as busy
         self.held = 0  # bytes of the message, once it is read
         self.since = 0.0  # when it began to read; seconds, the loop's clock
         self.turn: asyncio.Future[bool] | None = None  # whether it may read, once that is known
@@ -132,8 +132,8 @@ class Inbox:
         self._share = max(1, self._readers // 2)  # of them, for one sender
         self.busy = BusyPeers()
         self._drains = asyncio.Semaphore(max(1, self._readers // _DRAINS[0]))
-        self._reads: set[asyncio.Task[None]] = set()  # of them; each lasts as long as its call
-        self._draining = 0  # calls, those that wait for it included
+        self._reads: set[asyncio.Task[None]] = set()  # of drained calls; each lasts until a message or the call's end
+        self._draining = 0  # calls that drain or wait to drain
         self._refusals = refusals  # counted by reason
         self._reading: dict[Incoming, None] = {}  # longest first
         self._reading_of: dict[Sender, dict[Incoming, None]] = {}
@@ -202,9 +202,9 @@ class Inbox:
             self.busy.end(one.peer)
 
     async def drain(self, context: Context) -> None:
-        """Reads and drops what the caller still sends, before its call is refused: a client of grpc.aio that is writing
-        when its call ends shows INTERNAL instead of the status. Returns once the caller has ended or pauses. Bounded in
-        time and bytes; where too many calls are drained already, it returns at once."""
+        """Reads and discards what the caller still sends, before its call is refused: a grpc.aio client that is writing
+        when its call ends reports INTERNAL instead of the status. Returns once the caller has half-closed or pauses, or
+        at a bound of time or bytes. Returns at once where too many calls are being drained."""
         if self._draining >= _DRAINS[1]:
             return
         self._draining += 1
@@ -219,11 +219,12 @@ class Inbox:
             self._draining -= 1
 
     async def _before_pause(self, context: Context) -> object:
-        """The next message of a call that is refused. None where none comes soon, or ever."""
+        """Returns the next message of a refused call. Returns grpc.aio.EOF where the caller has half-closed, and None
+        where the call has ended or nothing comes within _PAUSE."""
         loop = asyncio.get_running_loop()
         came: asyncio.Future[object] = loop.create_future()
 
-        async def read() -> None:  # never cancelled, as Incoming's
+        async def read() -> None:  # never cancelled, for the reason in Incoming._read_into
             with contextlib.suppress(Exception):
                 found = await context.read()
                 if not came.done():

@@ -114,8 +114,10 @@ def _reserve(setting: str, address: str) -> tuple[list[socket.socket], int]:
 
 
 def _bind_shared(one: socket.socket, where: Any) -> None:
-    """Binds for processes that share the port. SO_REUSEADDR is needed where a former server's connections are in
-    TIME_WAIT on it. It is not set otherwise: until relays listen, it would let another server reserve the port too."""
+    """Binds a socket to a port that several processes share, by SO_REUSEPORT.
+
+    SO_REUSEADDR is needed only where connections of a former server are in TIME_WAIT on the port. It is not set
+    otherwise, because it would let another server reserve the port too until the relays listen."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         one.bind(where)

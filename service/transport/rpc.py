@@ -104,7 +104,8 @@ class Endpoints:
         return Method(handle, streams=False)
 
     def stream(self, permitted: Rights, body: StreamBody, check: Check = read_all, *, many: bool = False) -> Method:
-        """A body that writes its responses to the context. `many`: its callers send a stream of messages."""
+        """Makes a method of a body that writes its responses to the context. `many`: callers send a stream of messages,
+        which is drained before an error ends the call."""
 
         async def handle(record: RecordBuilder, context: Context) -> None:
             try:

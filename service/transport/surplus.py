@@ -1,7 +1,7 @@
-"""Which connections of a port are closed where there are too many: a pure choice, without sockets or clocks.
+"""Chooses the connections to close where a port has too many. Pure functions, without sockets or clocks.
 
-A port keeps some descriptors beyond its bound, so that a newcomer is accepted first and an idle connection goes for it.
-A connection is busy while it has a call whose message was read; those are never chosen.
+A port accepts some connections beyond its bound, so that a new connection is accepted first and an idle one is then
+closed for it. A connection is busy while it has a call whose message was read. Busy connections are never chosen.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 _LARGEST_SHARE = 3, 4  # of a port's connections, for one address
-_RESERVED_SHARE = 1, 8  # of them, for the loopback: probes and proxies of this machine
-_NETWORK = 64  # bits of an IPv6 address that stand for one caller, who has all addresses below them
+_RESERVED_SHARE = 1, 8  # of a port's connections, for the loopback: probes and proxies of this machine
+_NETWORK = 64  # bits of an IPv6 address that identify a caller, who usually has all addresses of that prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Who is at the other end, as far as its address says."""
+    """Identifies a caller by its IPv4 address, or by the first _NETWORK bits of its IPv6 address."""
 
     name: str
-    local: bool  # this machine, by the loopback
+    local: bool  # whether it is a loopback address
 
     @classmethod
     def of(cls, address: str) -> Host:
-        """`address`: as getpeername gives it."""
+        """Parses an address as getpeername returns it. An IPv4-mapped IPv6 address counts as IPv4."""
         found = ipaddress.ip_address(address.partition("%")[0])
         if isinstance(found, ipaddress.IPv6Address):
             if found.ipv4_mapped is None:
@@ -38,23 +38,25 @@ class Host:
 
 
 class Held(Protocol):
-    """A connection."""
+    """Describes a connection that is chosen from."""
 
     @property
     def host(self) -> Host: ...
 
     @property
     def idle_since(self) -> float | None:
-        """When it was accepted or its last call ended, on any clock; None while it is busy."""
+        """Returns when its last call ended, or else when it was accepted, on any clock; None while it is busy."""
 
 
 _Held = TypeVar("_Held", bound=Held)
 
 
 def surplus(held: Iterable[_Held], bound: int) -> list[_Held]:
-    """Those to close, so that at most `bound` are left, of which one address has at most three quarters, and addresses
-    of other machines together seven eighths. The address with the most idle connections gives first, of one address the
-    one that has been idle longest. Fewer, where too many are busy."""
+    """Returns the connections to close, in order.
+
+    Afterwards at most `bound` connections are left, of which one address has at most three quarters, and the addresses
+    of other machines together have at most seven eighths. The address with the most idle connections loses one first,
+    and of one address the connection that has been idle longest. Returns fewer where too many are busy."""
     ordered = _Idle(held)
     for host, count in tuple(ordered.counts.items()):
         for _ in range(count - _part(bound, _LARGEST_SHARE)):
@@ -66,18 +68,18 @@ def surplus(held: Iterable[_Held], bound: int) -> list[_Held]:
 
 
 def first_to_go(held: Iterable[_Held]) -> _Held | None:
-    """Which one gives way to a newcomer, where a port is full: the one that has been idle longest, of the address with
-    the most. None where all are busy."""
+    """Returns the connection to close for a new one where a port is full: of the address with the most idle
+    connections, the one that has been idle longest. None where all are busy."""
     ordered = _Idle(held)
     ordered.take_crowded(1, local=True)
     return ordered.taken[0] if ordered.taken else None
 
 
 class _Idle(Generic[_Held]):
-    """Idle connections of each address, the one that has been idle longest first."""
+    """Queues the idle connections of each address, longest idle first. `taken` collects those to close."""
 
     def __init__(self, held: Iterable[_Held]) -> None:
-        self.counts: dict[Host, int] = defaultdict(int)  # busy ones included
+        self.counts: dict[Host, int] = defaultdict(int)  # connections that are not taken, busy ones included
         self.taken: list[_Held] = []
         idle: dict[Host, list[tuple[float, int, _Held]]] = defaultdict(list)
         for place, one in enumerate(held):
@@ -91,13 +93,14 @@ class _Idle(Generic[_Held]):
         return sum(self.counts.values())
 
     def take(self, host: Host) -> None:
-        """The next of this address, if there is one."""
+        """Takes the longest idle connection of an address, if it has one."""
         if mine := self._idle.get(host):
             self.taken.append(mine.popleft()[2])
             self.counts[host] -= 1
 
     def take_crowded(self, number: int, *, local: bool) -> None:
-        """So many of whichever address has the most; `local`: of this machine's too."""
+        """Takes up to `number` connections, each from the address that then has the most idle ones. `local` includes
+        loopback addresses."""
         crowds = [self._rank(host) for host, mine in self._idle.items() if mine and (local or not host.local)]
         heapq.heapify(crowds)
         while number > 0 and crowds:
@@ -108,7 +111,8 @@ class _Idle(Generic[_Held]):
                 heapq.heappush(crowds, self._rank(host))
 
     def _rank(self, host: Host) -> tuple[int, float, str, Host]:
-        """The smallest gives first: by number, then by how long the next of it has been idle."""
+        """Orders the addresses in the heap, the first to lose a connection smallest: by the number of idle connections,
+        then by how long one has been idle. The name breaks ties."""
         mine = self._idle[host]
         return -len(mine), mine[0][0], host.name, host
 

@@ -65,15 +65,15 @@ def _made(job: ConstraintJob) -> str:
     except OutOfBounds as error:
         raise Refusal(str(error)) from None
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the library, in Rust
+        if type(error).__name__ != "PanicException":  # what a panic in llguidance, which is Rust, is raised as
             raise
         raise Refusal("cannot be processed") from None
 
 
 @lru_cache(maxsize=1)
 def _go_last() -> None:
-    """From here on this process gets what time others leave: streams and steps go first where cores are few. Only
-    constraints are done in it."""
+    """Lowers the priority of this process for good, so that streams and engine steps run first where cores are few.
+    Safe because such a process handles constraints only."""
     os.nice(_NICE)
 
 

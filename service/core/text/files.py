@@ -26,7 +26,8 @@ def one_line(error: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of one model folder, or those that a GGUF file stands for."""
+    """Reads the text files of one model folder. Where `folder` is a GGUF file, reads the equivalent texts that are
+    derived from its metadata."""
 
     folder: Path
 
@@ -67,7 +68,7 @@ class ModelFiles:
         return name in self._within() if is_gguf(self.folder) else (self.folder / name).exists()
 
     def _within(self) -> Mapping[str, bytes]:
-        """The text files that a GGUF file stands for."""
+        """Returns the texts that the GGUF file replaces, by the names that they have in a model folder."""
         try:
             return gguf_file(self.folder).texts
         except BadFile as error:

@@ -76,8 +76,6 @@ def _broken(model: str | None, problem: str) -> str:
 
 
 class _Server(ForkServer):
-    """Forks workers."""
-
     def __init__(self, front: socket.socket, tokenizer: Tokenizer, jobs: tuple[Job, ...]) -> None:
         super().__init__(front)
         self._tokenizer = tokenizer

@@ -37,7 +37,7 @@ class JobFailed(Exception):
 
 
 class JobDied(JobFailed):
-    """The process died of the job."""
+    """The process ended before it answered, for another reason than lack of memory (SIGABRT)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Limits:
     memory: int  # bytes a process, beyond the tokenizer
     jobs: int  # that wait
     waiting: int  # bytes of their payloads
-    each: int | None = None  # processes that one sender may have at a time; None: all
+    each: int | None = None  # processes that one sender may use at a time; None: all
 
 
 _CORES = usable_cores()
@@ -57,7 +57,8 @@ SMALL_LIMITS = Limits(
     processes=max(1, min(4, _CORES // 4)), seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20
 )
 LARGE_LIMITS = Limits(processes=1, seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
-# Two, of which a sender has one: nobody's constraint waits for another sender's, and nobody's text for a constraint.
+# One sender uses at most one of the two processes, so that a slow constraint delays no other sender's constraint. They
+# are apart from the pools of text jobs, which therefore never wait for a constraint.
 CONSTRAINT_LIMITS = Limits(processes=2, seconds=3.0, memory=320 * 2**20, jobs=256, waiting=16 * 2**20, each=1)
 _APART = "constraint"  # the kind of job with processes of its own
 

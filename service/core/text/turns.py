@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 
 class Turns:
-    """Belongs to one event loop. `each`: that one sender may have at a time; None: all."""
+    """Grants `count` turns at a time, at most `each` of them to one sender (None: all). Belongs to one event loop."""
 
     def __init__(self, count: int, each: int | None = None) -> None:
         self._free = count

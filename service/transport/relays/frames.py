@@ -66,7 +66,7 @@ class Stopped(msgspec.Struct, array_like=True, tag=6):
 
 
 class Alive(msgspec.Struct, array_like=True, tag=7):
-    """The answer to a Ping."""
+    """Answers a Ping."""
 
 
 class Listen(msgspec.Struct, array_like=True, tag=0):
@@ -75,7 +75,7 @@ class Listen(msgspec.Struct, array_like=True, tag=0):
     address: str
     bounds: PortBounds
     shown: Identification | None  # None: plaintext
-    hang_timeout: float  # seconds without a message after which either end takes the other for hung
+    hang_timeout: float  # seconds without a message after which either end considers the other hung
     refusals: list[Refusal]  # one of them is for whoever comes while the front is too far behind
 
 
@@ -134,7 +134,7 @@ class Stop(msgspec.Struct, array_like=True, tag=7):
 
 
 class Ping(msgspec.Struct, array_like=True, tag=8):
-    """Asks for a sign of life, and is one."""
+    """Asks the relay for Alive, and proves to the relay that the front is not hung."""
 
 
 Report = Came | Message | Taken | Gone | Listening | TurnedAway | Stopped | Alive  # relay → front

@@ -1,29 +1,29 @@
-"""Whether the other end of a link still runs: a front that waits for its relay, or a relay for its front."""
+"""Detects a hung peer on the link between front and relay, from either end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-LOOKS = 16  # in a hang timeout; silence ends in the last of them
+LOOKS = 16  # polls in a hang timeout; `silence` returns after one fewer in a row without a message
 
 
 class SignsOfLife:
-    """Counts looks without a message rather than seconds: an end that was itself held up, or stopped, does not take
-    that for the other one's silence."""
+    """Detects that a peer has sent nothing for a timeout. Counts polls without a message rather than seconds, so that
+    a process that was itself delayed or stopped does not mistake its own pause for the peer's silence."""
 
     def __init__(self, timeout: float, ask: Callable[[], object]) -> None:
-        """`timeout`: seconds. `ask`: sends what the other end answers, or waits for."""
+        """`timeout` is in seconds. `ask` is called at each poll, and may send a message that the peer answers."""
         self._interval = timeout / LOOKS
         self._ask = ask
         self._heard = True
 
     def heard(self) -> None:
-        """Something came."""
+        """Notes that a message of any kind has come from the peer."""
         self._heard = True
 
     async def silence(self) -> None:
-        """Asks at every look. Returns once nothing has come for between 15 and 16 of them."""
+        """Polls, and returns once the peer has sent nothing for 15 to 16 of the 16 intervals of the timeout."""
         missed = 0
         while missed < LOOKS - 1:
             self._heard = False

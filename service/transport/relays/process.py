@@ -54,7 +54,7 @@ from service.transport.silence import silence
 
 _MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
 _OOM_SCORE = 200  # above the front's; the engine process has 300
-_OPEN = "/grpc."  # methods of health and reflection, which need no token
+_OPEN = "/grpc."  # prefix of the methods of health and reflection, which need no token
 _NAMES = ("peer_uri", "peer_dns", "peer_email")  # what a certificate may say of who calls
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _log = logging.getLogger(__name__)
@@ -71,12 +71,13 @@ class _Call:
     """One call of gRPC's, in which everything is done that the front orders, in its order."""
 
     def __init__(self, number: int, context: _Context, link: Link[Order], busy: BusyPeers | None) -> None:
-        """`busy`: where its connection counts as busy from its first message on; None: a call that needs no token."""
+        """`busy` counts the connection as busy from the call's first message on. It is None for a call that needs no
+        token, so that callers without one cannot keep a connection from being evicted."""
         self._number = number
         self._context = context
         self._link = link
         self._busy = busy
-        self._peer: str | None = None  # of a connection that this call makes busy
+        self._peer: str | None = None  # the connection, once this call counts it as busy
         self._loop = asyncio.get_running_loop()
         self._orders = deque[_OfCall]()
         self._more: asyncio.Future[None] | None = None  # while it waits for orders
@@ -114,7 +115,7 @@ class _Call:
                     await abort(context, refusal)
 
     def end(self) -> None:
-        """Its connection is not busy for it any more."""
+        """Ends the call's claim on its connection. A read that returns later does not renew the claim."""
         self._ended = True
         if self._busy is not None and self._peer is not None:
             self._busy.end(self._peer)
@@ -225,7 +226,7 @@ class Relay:
         self._calls: Calls | None = None
         self._shown: http2.Identification | None = None
         self._tasks = set[asyncio.Task[None]]()
-        self._life: SignsOfLife | None = None  # of the front
+        self._life: SignsOfLife | None = None  # whether the front is alive; None until the relay listens
 
     def live(self) -> int:
         """Calls."""
@@ -269,7 +270,8 @@ class Relay:
         self._begin(self._end_with_front(order.hang_timeout))
 
     async def _end_with_front(self, silence: float) -> None:
-        """Where the front hangs: callers are better off with another server. It need not be asked, since it pings."""
+        """Ends this relay where the front hangs, so that its callers reconnect to another server. Sends nothing of its
+        own, since the front pings at every poll."""
         self._life = SignsOfLife(silence, lambda: None)
         await self._life.silence()
         _log.error("the front gave no sign of life for %g s", silence)

@@ -68,7 +68,7 @@ class RelayCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """How many there are, what they log, and how long front and relay wait for a sign of life of each other."""
+    """Configures the relays: their number, what they log, and after how long a silent front or relay counts as hung."""
 
     count: int
     hang_timeout: float = 10.0  # seconds
@@ -128,7 +128,8 @@ class _Relay:
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     async def _kill_if_hung(self) -> None:
-        """Its callers see their connections break, UNAVAILABLE: nobody else can write on those."""
+        """Kills the relay once it has been silent for the hang timeout. Its callers get UNAVAILABLE from the broken
+        connections, because only the relay could write another status to them."""
         await self._life.silence()
         self._hung = True
         self.process.kill()
