@@ -49,7 +49,7 @@ class ConstraintUnmet(EngineError):
 
 
 class ConstraintTooCostly(EngineError):
-    """The request's constraint took more time or memory than one may. Trying again is no use."""
+    """The request's constraint took more time or memory than a constraint may. Trying again is no use."""
 
 
 class Quarantined(EngineError):

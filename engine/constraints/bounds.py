@@ -1,12 +1,12 @@
-"""What a constraint may be at most, checked before llguidance reads any of it: depth, rules, size, repetition.
+"""Checks constraints against bounds of depth, rules, size and repetition before llguidance reads any of them.
 
-The library takes constraints apart by recursion, and where its stack ends the process ends. So nothing reaches it that
-is deeper than MOST_DEPTH, and it runs on a stack of STACK bytes, where it overflows at nineteen times that depth and
-beyond (docs/adr/0062-constraints-in-processes.md). The text process of the front and the engine's processes check the
-same text by the same code.
+llguidance parses constraints recursively, and a stack overflow in it ends the process. Therefore no constraint deeper
+than MOST_DEPTH reaches it, and it runs on a stack of STACK bytes, which overflows only at nineteen times that depth and
+beyond (docs/adr/0062-constraints-in-processes.md). The text process of the front and the engine's processes run the
+same checks on the same text.
 
-Depth is counted from above: of rules or definitions that can reach each other in a circle, all count. The checks
-themselves use no recursion.
+Depth is counted from the outermost level inwards. Of rules or definitions that can reach each other in a cycle, all
+count. The checks themselves do not recurse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_NESTED: Final = 100  # brackets inside each other in one rule, regex or JSO
 MOST_RULES: Final = 2048  # of a grammar
 MOST_VALUES: Final = 32_768  # of a schema: objects, lists and what is in them
 MOST_REGEX: Final = 64 * 2**10  # characters of one regex
-MOST_REPEATED: Final = 100_000  # characters of a regex, each as often as the counts around it say
+MOST_REPEATED: Final = 100_000  # characters of a regex once its repetitions are expanded
 
 _REPETITION = re.compile(r"\{\s*(\d*)\s*(,?)\s*(\d*)\s*\}")
 _LEXEMES = re.compile(
@@ -38,26 +38,26 @@ _LEXEMES = re.compile(
     | (?P<define>::=|:) | (?P<open>[(\[{]) | (?P<close>[)\]}]) | (?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
-_CLASS = re.compile(r"(?:\\.|[^\]\\])*\]", re.DOTALL)  # of GBNF, behind its bracket
+_CLASS = re.compile(r"(?:\\.|[^\]\\])*\]", re.DOTALL)  # rest of a GBNF class, behind its opening bracket
 _ANCHORS = ("$id", "id", "$anchor", "$dynamicAnchor")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class OutOfBounds(ValueError):
-    """A constraint is beyond a bound. The text is for its caller: which bound, and the place."""
+    """A constraint exceeds a bound. The text is meant for the caller and names the bound and the place."""
 
 
 @dataclass(slots=True)
 class _Rule:
-    """A rule of a grammar or a definition of a schema."""
+    """Holds the depth and the references of a grammar's rule or of a schema's definition."""
 
     place: str
-    depth: int = 1  # of what is inside each other in it
+    depth: int = 1  # levels of nesting inside the rule itself
     uses: set[str] = field(default_factory=set)
 
 
 def check_grammar(grammar: str) -> None:
-    """Checks what the engine is given: llguidance's own JSON, or a grammar in Lark's notation. Raises OutOfBounds."""
+    """Checks a grammar as the engine receives it: llguidance's own JSON, or Lark's notation. Raises OutOfBounds."""
     if not grammar.lstrip().startswith("{"):
         check_ebnf(grammar)
         return
@@ -74,7 +74,8 @@ def check_grammar(grammar: str) -> None:
 
 
 def check_regex(pattern: str, place: str = "") -> None:
-    """Raises OutOfBounds. `place` is said where it was found inside another text."""
+    """Checks the length, nesting and repetition of a regex. `place` names the regex's place in a larger text, for the
+    error text; a regex on its own has none. Raises OutOfBounds."""
     if len(pattern) > MOST_REGEX:
         raise OutOfBounds(f"is a regex of more than {MOST_REGEX} characters{place}")
     _Regex(pattern, place).check()
@@ -90,7 +91,7 @@ def check_ebnf(text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """Checks a parsed JSON schema. Raises OutOfBounds with a JSON pointer."""
+    """Checks a parsed JSON schema. Raises OutOfBounds, whose text has a JSON pointer to the place."""
     pointers: set[str] = set()
     anchors: dict[str, str] = {}
     references: set[str] = set()
@@ -110,7 +111,8 @@ def check_schema(schema: Any) -> None:
 
 
 def on_own_stack(work: Callable[[], T]) -> T:
-    """Runs it in a thread with a stack of STACK bytes, whatever stack this process was given. Reraises."""
+    """Runs `work` in a thread with a stack of STACK bytes, whatever stack this process was given, and reraises its
+    exception. Raises MemoryError where there is no memory for that stack."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -125,7 +127,7 @@ def on_own_stack(work: Callable[[], T]) -> T:
         thread = threading.Thread(target=run, name="constraint")
         thread.start()
     except RuntimeError:
-        raise MemoryError from None  # for its stack
+        raise MemoryError from None  # for the thread's stack
     finally:
         threading.stack_size(before)
     thread.join()
@@ -138,14 +140,14 @@ def on_own_stack(work: Callable[[], T]) -> T:
 
 
 class _Regex:
-    """One pass over a regex in Rust's syntax."""
+    """Checks a regex in Rust's syntax in one pass."""
 
     def __init__(self, pattern: str, place: str) -> None:
         self._pattern = pattern
         self._place = place
         self._groups: list[float] = [0.0]  # characters of each group that is open, repetition included
-        self._last = 0.0  # of the part that a repetition would repeat
-        self._repeats = 0  # repetitions right behind each other
+        self._last = 0.0  # characters of the part that a repetition would repeat
+        self._repeats = 0  # consecutive repetition operators
 
     def check(self) -> None:
         pattern, at = self._pattern, 0
@@ -163,7 +165,7 @@ class _Regex:
             at = self._single(at, sign)
 
     def _single(self, at: int, sign: str) -> int:
-        """Where the next part begins."""
+        """Reads one part of the regex and returns the index of the next part."""
         self._repeats = 0
         if sign == "(":
             self._groups.append(0.0)
@@ -191,7 +193,8 @@ class _Regex:
             raise OutOfBounds(f"repeats more than {MOST_REPEATED} characters{self._at(at)}")
 
     def _behind_class(self, at: int) -> int:
-        """Classes may be inside each other; a bracket right behind the first is a character."""
+        """Returns the index behind a character class. Classes may be nested. A closing bracket right behind the first
+        opening bracket is a literal character."""
         depth, begun, at = 1, at, at + 1
         if self._pattern[at : at + 1] == "^":
             at += 1
@@ -215,14 +218,14 @@ class _Regex:
 def _rules(text: str, gbnf: bool) -> dict[str, _Rule]:
     found: dict[str, _Rule] = {}
     rule = _Rule("line 1, column 1")
-    names: list[tuple[str, int]] = []  # of the rule so far, and where
+    names: list[tuple[str, int]] = []  # names and offsets in the current rule so far
     open_ = at = 0
     while at < len(text):
         lexeme = _LEXEMES.match(text, at)
         assert lexeme is not None  # the last alternative takes anything
         kind, at = lexeme.lastgroup, lexeme.end()
         if kind == "regex" and gbnf:
-            at = lexeme.start() + 1  # a slash is nothing there
+            at = lexeme.start() + 1  # a slash has no meaning in GBNF
         elif kind == "regex":
             pattern = lexeme[0].rpartition("/")[0][1:]
             check_regex(pattern, f" at {_place(text, lexeme.start())}")
@@ -251,7 +254,8 @@ def _rules(text: str, gbnf: bool) -> dict[str, _Rule]:
 
 
 def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, int]:
-    """The name before the sign that defines: what stands first in its line. Takes it away from the rule before."""
+    """Removes the name that is being defined from `names` and returns it with its offset: the last name that stands
+    first in its line. The names that are left belong to the rule before."""
     for index in range(len(names) - 1, -1, -1):
         begin = names[index][1]
         line = text.rfind("\n", 0, begin) + 1
@@ -263,7 +267,8 @@ def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, 
 
 
 def _inline(text: str, word: str, at: int) -> int:
-    """Where a part in another notation ends: `%json {…}`, `%regex {…}`, `%lark {…}`. Checks it."""
+    """Returns the index at which the scan continues after an embedded `%json {…}`, `%regex {…}` or `%lark {…}`. Checks
+    the schema of a `%json`."""
     if word == "%lark":
         return at  # its rules count as this grammar's
     try:
@@ -284,7 +289,7 @@ def _place(text: str, at: int) -> str:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, int, Items]]:
-    """Every object and list with a pointer to it and its depth, what is around it first."""
+    """Yields every object and list of the schema with its JSON pointer and its depth, outer ones before inner ones."""
     todo = [("#", 1, schema)] if isinstance(schema, (dict, list)) else []
     while todo:
         pointer, depth, value = todo.pop()
@@ -308,8 +313,8 @@ def _referred(value: dict[str, Any]) -> list[str]:
 
 
 def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], references: set[str]) -> dict[str, _Rule]:
-    """The whole schema and all that is referred to, each with what is in it. A reference to no place that is known here
-    may be to any that has a name."""
+    """Returns the whole schema and every place that has an anchor or is referred to, each with its depth and its
+    references. A reference whose target is unknown counts as a reference to every one of these places."""
     targets: dict[str, tuple[str, ...]] = {}
     for reference in references:
         pointer = unquote(reference.rstrip("/")) or "#"
@@ -317,7 +322,7 @@ def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], refer
         known = pointer if pointer in pointers else named
         targets[reference] = (known,) if known else ()
     found = {one: _Rule(f"at {_shown(one)}") for one in {"#", *anchors.values(), *sum(targets.values(), ())}}
-    around: dict[str, tuple[tuple[str, int], ...]] = {}  # of each place: what is in `found`, and where it begins
+    around: dict[str, tuple[tuple[str, int], ...]] = {}  # by pointer: the places of `found` around it, and their depths
     for pointer, depth, value in _walk(schema):
         outside = around.get(pointer.rpartition("/")[0], ())
         inside = around[pointer] = (*outside, (pointer, depth)) if pointer in found else outside

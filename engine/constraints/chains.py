@@ -1,4 +1,4 @@
-"""How deep things are that refer to each other, without recursion."""
+"""Finds chains of references that are too deep, without recursion."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 def deepest(nodes: Mapping[str, tuple[int, Iterable[str]]], most: int) -> str | None:
-    """Nodes by name, each with its own depth and the names that it uses. The first node, users first, with which some
-    chain becomes deeper than `most`, or None. Of nodes in a circle all count, in whatever order they are used."""
+    """Returns the first node, users before what they use, at which a chain of references becomes deeper than `most`, or
+    None. `nodes` maps each name to the node's own depth and the names that it uses. Of nodes in a cycle all count, in
+    whatever order they are used."""
     edges = {name: [used for used in uses if used in nodes] for name, (_, uses) in nodes.items()}
     circles = _circles(edges)
     circle_of = {name: index for index, circle in enumerate(circles) for name in circle}
-    above = [0] * len(circles)  # the deepest chain of users
+    above = [0] * len(circles)  # depth of the deepest chain of users of each component
     for index in range(len(circles) - 1, -1, -1):  # those that are used come before their users
         depth = above[index]
         for name in circles[index]:
@@ -27,7 +28,7 @@ def deepest(nodes: Mapping[str, tuple[int, Iterable[str]]], most: int) -> str | 
 
 
 def _circles(edges: Mapping[str, list[str]]) -> list[list[str]]:
-    """Strongly connected components, those that are used before their users (Tarjan's algorithm)."""
+    """Returns the strongly connected components by Tarjan's algorithm, each before its users."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []

@@ -1,4 +1,4 @@
-"""The grammars and sequences of one process: what commands do. The only code that calls the library for the engine."""
+"""Executes commands on the grammars and sequences of one process, by llguidance."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from engine.constraints.reasons import Reason
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_FORCED: Final = 256  # tokens that are taken as said at once
+MOST_FORCED: Final = 256  # forced tokens that are appended at once
 
 
 @dataclass(slots=True, eq=False)
 class _Grammar:
-    """A compiled grammar. Its copies share what they grow to, which is counted here."""
+    """Holds a compiled grammar. The matchers of its sequences are copies that share the memory they grow to, which
+    `bytes` counts once."""
 
     matcher: LLMatcher
     bytes: int = 0
@@ -51,9 +52,9 @@ class _Sequence:
 
 
 class Following:
-    """Does one command after another. Memory is counted after each: where one grammar, or all of them, take more than
-    they may, grammars that nobody follows are dropped, the one used longest ago first, and then the largest, with the
-    sequences that follow it."""
+    """Executes one command after another, and counts memory after each. Drops a grammar that exceeds `of_constraint`,
+    with the sequences that follow it. Where all grammars together exceed `of_caller`, drops those that no sequence
+    follows, least recently used first, and then the largest with its sequences."""
 
     def __init__(
         self, grammars: Grammars, budget: Budget, used: Callable[[], int], give_back: Callable[[], None]
@@ -62,17 +63,17 @@ class Following:
         self._budget = budget
         self._heap = used
         self._give_back = give_back
-        self._kept: OrderedDict[str, _Grammar] = OrderedDict()  # the one used last is last
+        self._kept: OrderedDict[str, _Grammar] = OrderedDict()  # least recently used first
         self._live: dict[int, _Sequence] = {}
-        self._counted = "", 0  # whose bytes were counted last, and what the heap was then
+        self._counted = "", 0  # the grammar counted last, and the heap's bytes then
 
     @property
     def used(self) -> int:
-        """Bytes of all grammars."""
+        """Counts the bytes of all grammars."""
         return sum(one.bytes for one in self._kept.values())
 
     def obey(self, command: Command) -> Iterator[Answer]:
-        """The answers, each as soon as it is known."""
+        """Executes a command and yields its answers, each as soon as it is known."""
         before = self._heap()
         self._correct(before)
         grammar = command.grammar if isinstance(command, Begin) else None
@@ -91,7 +92,7 @@ class Following:
         yield from self._bounded(command.key, last or Gone(command.key, 0))
 
     def _correct(self, now: int) -> None:
-        """Takes away what was counted the last time and has gone since: the answer itself."""
+        """Subtracts what was counted after the last command and has been freed since: the answer itself."""
         grammar, after = self._counted
         if now < after and (found := self._kept.get(grammar)) is not None:
             found.bytes = max(0, found.bytes - (after - now))
@@ -163,7 +164,7 @@ class Following:
         return Masked(key, sequence.length, bytes(mask), whole, 0)
 
     def _mask(self, sequence: _Sequence) -> bytearray:
-        """Stop tokens are allowed where the grammar may end, and nowhere else."""
+        """Returns the mask of the next token. Stop tokens are allowed where the grammar may end, and nowhere else."""
         matcher = sequence.matcher
         bits = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
@@ -177,7 +178,8 @@ class Following:
         return bits
 
     def _mask_behind(self, sequence: _Sequence, draft: tuple[int, ...]) -> bytes:
-        """Where a token is forced, the library's mask has no other: what would be appended is what is chosen."""
+        """Returns the mask of the token after a draft; empty where the grammar forbids the draft or ends with it. The
+        mask covers forced tokens too, because the library's mask allows only the token that is forced."""
         matcher, consumed = sequence.matcher, 0
         try:
             for token in draft:
@@ -192,7 +194,7 @@ class Following:
                 matcher.rollback(consumed)
 
     def _bounded(self, key: int, answer: Answer) -> Iterator[Answer]:
-        """The answer, unless its grammar has grown beyond a bound; and what that ends."""
+        """Yields a failure for each other sequence that a bound ends, then the answer, or a failure in its place."""
         ended = self._over()
         used = self.used
         for other in ended - {key}:
@@ -211,7 +213,7 @@ class Following:
                 yield Gone(key, used)
 
     def _over(self) -> set[int]:
-        """Drops what is too much; the sequences that it ends."""
+        """Drops the grammars that exceed a bound, and returns the keys of the sequences that this ends."""
         ended: set[int] = set()
         dropped = False
         for text, one in [*self._kept.items()]:

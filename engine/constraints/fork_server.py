@@ -1,8 +1,11 @@
-"""`python -m engine.constraints.fork_server --fd N`: loads the vocabulary once and forks the processes that follow
-grammars, which have it at once. Runs no grammar itself, and no thread, so that a fork is sound.
+"""Loads the vocabulary once and forks the processes that follow grammars, which share it without loading it.
 
-A process that it forks serves one caller, one command after another. It dies of what goes beyond its bounds, and of
-what the library does not survive: processor time by a timer's signal, memory by a limit. Nothing outlives the engine.
+Run as `python -m engine.constraints.fork_server --fd N`. The fork server follows no grammar itself and runs no thread,
+so that forking is safe.
+
+Each forked process serves one caller, one command after another. It is killed when it exceeds a bound (of processor
+time by a timer's signal, of memory by a resource limit) and when the library crashes. No forked process outlives the
+engine.
 """
 
 from __future__ import annotations
@@ -81,14 +84,14 @@ class _Server(ForkServer):
         return encode(Ended(key, code))
 
     def _work(self, ours: socket.socket) -> None:
-        # What a grammar grows by within one command comes on top of what may be kept; then the process ends.
+        # Within one command a grammar may grow by `of_constraint` on top of what may be kept; more ends the process.
         confine(self._configure.of_caller + self._configure.of_constraint + STACK)
         os.nice(_NICE)
         on_own_stack(lambda: _follow(ours, self._grammars, self._configure))
 
 
 def _follow(engine: socket.socket, grammars: Grammars, configure: Configure) -> None:
-    """Does commands until the engine closes the socket."""
+    """Executes commands until the engine closes the socket."""
     heap = Heap()
     budget = Budget(of_constraint=configure.of_constraint, of_caller=configure.of_caller)
     following = Following(grammars, budget, heap.used, heap.give_back)

@@ -1,7 +1,8 @@
-"""What the processes that fork others have in common: the loop that forks and reaps, and the limits of what is forked.
+"""Provides what fork servers have in common: the loop that forks and reaps, and the limits of forked processes.
 
-A fork server has loaded something once, and what it forks has it at once. It runs no thread, so that a fork is sound.
-Nothing outlives its parent. The front imports this module as well, so it has no torch.
+A fork server loads data once, and the processes that it forks share the data without loading it. A fork server runs no
+thread, so that forking is safe. No forked process outlives its parent. The front imports this module as well, so it
+does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DESCRIPTORS = 64
 
 
 class ForkServer(ABC):
-    """Forks processes by a parent's orders, and reports how each one ended."""
+    """Forks processes on a parent's orders, and reports how each one ended."""
 
     def __init__(self, parent: socket.socket) -> None:
         self._parent = parent
@@ -34,14 +35,14 @@ class ForkServer(ABC):
 
     @abstractmethod
     def obey(self, order: bytes, descriptors: list[int]) -> None:
-        """Does what an order of the parent says."""
+        """Executes an order of the parent."""
 
     @abstractmethod
     def ended(self, key: int, code: int) -> bytes:
-        """The message that a process has ended with an exit code, or with minus the number of a signal."""
+        """Encodes the message that a process has ended with an exit code, or with minus the number of a signal."""
 
     def run(self) -> None:
-        """Serves until the parent has closed its socket."""
+        """Serves until the parent closes its socket."""
         self._wakes.setblocking(False)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -57,7 +58,7 @@ class ForkServer(ABC):
                 self.obey(order, descriptors)
 
     def fork(self, key: int, work: Callable[[], None]) -> None:
-        """Starts a process that does `work` and ends."""
+        """Starts a process that runs `work` and exits."""
         try:
             pid = os.fork()
         except OSError:
@@ -81,7 +82,7 @@ class ForkServer(ABC):
             os._exit(code)
 
     def kill(self, key: int) -> None:
-        """Kills a process. It is not reaped yet, so that no other process has its number."""
+        """Kills a process. Its pid is still its own, because `_pids` holds only processes that are not reaped yet."""
         if key in self._pids:
             os.kill(self._pids[key], signal.SIGKILL)
 
@@ -101,12 +102,13 @@ def die_with_parent() -> None:
     """Has the kernel kill this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
 
 
 def confine(memory: int) -> None:
-    """Leaves this process `memory` bytes more than it has, and no file that it could write to."""
+    """Limits this process to `memory` bytes more than it has and a few open files, forbids it to write to files, and
+    has the kernel's OOM killer prefer it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))

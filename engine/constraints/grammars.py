@@ -1,4 +1,4 @@
-"""Grammars over a model's vocabulary, and the library's own bounds of what one may take."""
+"""Compiles grammars over a model's vocabulary, within the library's own bounds."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ _MOST_STATES: Final = 20_000  # of a lexer, a kilobyte or two each
 
 
 def limits() -> LLParserLimits:
-    """The library's bounds of work: they end most of what is too complex early. They bound neither the time of a mask
-    (0.7 s was seen) nor memory (160 MB). Its errors do not repeat what the caller sent, since they may be logged."""
+    """Returns the library's bounds of work, which end most of what is too complex early. They bound neither the time of
+    a mask (0.7 s was measured) nor memory (160 MB). The library's errors do not repeat what the caller sent, since they
+    may be logged."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
 
 
 class Grammars:
-    """Reads the vocabulary when it is first needed. Belongs to one thread."""
+    """Compiles grammars over one vocabulary, which is read when it is first needed. Belongs to one thread."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A fresh one, at the grammar's beginning. A grammar that cannot be compiled gives one that is in error. Raises
-        OutOfBounds, and what `read_vocabulary` does."""
+        """Returns a fresh matcher at the grammar's beginning. The matcher of a grammar that cannot be compiled is in
+        error. Raises OutOfBounds, and what `read_vocabulary` raises."""
         from llguidance import LLMatcher
 
         check_grammar(grammar)
         return LLMatcher(self.vocabulary()[0], grammar, log_level=0, limits=limits())
 
     def vocabulary(self) -> tuple[LLTokenizer, int]:
-        """With the token whose bit in a mask says that the answer may end there. Raises OSError or ValueError."""
+        """Returns the vocabulary, and the token whose bit in a mask says that the answer may end there. Raises OSError
+        or ValueError."""
         return self._vocabulary
 
     @cached_property

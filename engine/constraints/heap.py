@@ -1,5 +1,5 @@
-"""How many bytes this process has allocated. The library allocates by the C library's malloc, so in a process that does
-nothing else, what was allocated since is what a grammar grew by."""
+"""Measures how many bytes this process has allocated. llguidance allocates by the C library's malloc, so in a process
+that does nothing else, the growth of the heap is the growth of a grammar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class _Mallinfo(ctypes.Structure):
 
 
 class Heap:
-    """Of this process. glibc since 2.33 says it exactly; elsewhere it is what resides in memory, which is more."""
+    """Measures the heap of this process. glibc since 2.33 reports it exactly; elsewhere resident memory is taken, which
+    is more."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
@@ -24,7 +25,7 @@ class Heap:
             self._mallinfo.restype = _Mallinfo
 
     def used(self) -> int:
-        """Bytes in use."""
+        """Returns the bytes in use."""
         if self._mallinfo is None:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             return pages * 4096
@@ -32,6 +33,6 @@ class Heap:
         return int(found.uordblks + found.hblkhd)
 
     def give_back(self) -> None:
-        """Returns what is free to the system."""
+        """Returns free memory to the operating system."""
         if self._trim is not None:
             self._trim(0)

@@ -1,5 +1,5 @@
-"""Follows grammars in the caller's own process, without bounds of time: for benches and tests that have a vocabulary of
-their own. Has the methods of `Processes` that `Constraints` uses."""
+"""Follows grammars in the calling process, without time bounds, for benches and tests that have a vocabulary of their
+own. Has the methods of `Processes` that `Constraints` calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.constraints.processes import Listener, Process
 
 
 class Inline:
-    """One caller's, whoever asks. Answers are heard by `wait`, as those of processes are."""
+    """Follows the grammars of all callers in this process. `wait` delivers the answers, as `Processes.wait` does."""
 
     def __init__(self, grammars: Grammars, listener: Listener) -> None:
         self._following = Following(grammars, Budget(), lambda: 0, Heap().give_back)
@@ -51,7 +51,7 @@ class Inline:
             self._listener.on_answer(self._process, self._answers.popleft())
 
     def tidy(self) -> None:
-        """Nothing is kept apart."""
+        """Does nothing, since there is no process that could be idle."""
 
     def leave(self, process: Process, key: int) -> None:
         process.keys.discard(key)

@@ -1,4 +1,5 @@
-"""What travels between the engine loop and the processes that follow grammars. Frames are a length and msgpack."""
+"""Defines the messages between the engine loop and the processes that follow grammars. A frame is a length and
+msgpack."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _HEAD = struct.Struct("!I")
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A sequence begins, or is taken up behind `ids` of its answer. The grammar is compiled unless it is known."""
+    """Begins a sequence, or resumes one after the tokens `ids` of its answer. The grammar is compiled unless it is
+    known."""
 
     key: int
     grammar: str
@@ -22,7 +24,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The answer goes on. `force`: what the grammar leaves no choice about is taken as said."""
+    """Appends `ids` to the answer. With `force`, the tokens that the grammar leaves no choice about are appended
+    too."""
 
     key: int
     ids: tuple[int, ...]
@@ -30,27 +33,27 @@ class Advance(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class LookAhead(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Masks behind each of these tokens are wanted, which were not said."""
+    """Requests the masks after each token of a draft, which is not appended to the answer."""
 
     key: int
     draft: tuple[int, ...]
 
 
 class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The last so many tokens were not said."""
+    """Removes the last `count` tokens from the answer."""
 
     key: int
     count: int
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The sequence has gone."""
+    """Ends the sequence."""
 
     key: int
 
 
 class Followed(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First answer to Advance; `Masked` follows."""
+    """Is the first answer to Advance; `Masked` or `Failed` follows."""
 
     key: int
     allowed: bool
@@ -59,17 +62,17 @@ class Followed(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Masked(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Last answer to Begin, Advance and TakeBack."""
+    """Is the last answer to Begin, Advance and TakeBack."""
 
     key: int
-    length: int  # tokens of the answer before it
+    length: int  # tokens of the answer before the mask's token
     mask: bytes  # a bit for each token, from the lowest bit of the first byte on; stop tokens where the answer may end
     whole: bool  # the answer may end here
     used: int  # bytes of all grammars of this process
 
 
 class MaskedAhead(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Answer to LookAhead. Empty behind what may not come, or ends the answer."""
+    """Answers LookAhead. A mask is empty after tokens that the grammar forbids or ends with."""
 
     key: int
     length: int
@@ -79,23 +82,24 @@ class MaskedAhead(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The sequence goes on no more. Last answer to any command, or none's where another sequence was at fault."""
+    """Reports that the sequence has failed. Is the last answer to any command, or sent without a command of its own
+    when another sequence's command exceeded a bound."""
 
     key: int
     reason: str  # one of `Reason`
     used: int
-    answers: bool  # a command, not only news
+    answers: bool  # whether this answers a command
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Answer to End, and to what came for a sequence that has failed."""
+    """Answers End, and commands for a sequence that has failed."""
 
     key: int
     used: int
 
 
 class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First to the fork server."""
+    """Configures the fork server, and is the first message to it."""
 
     folder: str  # of the model; empty: tokens are bytes
     compiling: float
@@ -105,31 +109,31 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A process, please; its socket comes beside this. Numbers are never used again."""
+    """Orders a process, whose socket is sent along with this message. Numbers are never reused."""
 
     number: int
 
 
 class Kill(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """`Ended` follows."""
+    """Orders that a process be killed; `Ended` follows."""
 
     number: int
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The vocabulary is there."""
+    """Reports that the vocabulary is loaded."""
 
     mask_bytes: int
 
 
 class Unloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """There can be no constraints with this model."""
+    """Reports that no constraint can be used with this model."""
 
     message: str
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A process has gone."""
+    """Reports that a process has ended."""
 
     number: int
     code: int  # exit code, or minus the signal
@@ -158,7 +162,7 @@ class Frames(Generic[T]):
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """Those that are whole now."""
+        """Yields the messages that are complete with this data."""
         self._data += data
         at = 0
         while len(self._data) - at >= _HEAD.size:

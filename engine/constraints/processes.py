@@ -1,6 +1,6 @@
-"""The engine loop's end of the processes that follow grammars: which caller has which, what they were asked, and how
-they ended. Nothing here waits, but `wait`, for as long as it is given.
-"""
+"""Manages the processes that follow grammars, from the engine loop's end: which caller has which process, which
+commands are unanswered, and how each process ended. Between `start` and `close` only `wait` blocks, for at most the
+given seconds."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20  # bytes
 _AGAIN = 10.0  # seconds after which a vocabulary that could not be loaded is tried again
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE")
-_BUSY = 4  # sequences of each process of a caller, above which it gets another
+_BUSY = 4  # sequences in each process of a caller at which the caller gets another process
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Receives the answers and the ends of processes."""
 
     def on_answer(self, process: Process, answer: Answer) -> None:
-        """To a command."""
+        """Handles an answer of a process."""
 
     def on_end(self, process: Process, culprit: int | None, reason: Reason) -> None:
-        """All its sequences are lost; the one at whose command it ended is to blame, where there is one."""
+        """Handles the end of a process, with which all its sequences are lost. `culprit` is the sequence whose command
+        it was executing, or None."""
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One process, and what it was asked."""
+    """Holds the connection to one process, and the commands that it has not answered yet."""
 
     number: int
     owner: str
@@ -70,12 +71,12 @@ class Process:
     keys: set[int] = field(default_factory=set)  # its sequences
     used: int = 0  # bytes of its grammars
     left_at: float = 0.0  # when its last sequence ended
-    closed: bool = False  # it says no more; how it ended comes from the fork server
-    verdict: Reason | None = None  # why we have it killed
+    closed: bool = False  # its socket is closed; the fork server reports how it ended
+    verdict: Reason | None = None  # why `Processes` had it killed
 
 
 class Processes:
-    """Those of one engine process. Belongs to one thread."""
+    """Manages the processes of one engine process. Belongs to one thread."""
 
     def __init__(self, folder: str, budget: Budget, listener: Listener, clock: Callable[[], float]) -> None:
         self._folder = folder
@@ -96,21 +97,22 @@ class Processes:
 
     @property
     def live(self) -> tuple[Process, ...]:
-        """Those that can be asked."""
+        """Lists the processes that accept commands."""
         return tuple(one for one in self._all.values() if not one.closed)
 
     @property
     def used(self) -> int:
-        """Bytes of all grammars."""
+        """Counts the bytes of all grammars in all processes."""
         return sum(one.used for one in self._all.values())
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the fork server; its children are the others."""
+        """Lists the fork server's process id; all other processes are its children."""
         return () if self._server is None else (self._server.pid,)
 
     def of(self, owner: str) -> Process:
-        """Where a new sequence of that caller goes: its process with the fewest, or a new one."""
+        """Returns the process for a new sequence of that caller: the caller's process with the fewest sequences, or a
+        new process. Where no more may be started, a caller without one shares the emptiest of all."""
         own = [one for one in self.live if one.owner == owner]
         least = min(own, key=lambda one: len(one.keys), default=None)
         if least is not None and (len(least.keys) < _BUSY or len(own) >= self._budget.shares):
@@ -123,13 +125,13 @@ class Processes:
         return least or min(self.live, key=lambda one: len(one.keys))
 
     def ask(self, process: Process, command: Command) -> None:
-        """Sends a command. Where the process has gone, `on_end` tells of it."""
+        """Sends a command. If the process has ended, `on_end` reports that."""
         process.asked.append((command.key, self._clock()))
         process.unsent += frame(command)
         self._flush(process)
 
     def wait(self, seconds: float) -> None:
-        """Takes in what has come, and waits so long for something."""
+        """Takes in what has arrived, and waits for at most `seconds` where nothing has."""
         if self._news is None:
             return
         for fd, event in self._poll.poll(seconds * 1000):
@@ -144,7 +146,8 @@ class Processes:
                     self._receive(process)
 
     def tidy(self) -> None:
-        """Ends who has had nothing to do for long, who is stuck, and the largest where all together are too large."""
+        """Ends processes that have been idle for long, and kills those that are stuck. While all grammars together are
+        too large, ends the process that has been idle longest or, where none is idle, kills the largest."""
         now = self._clock()
         for process in self.live:
             if not process.keys and not process.asked and now - process.left_at >= self._budget.idle:
@@ -159,19 +162,19 @@ class Processes:
             self._kill(max(self.live, key=lambda one: one.used), Reason.MEMORY)
 
     def leave(self, process: Process, key: int) -> None:
-        """A sequence of it has gone."""
+        """Removes a sequence from its process."""
         process.keys.discard(key)
         if not process.keys:
             process.left_at = self._clock()
 
     def end(self, process: Process) -> None:
-        """Lets it go; its memory with it."""
+        """Closes the process's socket, at which the process ends and frees its memory."""
         self._close(process)
         process.used = 0
         process.asked.clear()
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Ends the fork server and all processes."""
         for process in [*self._all.values()]:
             self._close(process)
         self._all.clear()
@@ -183,7 +186,8 @@ class Processes:
     # The fork server
 
     def start(self) -> bool:
-        """Starts it unless it is there; whether there is one."""
+        """Starts the fork server unless it is running. Returns False where the start fails, or where the last one
+        failed less than _AGAIN seconds ago."""
         if self._news is not None:
             return True
         if self._clock() - self._failed_at < _AGAIN:
@@ -227,7 +231,7 @@ class Processes:
 
     def _order(self, order: Order, *descriptors: int) -> None:
         assert self._news is not None
-        with contextlib.suppress(OSError):  # then it has gone, which is heard
+        with contextlib.suppress(OSError):  # the fork server has ended, which `_hear` finds
             socket.send_fds(self._news, [encode(order)], descriptors)
 
     def _hear(self) -> None:
@@ -253,7 +257,7 @@ class Processes:
         self.unloadable, self._failed_at = why, self._clock()
 
     def _lost(self) -> None:
-        """The fork server has gone, and all its children."""
+        """Handles the end of the fork server, with which all its children end."""
         if not self.unloadable and not self._loaded:
             self._unloaded("its process died while it loaded the vocabulary")
         lost = [*self._all.values()]
@@ -270,7 +274,7 @@ class Processes:
             sent = process.socket.send(process.unsent) if process.unsent else 0
         except BlockingIOError:
             sent = 0
-        except OSError:  # it has gone, which is read next
+        except OSError:  # the process has ended, which `_receive` finds
             sent = len(process.unsent)
         del process.unsent[:sent]
         wanted = select.POLLIN | (select.POLLOUT if process.unsent else 0)
@@ -312,7 +316,7 @@ class Processes:
         process = self._all.pop(number, None)
         if process is None:
             return
-        while not process.closed:  # what it still said; its end of the socket is closed
+        while not process.closed:  # what it sent before its end of the socket was closed
             self._receive(process)
         if not process.keys and not process.asked:
             return
@@ -323,7 +327,7 @@ class Processes:
 
 
 def _stop(news: socket.socket, server: subprocess.Popen[bytes], processes: dict[int, Process]) -> None:
-    """The fork server ends when its socket does, and its children with it."""
+    """Closes all sockets and waits for the fork server, which ends with its socket, as its children end with it."""
     news.close()
     for process in processes.values():
         process.socket.close()
@@ -337,7 +341,8 @@ def _reason(code: int) -> Reason:
 
 
 def _launch(fd: int) -> subprocess.Popen[bytes]:
-    """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
+    """Starts the fork server. `-P` has the interpreter ignore the working folder, so that another package named
+    `engine` there is not imported."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     home = Path(__file__).resolve().parents[2]
     if home.name not in ("site-packages", "dist-packages"):
@@ -347,7 +352,7 @@ def _launch(fd: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-P", "-m", "engine.constraints.fork_server", "--fd", str(fd)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # a library's own words may hold what a caller sent
+        stderr=subprocess.DEVNULL,  # a library's messages may contain what a caller sent
         pass_fds=[fd],
         env=environment,
     )

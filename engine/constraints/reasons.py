@@ -1,4 +1,4 @@
-"""Why a sequence cannot go on within its constraint."""
+"""Names the reasons why a sequence cannot go on within its constraint."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import enum
 
 
 class Reason(enum.StrEnum):
-    """The first is the answer's fault, the others are the constraint's."""
+    """Says why a sequence cannot go on. UNMET comes from the answer or the model, the others from what the constraint
+    costs."""
 
     UNMET = "unmet"  # no token is left, or the grammar cannot be used with this model
     TIME = "time"  # a compile or a mask took more processor time than it may
-    MEMORY = "memory"  # it grew beyond a bound
-    DIED = "died"  # the process that followed it did not survive it
-    REFUSED = "refused"  # it ended two processes before
+    MEMORY = "memory"  # the grammar grew beyond a bound
+    DIED = "died"  # the process that followed the grammar crashed
+    REFUSED = "refused"  # the grammar was too costly twice before

@@ -32,10 +32,10 @@ def why_not(parts: Parts) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Hidden states of a pass [places, hidden], both in the order of its rows."""
+    """Holds the hidden states of a pass, both tensors [positions, hidden] in the order of its rows."""
 
-    sampled: torch.Tensor  # behind which a token is chosen: of each row that samples, and of each token of its draft
-    scored: torch.Tensor  # of prompts, whose successors' log-probabilities are wanted
+    sampled: torch.Tensor  # from which tokens are chosen: one for each row that samples and each token of its draft
+    scored: torch.Tensor  # of prompt tokens whose successors' log-probabilities are wanted
 
 
 class Eager:
@@ -75,13 +75,15 @@ class Eager:
         return results | self.scored(ordered, fed, results)
 
     def feed(self, rows: Rows[Row], drafts: Mapping[int, Draft] = NO_DRAFTS) -> Fed:
-        """Feeds rows, those of one token first, and after some of those a draft of what follows, by the row's key."""
+        """Feeds rows, which must have those of one token first. `drafts`, by the row's key, are fed after rows of one
+        token."""
         hidden = self._parts.model.forward(self._pack(rows, drafts), self._parts.pool)
         sampled = sum(1 + len(drafts.get(row.key, ())) for row in rows if row.sample)
         return Fed(hidden[:sampled], hidden[sampled:])
 
     def logits(self, rows: Rows[Row]) -> torch.Tensor | None:
-        """Feeds rows, those of one token first. float32 [rows that sample, vocab]; None where no row does."""
+        """Feeds rows, which must have those of one token first. Returns float32 [rows that sample, vocab], or None
+        where no row samples."""
         sampled = self.feed(rows).sampled
         return self._parts.model.logits(sampled) if sampled.shape[0] else None
 
@@ -97,7 +99,7 @@ class Eager:
         model.logits(hidden).argmax(dim=-1).tolist()
 
     def scored(self, rows: Rows[Row], fed: Fed, results: Mapping[int, RowResult]) -> dict[int, RowResult]:
-        """The results of the rows that score, with the log-probabilities of their prompts."""
+        """Returns the results of the rows that score, with the log-probabilities of their prompts."""
         model, found, first = self._parts.model, {}, 0
         most = max(1, SCORED_LOGITS // model.config.vocab_size)
         for row in rows:
@@ -155,7 +157,7 @@ class Eager:
 
 
 def in_order(rows: Rows[Row]) -> list[Row]:
-    """Rows of one token first, as attention wants them."""
+    """Sorts rows of one token before all others, as attention expects them."""
     return sorted(rows, key=lambda row: row.count > 1)
 
 

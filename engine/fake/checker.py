@@ -92,7 +92,7 @@ class PlanChecker:
             self.write(held, ids[:fed])
 
     def _take_back_one(self, held: Computed) -> None:
-        """The last token is fed again."""
+        """Removes the last token from what was computed, because a later step feeds that token again."""
         held.count -= 1
         self.full[held.state.pages[held.count // PAGE_SIZE]] = None
         held.written = held.digest = _digest(1, held.state.token_ids[: held.count])

@@ -72,8 +72,9 @@ class CpuProducts:
     def int4(
         self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int, int]
     ) -> torch.Tensor:
-        """q uint8 [blocks, inputs, block / 2], scale and zero [groups, blocks · block]; shape: outputs, inputs, inputs
-        a group. `zero`: uint8 zero points, or minima in the type of the scale."""
+        """Multiplies by four-bit weights. q is uint8 [blocks, inputs, block / 2], scale and zero are [groups, blocks ·
+        block]; `zero` holds uint8 zero points, or minima in the type of the scale. shape: outputs, inputs, inputs a
+        group."""
         outputs, inputs, group = shape
         points, minima = (zero.data_ptr(), None) if zero.dtype == torch.uint8 else (None, zero.data_ptr())
         weight = _Int4(q.data_ptr(), scale.data_ptr(), points, minima, group, scale.shape[1], TYPES[scale.dtype])

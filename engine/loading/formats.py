@@ -27,7 +27,8 @@ class Format:
         return Int8Spec() if self.int8 else self.spec
 
     def on(self, device: str) -> Format:
-        """The same where weights lie on this device: no kernel of a GPU reads four bits with minima."""
+        """Returns the format that the weights take on this device. On a GPU, a GGUF file's four bits with minima take
+        another form, because no GPU kernel reads minima."""
         if device == "cpu" or not isinstance(self.spec, GgufSpec):
             return self
         return replace(self, spec=replace(self.spec, exact=False))
@@ -39,8 +40,8 @@ class Format:
 
 
 def read_folder(folder: Path, quantization: Quantization) -> tuple[ModelConfig, Format]:
-    """From the folder's JSON files, or a GGUF file's header. Raises InvalidModel for what is not served, Unsupported
-    where `quantization` cannot hold."""
+    """Reads the config and the format from the folder's JSON files, or from a GGUF file's header. Raises InvalidModel
+    for a model that cannot be served, Unsupported where `quantization` does not fit the format."""
     with checkpoint_errors(folder):
         config, spec = load_config(folder), read_spec(folder)
     if quantization == "int8" and spec is not None:

@@ -1,4 +1,4 @@
-"""Linears of a GGUF file, and what their new form cost them."""
+"""Reads the linears of a GGUF file, and records what their conversion costs in memory and precision."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class RowEnd(enum.StrEnum):
 
     COMPLETE = "complete"  # nothing may follow
     STUCK = "stuck"  # something must follow, and no token is left for it
-    COSTLY = "costly"  # it took more time or memory than a constraint may
-    LATE = "late"  # it does not: its mask was not there in time, and the row brings nothing
+    COSTLY = "costly"  # the constraint took more time or memory than it may
+    LATE = "late"  # not an end: the mask did not come in time, and the row has no token
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
@@ -102,7 +102,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WrongResult(ValueError):
-    """A result that is not what was planned. None of it was taken in."""
+    """A step's result does not match its plan. No part of the result was applied."""
 
 
 class PageAccess(Protocol):

@@ -28,10 +28,11 @@ from engine.settings import PAGE_SIZE
 
 
 class Masks(Protocol):
-    """Knows of the sequences with a constraint."""
+    """Tracks the masks of the sequences with a constraint."""
 
     def ready(self, key: int) -> bool:
-        """Whether a step that chooses the sequence's next token need not wait for its mask, or hardly."""
+        """Returns whether a step that chooses the sequence's next token has its mask, or needs to wait for it only
+        briefly."""
 
 
 _WAITS = 2  # steps in a row that second tokens wait for others' first ones
@@ -188,7 +189,7 @@ class Scheduler:
         return self._slots.planned(rows)
 
     def _lacks_mask(self, sequence: Sequence) -> bool:
-        """It waits for its mask alone, while the others are fed."""
+        """Returns whether the sequence must sit out this step because its mask is missing; the others are fed."""
         masks = self._masks
         return masks is not None and sequence.request.constraint is not None and not masks.ready(sequence.key)
 
@@ -202,7 +203,8 @@ class Scheduler:
         return self._yielding.choose(fed, budget, changes if len(fed) == len(running) else None)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
-        """Takes in what the step brought. WrongResult, and nothing is taken in, where that is not what was planned."""
+        """Applies a step's result and returns the events for readers. Raises WrongResult, and applies nothing, where
+        the result does not match the plan."""
         self._check(plan, result)
         self._turns.went_well()
         self._pacing.ended(plan, result, now)
@@ -235,7 +237,8 @@ class Scheduler:
         return events
 
     def _take_prompt(self, sequence: Sequence, row: Row, result: StepResult) -> list[Event]:
-        """A part of it was computed."""
+        """Advances a sequence by a row that fed part of its prompt. Returns an event if the row has
+        log-probabilities."""
         sequence.advance(row.start + row.count)
         self._prefixes.note(sequence)
         if not row.score:
@@ -247,7 +250,7 @@ class Scheduler:
         return [self._fail(sequence, Failure.STEP) for sequence in self._take_back(plan)]
 
     def raised(self, plan: StepPlan) -> list[Event]:
-        """Takes back a step that raised before anything of it was taken in. Its rows are fed again, in halves, and a
+        """Takes back a step that raised before any of its results was applied. Its rows are fed again, in halves, and a
         row that was alone ends."""
         fed = self._take_back(plan)
         if not self._turns.part(plan.rows):
@@ -268,7 +271,7 @@ class Scheduler:
 
     @property
     def repeats(self) -> bool:
-        """Whether the step planned last feeds a part of one that did not come back."""
+        """Is true while the step planned last feeds part of a step that failed."""
         return self._turns.repeats
 
     @property

@@ -36,7 +36,8 @@ class SequenceState:
         return len(self.token_ids) - self.prompt_length
 
     def last_position(self, max_context: int) -> int:
-        """Of the last token that a step may choose for it. One is chosen, and dropped, where none is asked for."""
+        """Returns the position of the last token that a step may choose for the sequence. Where max_tokens is 0, one
+        token is chosen all the same, and dropped."""
         return min(self.prompt_length + max(self.stopping.max_tokens, 1), max_context) - 1
 
     def set_pages(self, first: int, pages: Iterable[int]) -> None:

@@ -134,10 +134,11 @@ class Slots:
     # What plans say
 
     def planned(self, rows: list[Row]) -> StepPlan:
-        """Of these rows, with those of them that came and all that went since the plan before."""
+        """Returns the plan of these rows. The plan admits those of them that got a slot since the runner last heard of
+        them, and releases all sequences that gave one up since the last plan."""
         if not self._admitted and not self._released:
             return StepPlan(tuple(rows))
-        # Whoever is not fed is admitted later: an admission that raises costs a step that feeds the sequence, no other.
+        # A sequence is admitted by the first step that feeds it, so that an admission that raises fails no other step.
         came = [self._admitted.pop(row.slot) for row in rows if row.slot in self._admitted]
         released = tuple(self._released)
         self._released.clear()

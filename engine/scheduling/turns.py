@@ -27,7 +27,7 @@ class Turns:
         self._whole = prompt_tokens
         self._calm = 0  # steps
         self._parts: deque[frozenset[int]] = deque()  # keys; each part is fed by a step of its own, once
-        self.repeats = False  # whether the next step feeds a part of one that did not come back
+        self.repeats = False  # whether the next step feeds part of a step that failed
         self._solos: set[int] = set()  # keys of live sequences that have one, begun, done or not
         self._hopeless = 0  # times in a row that the least there is found no memory
         self._others_next = False
@@ -75,7 +75,8 @@ class Turns:
         return True
 
     def part(self, rows: Items[Row]) -> bool:
-        """A step of these raised. False for a row that was alone."""
+        """Splits the rows of a step that raised into halves for the next steps. Returns False for a row that was
+        alone."""
         if len(rows) > 1:
             self._halve(rows)
         return len(rows) > 1

@@ -29,7 +29,7 @@ class Compiling:
 
     @property
     def kept(self) -> bool:
-        """Whether `collect` is to be called about every second, so that memory is given back."""
+        """Is true while `collect` must be called about every second, so that memory is given back."""
         return self._constraints.kept
 
     def admit(self, sequence: Sequence) -> None:
@@ -49,7 +49,7 @@ class Compiling:
         self._constraints.forget(key)
 
     def ended(self, events: Iterable[Event]) -> None:
-        """These were told to the front: nobody follows the grammars of those that end."""
+        """Discards the constraint of each sequence that one of these events ends."""
         for event in events:
             if event.finish is not None or event.failure is not None:
                 self._constraints.forget(event.key)

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
 _TIER_INTERVAL = 1.0  # seconds between two while there is none: what is being written goes on being counted
 _FETCH_INTERVAL = 0.001  # seconds between two looks at what is on its way, while there is nothing else to do
-_TIDY_INTERVAL = 1.0  # seconds between two looks at what constraints keep
+_TIDY_INTERVAL = 1.0  # seconds between two searches for idle processes of constraints
 _MOST_FAILURES = 3  # steps in a row after which the process gives up
 
 
@@ -80,8 +80,8 @@ class Loop:
         self._compiling = Compiling(scheduler, constraints or Constraints())
         self._told_load: EngineLoad | None = None
         self._told_at = 0.0
-        self._failures = 0  # steps in a row, their repetitions in parts not counted
-        self._told_failure = ""  # whose traceback the log has
+        self._failures = 0  # failed steps in a row, not counting their repetitions in parts
+        self._told_failure = ""  # the failure whose traceback was logged last
         self._refused: list[Event] = []
         self._arrivals = Arrivals(link, self._obey)
         runner.meanwhile(self._early)
@@ -193,7 +193,8 @@ class Loop:
         return events
 
     def _raised(self, plan: StepPlan, result: StepResult | None, error: Exception) -> list[Event]:
-        """What a step that raised costs: the row that raises alone too. The others are fed again."""
+        """Handles a step that raised: its rows are fed again in parts, and a row that raises alone ends. Raises
+        EngineFailed where the device is lost or too many steps failed in a row."""
         whole = not self._scheduler.repeats
         self._failures += whole
         self._tell_failure(plan, result, error, keep=whole or len(plan.rows) == 1)
@@ -207,7 +208,8 @@ class Loop:
         return self._scheduler.raised(plan)
 
     def _tell_failure(self, plan: StepPlan, result: StepResult | None, error: Exception, *, keep: bool) -> None:
-        """In the log, a traceback once for as long as the same failure comes again; `keep`: in a recording as well."""
+        """Logs a failed step, with a traceback unless the last failed step had the same failure. `keep` writes a
+        recording as well."""
         if self._recorder is not None:
             self._recorder.add(plan, result)
             if keep:

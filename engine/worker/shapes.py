@@ -89,7 +89,7 @@ def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement) 
 
 
 def _kept(spec: QuantSpec | None, prefix: str) -> str:
-    """What of a part's form decides whether it can be stacked with others."""
+    """Returns the form of a part, as far as the form decides whether parts can be stacked."""
     if spec is None or not spec.covers(prefix):
         return "plain"
     return spec.form(prefix) if isinstance(spec, GgufSpec) else "packed"

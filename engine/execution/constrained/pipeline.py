@@ -55,10 +55,10 @@ class Grammar(Protocol):
     """What rows with a constraint may say."""
 
     def mask(self, key: int) -> Mask:
-        """Of that sequence's next token. Waits for it, if only for a moment."""
+        """Returns the mask of that sequence's next token. Waits for the mask, but only briefly."""
 
     def ready(self, key: int) -> bool:
-        """Whether that of its next token is there, or will be within a moment."""
+        """Returns whether the mask of that sequence's next token is there, or is worth a brief wait."""
 
     def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
         """Moves on by these tokens; the same, with what is forced behind them."""

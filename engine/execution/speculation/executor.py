@@ -74,7 +74,8 @@ class Speculation:
         return rows if self._drafted else ()
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        """One id for each row that samples, or several; log-probabilities of the prompt for each that scores."""
+        """Returns one id or several for each row that samples, and the prompt's log-probabilities for each row that
+        scores."""
         drafts = self._propose()
         for key, draft in drafts.items():
             self._parts.constraints.expect(key, draft)
@@ -86,7 +87,8 @@ class Speculation:
         return results | self._eager.scored(ordered, fed, results)
 
     def _choose(self, rows: list[Row], drafts: Mapping[int, Draft], logits: torch.Tensor) -> dict[int, RowResult]:
-        """What each row and its draft bring. logits [places of all rows, vocab]."""
+        """Chooses a token at each position, and returns by row the accepted part of its draft and the token after it.
+        `logits` is [positions of all rows, vocab]."""
         of = self._parts.sequences.of
         places = [(of(row), drafts.get(row.key, ())[:at]) for row in rows for at in self._places(row, drafts)]
         chosen = iter(self._parts.sampler.sample([one for one, _ in places], logits, [ids for _, ids in places]))
