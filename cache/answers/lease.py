@@ -18,7 +18,7 @@ from cache.api import CacheKey, Kind, SingleFlightSettings, StoreFault
 from cache.store.redis_link import Link, NothingSentFault, ignored, reply_as
 
 TOKEN_BYTES = 16
-MESSAGES = 256  # read at once; each is an entry of a place and a list of a name and a value
+MESSAGES = 256  # read at once; each message is a list of its id and a list of a field and a value
 MOST_RETURNING = 16  # at once; what is not given back runs out by itself
 
 EXTEND = """

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 from urllib.parse import SplitResult, unquote, urlsplit
 
 LOOKUP_BUDGET = 0.020  # seconds
-LARGEST = (1 << 20) + 1024  # bytes of a value that is kept, with what seals it
+LARGEST = (1 << 20) + 1024  # bytes of a stored value, with the overhead of its seal
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
 
 
@@ -121,7 +121,7 @@ class RedisSettings:
     write_budget: float = 0.250  # seconds; writes are off the request's path
     admin_budget: float = 5.0  # seconds; scans and flushes
     connections: int = 16  # small values; as many again for bulk
-    largest: int = LARGEST  # bytes of a value, as it is sent
+    largest: int = LARGEST  # bytes of a sealed value, as it is sent
     queue_items: int = 1024
     queue_bytes: int = 64 * 2**20
     jitter: float = 0.1  # share of a TTL, both ways, so that entries do not expire together

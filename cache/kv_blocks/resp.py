@@ -59,7 +59,8 @@ class RespConnection:
         self._socket.sendall(head)
 
     def answer(self, deadline: float, shape: Shape = SHORT) -> object:
-        """A status, number, small value or short list. Raises RespError on an error answer."""
+        """Reads one reply: a status, number, small value or short list. Raises RespError on an error reply and on
+        a reply that exceeds `shape`."""
         reader = ReplyReader()
         reader.begin(shape)
         reader.feed(self._head)

@@ -1,12 +1,13 @@
-"""When observed answers allow a candidate to be served: a statistical bound on the error, and bounds on how soon.
+"""Decides when observed answers allow a candidate to be served: by a bound on its error rate and limits on its pace.
 
-A candidate's answer either would have done or not; that is one observation. With s right and f wrong, the share that is
-right is Beta(s + 1, f + 1) distributed. Serving is allowed where that share exceeds 1 − δ with the configured
-confidence: with none wrong, and δ = 1 % at 95 %, from 298 observations on.
+An observation records whether a candidate's answer would have been right. With s right and f wrong observations, the
+share of right answers is Beta(s + 1, f + 1) distributed. Serving is allowed if that share exceeds 1 − δ with the
+configured confidence: with no wrong observation, δ = 1 % and 95 % confidence, this takes 298 observations.
 
-Harmless questions can be asked for the purpose, by as many callers as a tenant has tokens. So right observations count
-by caller, one of whom is a quarter at most; of a day only so many count, and of new callers only so many; and the first
-must be old. Wrong ones count all, and at once.
+An attacker can ask harmless questions to gather evidence, under as many callers as a tenant has tokens. Right
+observations are therefore throttled: one caller makes up at most a quarter of the count, the observations and the new
+callers that count per day are limited, and a day must lie between the first and the last. Every wrong observation
+counts, at once.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 SCHEMA = 2
-CALLERS = 4  # that evidence must come from at least
-MOST_CALLERS = 32  # whom a value names; later ones do not count
-MOST = 1 << 20  # observations of one kind and caller
-TAG_BYTES = 8  # of a caller's keyed digest
+CALLERS = 4  # the fewest callers that evidence must come from
+MOST_CALLERS = 32  # the most callers that a stored value names; later callers do not count
+MOST = 1 << 20  # the most observations counted for one caller, or counted as wrong
+TAG_BYTES = 8  # bytes kept of a caller's keyed digest
 DAY = 86_400  # seconds
-AGE = DAY  # seconds between the first right observation and the last
-RIGHT_A_DAY = 100  # observations of one difference that count
-CALLERS_A_DAY = 2  # whose first observation of one difference counts
-TENANT_A_DAY = 1000  # observations of all differences of a tenant that count
+AGE = DAY  # the fewest seconds between the first right observation and the last
+RIGHT_A_DAY = 100  # the most right observations of one difference that count per day
+CALLERS_A_DAY = 2  # the most new callers whose observations of one difference count per day
+TENANT_A_DAY = 1000  # the most right observations that count per tenant and day
 
 
 class _Raw(msgspec.Struct, array_like=True, frozen=True):
@@ -51,22 +52,23 @@ _DAY_DECODER = msgspec.msgpack.Decoder(_RawDay)
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was observed of one difference between questions, or of one entry. Times are whole seconds since 1970."""
+    """Counts the observations of one difference between questions, or of one entry. Times are Unix times in seconds."""
 
-    right: dict[bytes, int] = field(default_factory=dict)  # by caller
+    right: dict[bytes, int] = field(default_factory=dict)  # caller → right observations
     wrong: int = 0
-    first: int = 0  # right observation that counted
-    last: int = 0
-    today: int = 0  # right observations of the last one's day
-    new: int = 0  # callers of that day who are new
+    first: int = 0  # time of the first right observation that counted
+    last: int = 0  # time of the last one
+    today: int = 0  # right observations on the day of `last`
+    new: int = 0  # callers first observed on that day
 
     @property
     def counted(self) -> int:
-        """Right ones, of which no caller's are more than 1/CALLERS of all that are counted."""
+        """Counts the right observations, capping each caller's at 1/CALLERS of the result."""
         return counted(self.right.values())
 
     def with_one(self, caller: bytes, right: bool) -> Evidence:
-        """With one observation more, whenever it was made: for what only takes away."""
+        """Adds an observation without the limits per day, to evidence that can only stop an answer from being
+        served."""
         if not right:
             return replace(self, wrong=min(self.wrong + 1, MOST))
         if caller not in self.right and len(self.right) >= MOST_CALLERS:
@@ -74,7 +76,8 @@ class Evidence:
         return replace(self, right={**self.right, caller: min(self.right.get(caller, 0) + 1, MOST)})
 
     def with_right(self, caller: bytes, now: float) -> Evidence:
-        """With one right observation more; the same where it does not count, as where the clock went back a day."""
+        """Adds a right observation. Returns the same object if the observation does not count, because a limit of the
+        day is reached or `now` lies on a day before `last`."""
         second = int(now)
         same_day = bool(self.right) and second // DAY == self.last // DAY
         today, new = (self.today, self.new) if same_day else (0, 0)
@@ -92,7 +95,7 @@ class Evidence:
 
 
 def unpack_evidence(data: bytes) -> Evidence | None:
-    """None where it is not evidence of this schema."""
+    """Returns None if the data is not evidence of this schema."""
     try:
         raw = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):
@@ -105,13 +108,13 @@ def unpack_evidence(data: bytes) -> Evidence | None:
 
 @dataclass(frozen=True, slots=True)
 class TenantDay:
-    """How many right observations of a tenant count on a day, of all differences together."""
+    """Counts a tenant's right observations on one day, over all differences."""
 
     day: int = 0
     counted: int = 0
 
     def with_one(self, now: float) -> TenantDay | None:
-        """None where no more count today, or the clock went back."""
+        """Counts one more observation. Returns None if the day's limit is reached or `now` lies on an earlier day."""
         day = int(now) // DAY
         if day > self.day:
             return TenantDay(day, 1)
@@ -123,7 +126,7 @@ class TenantDay:
 
 
 def unpack_day(data: bytes) -> TenantDay | None:
-    """None where it is not a day of this schema."""
+    """Returns None if the data is not a day of this schema."""
     try:
         raw = _DAY_DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):
@@ -150,11 +153,11 @@ def chance_above(right: int, wrong: int, error: float) -> float:
 
 
 def proven(evidence: Evidence, error: float, confidence: float) -> bool:
-    """Whether the bound holds, and the evidence is old enough."""
+    """Returns whether the bound on the error holds and the evidence spans at least AGE seconds."""
     if evidence.last - evidence.first < AGE:
         return False
     right, wrong = evidence.counted, evidence.wrong
-    # Above twice the allowed share it cannot hold; the test bounds the length of the sum.
+    # The bound cannot hold above twice the allowed share; this comparison also bounds the length of the sum.
     return wrong <= 2 * error * (right + wrong) and chance_above(right, wrong, error) <= 1 - confidence
 
 

@@ -15,11 +15,11 @@ from cache.semantic import lexicon as lex
 from cache.semantic.words import Words, words_of
 
 _ENGLISH = re.compile(r"[a-z]+")
-_PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'’-]*")  # in ASCII
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'’-]*")  # a word of ASCII alone
 
 
 def strictly_equal(one: str, other: str) -> bool:
-    """The same words in the same order, but for what cannot change what is asked."""
+    """Returns whether both questions have the same words in the same order, as `words` normalizes them."""
     a = words_of(one)
     return bool(a.letters) and a.words == words_of(other).words
 

@@ -88,7 +88,7 @@ OPPOSITES = tuple(
 
 ARTICLES = frozenset(("a", "an", "the"))
 
-# What these do depends on the word that follows.
+# Words whose meaning depends on the word that follows.
 BOUND = ARTICLES | frozenset("not do does did be is are was were".split())
 
 # Order of content is compared without these.
@@ -105,9 +105,9 @@ FUNCTION = (
 # Questions whose answers change with time.
 FLEETING = frozenset("today tonight tomorrow yesterday now currently latest nowadays recent recently".split())
 
-# What follows decides what may be left out of account when questions are compared for equality: see `words`.
+# The sets below decide which variations `words` ignores when it compares questions for equality.
 
-# A question with one of these may be about how something is written: nothing is left out.
+# A question with one of these words may be about how something is written: no variation is ignored.
 ABOUT_TEXT = frozenset(
     "word words letter letters spell spells spelled spelling spelt character characters char chars string strings "
     "sentence sentences phrase phrases paragraph text texts message prompt question questions line lines title "
@@ -120,7 +120,7 @@ ABOUT_TEXT = frozenset(
     "operator operators nullable optional type types ascii unicode utf encode encoded encoding token tokens tokenize "
     "tokenizer hash md5 sha base64".split()
 )
-# With one of these, words may be mentioned rather than used, or be code.
+# A question with one of these words may mention words rather than use them, or contain code.
 MENTIONING = frozenset(
     "translate translates translated translation say says said pronounce pronounced pronunciation mean means meant "
     "meaning define definition defined named called rhyme rhymes rhyming verb verbs noun nouns adjective pronoun "
@@ -143,9 +143,9 @@ FAREWELLS = frozenset("please thanks".split())
 HELPERS = frozenset(
     "is are was were do does did can can't could will won't would shall should has have had may might must".split()
 )
-# What a question may begin with, and nothing else.
+# Words that begin a question and never another sentence.
 ASKING = frozenset("is are was were does did could would should shall has had".split())
-# The same for a request.
+# Words that begin a request.
 REQUESTS = frozenset(
     "explain describe list tell give show write suggest recommend summarize summarise compare translate convert "
     "calculate name define find".split()
@@ -159,7 +159,7 @@ OPENERS = (
         "please don't can't won't that's the this that these those there my our your their its what who".split()
     )
 )
-NAMES_TOO = frozenset("will may am".split())  # names and signs of elements, unless a subject follows
+NAMES_TOO = frozenset("will may am".split())  # also names or element symbols (Will, May, Am), unless a subject follows
 VERBS_TOO = frozenset("do can have".split())
 SUBJECTS = frozenset(
     "i you he she it we they the a an this that these those there my your his her its our their anyone anybody "
@@ -167,14 +167,15 @@ SUBJECTS = frozenset(
 )
 OBJECTS = frozenset("this his its yours always perhaps dishes chores exercises squats pushups sports".split())
 DETERMINERS = frozenset("the a an my your his her our their this that".split())
-CUT = frozenset("prof dept approx misc capt sept".split())  # words that end in a full stop, wherever they stand
+CUT = frozenset("prof dept approx misc capt sept".split())  # abbreviations: their full stop does not end a sentence
 
-# `i` after one of these is who asks, unless one of those follows.
+# `i` is the pronoun after a word of BEFORE_PRONOUN, unless a word of AFTER_LETTERS follows; at the head of a
+# sentence, if a word of AFTER_PRONOUN follows.
 BEFORE_PRONOUN = frozenset("do can could should would shall must may".split())
 AFTER_PRONOUN = frozenset("am want need have can can't don't forgot forget would think feel like live work".split())
 AFTER_LETTERS = frozenset("and or in of mean stand equal rise fall flow".split())
 
-# Names that are no word in lower case, and no name of anything else: case adds nothing to them.
+# Names that have no other meaning in lower case and name nothing else, so that their case carries no meaning.
 NAMES = frozenset(
     "france germany spain italy portugal england scotland ireland britain russia ukraine poland sweden norway "
     "belgium austria switzerland hungary canada mexico australia argentina colombia venezuela vietnam thailand egypt "

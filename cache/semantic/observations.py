@@ -1,7 +1,7 @@
-"""Evidence in the store: sealed like every other value, one value a kind of difference, changed by compare-and-set.
+"""Keeps evidence in the store: one sealed value for each kind of difference, changed by compare-and-set.
 
-What tells two questions apart is the kind: the words that only one of them has, and whether the others are moved. So
-`quickly`, seen to be harmless three hundred times, speaks for `quickly` and for nothing else.
+The kind of a difference is the words that only one of the two questions has, and whether the shared words are
+reordered. So three hundred observations that `quickly` is harmless are evidence for `quickly` and for no other word.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cache.semantic.words import words_of
 
 T = TypeVar("T")
 
-KEPT = 30.0 * DAY  # seconds since the last observation
-DIRECTORY_DIGITS = 32  # of an entry's digest, which begins with its directory's
-_TRIES = 4  # to add to a value that another replica changes at the same time
+KEPT = 30.0 * DAY  # seconds that evidence is kept after its last observation
+DIRECTORY_DIGITS = 32  # leading hexadecimal digits of an entry's digest, which name its directory
+_TRIES = 4  # attempts to change a value that another replica changes at the same time
 
 
 def difference(one: str, other: str) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    """What tells two questions apart, the same from either side: the words of each that the other lacks, and whether
-    the rest stands in another order. Articles, `not`, `do` and `be` are taken with the word that follows: that `an` did
-    no harm before `apple` says nothing of `iron`."""
+    """Returns the words of each question that the other lacks, and whether the shared words are reordered. The result
+    is the same for both orders of the arguments. Articles, `not`, `do` and `be` are joined to the word that follows:
+    that `an` was harmless before `apple` is no evidence for `an` before `iron`."""
     a, b = _spoken(one), _spoken(other)
     mine, theirs = Counter(a) - Counter(b), Counter(b) - Counter(a)
     moved = [word for word in a if word not in mine] != [word for word in b if word not in theirs]
@@ -48,33 +48,33 @@ def _spoken(text: str) -> list[str]:
 
 
 class Observations:
-    """Names, reads and adds to evidence. The clock is that of the wall."""
+    """Names, reads and extends evidence. `clock` returns seconds since 1970, since evidence outlives the process."""
 
     def __init__(self, context: CacheContext, clock: Callable[[], float] = time.time) -> None:
         self._context = context
         self._clock = clock
-        self._adding = asyncio.Lock()  # within a process nobody need try twice
+        self._adding = asyncio.Lock()  # within a process, updates do not conflict
 
     def strict(self, entry: CacheKey) -> CacheKey:
-        """Of all pairs of equal words in an entry's directory."""
+        """Names the evidence about all pairs with equal words in an entry's directory."""
         return CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS])
 
     def learned(self, tenant: str, entry: CacheKey, one: str, other: str) -> CacheKey:
-        """Of all pairs in an entry's directory that differ as these two do."""
+        """Names the evidence about all pairs in an entry's directory that differ as these two questions do."""
         kind = self._context.partitions.digest(tenant, b"difference", encode(difference(one, other)))
         return CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS] + kind[:DIRECTORY_DIGITS])
 
     def wrongs(self, entry: CacheKey, strict: bool) -> CacheKey:
-        """Of an entry: how often its answer would have been wrong."""
+        """Names the evidence about one entry: how often its answer would have been wrong."""
         return CacheKey(Kind.EVIDENCE, entry.partition, entry.digest + ("01" if strict else "00"))
 
     def day(self, tenant: str, entry: CacheKey) -> CacheKey:
-        """Of a tenant's day: how many right observations count."""
+        """Names the count of a tenant's right observations of the day."""
         digest = self._context.partitions.digest(tenant, b"day of evidence")
         return CacheKey(Kind.EVIDENCE, entry.partition, digest[:DIRECTORY_DIGITS])
 
     def open(self, key: CacheKey, sealed: bytes | None) -> Evidence:
-        """Nothing, counted, where the value is damaged or not ours."""
+        """Returns empty evidence, and counts a rejection, if the value is damaged or of another schema."""
         return self._opened(key, sealed, unpack_evidence) or Evidence()
 
     async def read(self, keys: Sequence[CacheKey], within: float | None) -> tuple[Evidence, ...]:
@@ -83,7 +83,8 @@ class Observations:
         return tuple(map(self.open, keys, values))
 
     async def add(self, key: CacheKey, tenant: str, caller: str, right: bool) -> None:
-        """One observation more, of what only takes away. Raises StoreFault."""
+        """Adds an observation without the limits per day, to evidence that can only stop an answer from being served.
+        Raises StoreFault."""
         tag = self._tag(tenant, caller)
 
         async def once() -> bool:
@@ -93,7 +94,7 @@ class Observations:
         await self._tried(once)
 
     async def learn(self, key: CacheKey, day: CacheKey, tenant: str, caller: str) -> None:
-        """One right observation more of a difference, if it counts: see the bounds in `evidence`. Raises StoreFault."""
+        """Adds a right observation of a difference, unless a limit in `evidence` excludes it. Raises StoreFault."""
         tag, store = self._tag(tenant, caller), self._context.store
 
         async def once() -> bool:

@@ -33,7 +33,7 @@ from cache.semantic.evidence import Evidence, proven, refuted
 from cache.semantic.guard import fleeting, strictly_equal, veto
 from cache.semantic.observations import DIRECTORY_DIGITS, Observations
 
-FORM = 3  # of the rules: what was stored and observed under others is not found
+FORM = 3  # version of the rules; entries and evidence of other versions are not found
 LONGEST = 4096  # characters of a question, several times what the embedder's tokens hold; bounds the work of all rules
 _PERSONAL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,64}\.\w|\d[\d -]{7,}\d")  # addresses, telephone and account numbers
 

@@ -1,10 +1,10 @@
-"""The words of a question as they were written, but for what cannot change what is asked.
+"""Splits a question into words and normalizes the variations that cannot change its meaning.
 
-Two questions are equal if their words are the same in the same order. Left out of account are only: runs of blanks, the
-capital that begins a sentence with a common word, the last mark of what its words show to be a question or a request,
-courtesies at the borders, apostrophes (`whats`, `what’s`), `I` as a pronoun, and names that are no word in lower case.
-Of a question about text, or with signs that may be code, nothing is left out; where words may be mentioned rather
-than used, the capital at its head alone.
+Two questions are equal if their words are the same in the same order. Only these variations are ignored: runs of
+blanks, the capital of a common word that begins a sentence, the final mark of a sentence whose words make it a question
+or a request, courtesies at the start or end, apostrophes (`whats`, `what’s`), the case of the pronoun `I`, and the case
+of names that have no other meaning. In a question about text, or with signs that may be code, no variation is ignored;
+if the question may mention words rather than use them, only the capital of its first word is.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from itertools import pairwise
 
 from cache.semantic import lexicon as lex
 
-_CHUNK = re.compile(r"([^\W_]+(?:[-'’.,:/][^\W_]+)*%?)([,;:.?!]?)")  # a word and its mark
+_CHUNK = re.compile(r"([^\W_]+(?:[-'’.,:/][^\W_]+)*%?)([,;:.?!]?)")  # a word and the mark after it
 _MARKS = ",;:.?!"
 _LETTERS = re.compile(r"[A-Za-z]+")
 _REQUEST = re.compile(r"(?:please |(?:can|could|would|will) you please )")
-_LAST = re.compile(r"[A-Za-z0-9]+(?:['-][A-Za-z]+)*%?")  # a word after which a mark is no part of it
+_LAST = re.compile(r"[A-Za-z0-9]+(?:['-][A-Za-z]+)*%?")  # a word that a mark after it cannot belong to
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A question in the forms that are compared."""
+    """Holds a question in the forms in which questions are compared."""
 
-    words: tuple[str, ...]  # with their marks; equal for equal questions
-    bare: tuple[str, ...]  # without marks: what rules read
-    letters: str  # the whole text without case, signs, blanks and accents
+    words: tuple[str, ...]  # normalized, with their marks; equal for equal questions
+    bare: tuple[str, ...]  # normalized, without marks; the rules of `guard` read these
+    letters: str  # the whole text, case-folded, without signs, blanks and accents
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """What stands between two blanks."""
+    """Holds one word between two blanks and the mark after it."""
 
     body: str
     mark: str
@@ -48,7 +48,7 @@ class _Chunk:
 
 @lru_cache(maxsize=4096)
 def words_of(text: str) -> Words:
-    """Pure; memoized."""
+    """Normalizes a question. The function is pure and memoized."""
     letters = "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text).casefold()))
     chunks = _chunks(text.strip(" \r\n"))
     spoken = frozenset(_LETTERS.findall(text.lower()))
@@ -73,7 +73,8 @@ def _reworded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _chunks(text: str) -> list[_Chunk]:
-    """Nothing where a sign may be code, a quotation, or a blank of another kind."""
+    """Splits a text at its blanks. Returns an empty list if a sign may be code, a quotation or another kind of
+    blank."""
     found = [_CHUNK.fullmatch(word) for word in text.split(" ") if word]
     return [] if None in found else [_Chunk(each[1], each[2]) for each in found if each is not None]
 
@@ -91,7 +92,7 @@ def _spell(chunks: list[_Chunk]) -> None:
 
 
 def _without_courtesies(chunks: list[_Chunk]) -> list[_Chunk]:
-    """Takes off `Hi, `, `Please `, `Could you please `, `, please` and `. Thanks!`."""
+    """Removes `Hi, `, `Please `, `Could you please `, `, please` and `. Thanks!`."""
     chunks = _without_farewell(chunks)
     if len(chunks) > 2 and chunks[0].lower in lex.GREETINGS and chunks[0].mark == "," and _opens(chunks[1:]):
         chunks = chunks[1:]
@@ -99,7 +100,7 @@ def _without_courtesies(chunks: list[_Chunk]) -> list[_Chunk]:
     count = polite[0].count(" ") if polite else 0
     if len(chunks) <= count or chunks[count].lower not in lex.REQUESTS:
         return chunks
-    if count > 1 and chunks[-1].mark == "?":  # it asks by `could you` alone
+    if count > 1 and chunks[-1].mark == "?":  # only the removed `could you` made this a question
         chunks[-1].mark = ""
     return chunks[count:]
 
@@ -116,10 +117,10 @@ def _without_farewell(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _opens(chunks: Sequence[_Chunk]) -> bool:
-    """Whether the first word may be written small or large at the head of a sentence: it is no name."""
+    """Returns whether the first word, at the head of a sentence, is no name, so that its capital carries no meaning."""
     first = chunks[0].lower
     after = chunks[1].body if len(chunks) > 1 else ""
-    if first in lex.NAMES_TOO:  # Will
+    if first in lex.NAMES_TOO:  # such as the name Will
         return after.lower() in lex.SUBJECTS
     if first in lex.VERBS_TOO:
         return after.lower() in lex.SUBJECTS or (after.isalpha() and after.islower() and after not in lex.HELPERS)
@@ -127,7 +128,8 @@ def _opens(chunks: Sequence[_Chunk]) -> bool:
 
 
 def _starts(chunks: Sequence[_Chunk]) -> list[int]:
-    """Where sentences begin. A full stop may be that of `Dr.`, after which a name comes."""
+    """Returns the indices at which sentences begin. A full stop after a short or cut word, as in `Dr.`, begins none,
+    because a name may follow."""
 
     def ends(chunk: _Chunk) -> bool:
         word = re.fullmatch(r"[a-z]{4,}", chunk.body) is not None and chunk.body not in lex.CUT
@@ -144,7 +146,7 @@ def _fold_capitals(chunks: list[_Chunk], starts: Sequence[int]) -> None:
 
 
 def _fold_names(chunks: list[_Chunk]) -> None:
-    """Writes names small that are no word otherwise, and `I` large."""
+    """Lowercases the names in `lexicon.NAMES` and capitalizes the pronoun `I`."""
     for at, chunk in enumerate(chunks):
         body = chunk.body
         if body.lower() in ("i'm", "i've", "i'll", "i'd"):
@@ -156,7 +158,7 @@ def _fold_names(chunks: list[_Chunk]) -> None:
 
 
 def _asks_for_itself(chunks: Sequence[_Chunk], at: int) -> bool:
-    """Whether the `i` here stands for who asks: `do i need`, and not `can i and j differ`."""
+    """Returns whether the `i` at this index is the pronoun, as in `do i need` but not in `can i and j differ`."""
     if at == 0:
         return not chunks[0].mark and len(chunks) > 1 and chunks[1].body in lex.AFTER_PRONOUN
     around = chunks[at - 1 : at + 2]
@@ -168,7 +170,7 @@ def _asks_for_itself(chunks: Sequence[_Chunk], at: int) -> bool:
 
 
 def _expanded(chunks: list[_Chunk]) -> list[_Chunk]:
-    """`what's the` as `what is the`; before other words it may be `what has`."""
+    """Expands `what's` to `what is` before a determiner; before other words it may mean `what has`."""
     first, *rest = chunks
     found = re.fullmatch(r"(what|who|where|how)'s", first.body)
     if found is None or first.mark or not rest or rest[0].body not in lex.DETERMINERS:
@@ -177,7 +179,8 @@ def _expanded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _drop_last_mark(sentence: Sequence[_Chunk]) -> None:
-    """The question mark of what asks by its words, the full stop of what requests or says something."""
+    """Removes the question mark of a sentence that its words make a question, and the full stop of a request or a
+    statement."""
     last = sentence[-1]
     if any(each.mark for each in sentence[:-1]) or not _LAST.fullmatch(last.body):
         return
@@ -188,7 +191,7 @@ def _drop_last_mark(sentence: Sequence[_Chunk]) -> None:
 
 
 def _asks(words: Sequence[str]) -> bool:
-    """Whether these words, without a mark, can only be a question: not so `how nice you are`."""
+    """Returns whether these words, without a mark, can only be a question. `how nice you are` is an exclamation."""
     if len(words) < 3:
         return False
     first, second = words[0], words[1]
@@ -201,6 +204,6 @@ def _asks(words: Sequence[str]) -> bool:
         return True
     if second in ("to", "many", "happens", "happened"):
         return first in ("what", "how")
-    # `how far is the moon`, `what time does it start`
+    # matches `how far is the moon` and `what time does it start`
     asked = (word for before, word in pairwise(words[1:5]) if before not in lex.SUBJECTS and word != words[-1])
     return first in ("what", "how") and not lex.HELPERS.isdisjoint(asked)

@@ -16,7 +16,7 @@ from cache.store.redis_replies import Shape
 
 log = logging.getLogger(__name__)
 
-GREETING = Shape(elements=1024, size=1 << 16)  # of HELLO, which lists modules, and of a sentinel
+GREETING = Shape(elements=1024, size=1 << 16)  # of the replies to HELLO, which lists modules, and of a sentinel
 AGAIN = 3600.0  # seconds until the same is said again
 CLUSTER = (
     "redis-url names a Redis Cluster, which is not supported: nothing is cached there. "

@@ -19,9 +19,9 @@ from cache.store.redis_replies import HEADER, Shape
 T = TypeVar("T")
 Command = Callable[[Redis], Awaitable[object]]
 
-SHORT = Shape()  # a status, a number or a short value
+SHORT = Shape()  # of a reply with a status, a number or a short value
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
-MEAN = 1 << 16  # bytes of a value among many: not all of them may be as large as one may
+MEAN = 1 << 16  # bytes per value of a reply with more than two values; few values are as large as the largest
 CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
 
 
@@ -145,20 +145,23 @@ class Link:
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
     def values(self, count: int, more: int = 0) -> Shape:
-        """Of a reply with so many values, two of which may be the largest that are kept, and `more` elements beside."""
+        """Returns the bound of a reply with `count` values and `more` other elements. Two values may have the largest
+        stored size; the bound grows by MEAN bytes for each value if there are more than two."""
         most = (MEAN * count if count > 2 else 0) + (self._server.settings.largest + HEADER) * min(count, 2)
         return Shape(1 + count + more, most + HEADER * (1 + count + more))
 
     async def read(
         self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
     ) -> T:
-        """Raises StoreFault, also where the reply is larger than `shape`, or `parse` refuses it."""
+        """Runs a command under the breaker of reads. Raises StoreFault, also if the reply is larger than `shape` or
+        `parse` refuses it."""
         return await self._run(self._reads, command, parse, within, shape)
 
     async def write(
         self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
     ) -> T:
-        """Raises StoreFault, also where the reply is larger than `shape`, or `parse` refuses it."""
+        """Runs a command under the breaker of writes. Raises StoreFault, also if the reply is larger than `shape` or
+        `parse` refuses it."""
         return await self._run(self._writes, command, parse, within, shape)
 
     async def aclose(self) -> None:
@@ -180,7 +183,7 @@ class Link:
             async with asyncio.timeout(budget), self._clients.one() as client:
                 client.expected.shape = shape
                 answer = parse(await command(client.redis))
-        except Exception as error:  # of any type: what redis-py makes of replies that it did not expect
+        except Exception as error:  # of any type: redis-py raises many on replies that it did not expect
             raise self._fault(breaker, error) from None
         breaker.succeeded()
         return answer

@@ -40,12 +40,12 @@ from cache.store.redis_hello import (
 from cache.store.redis_parser import BoundedParser, Expected
 from cache.store.redis_tls import TlsFiles
 
-READ_SIZE = 1 << 18  # bytes taken at once; the most that a connection holds beyond what was asked for
+READ_SIZE = 1 << 18  # bytes per read; bounds the unparsed bytes that a connection holds beyond the expected reply
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One connection, and what the command under way may answer on it."""
+    """Holds one connection and the bound that its next replies must keep."""
 
     redis: Redis
     expected: Expected

@@ -1,4 +1,4 @@
-"""What redis-py's connections read replies with: its own parsers take whatever comes."""
+"""Replaces the reply parsers of redis-py, which accept replies of any size, with one that bounds each reply."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from redis.exceptions import InvalidResponse
 
 from cache.store.redis_replies import ErrorReply, Progress, ReplyReader, ReplyRefusedError, Shape
 
-AT_ONCE = 256  # elements taken apart between two turns of the event loop
+AT_ONCE = 256  # elements parsed before other tasks get the event loop
 
 
 @dataclass(slots=True)
 class Expected:
-    """What the command under way may answer, each of its replies for itself. Of one connection."""
+    """Holds the bound on each reply to the command in flight on one connection."""
 
     shape: Shape
 
 
 class BoundedParser(AsyncBaseParser):
-    """Refuses what was not asked for as soon as it is announced, and lets others have the event loop in between."""
+    """Refuses a reply as soon as its header announces more than the bound, and yields to the event loop every AT_ONCE
+    elements."""
 
     def __init__(self, expected: Expected, socket_read_size: int) -> None:
         super().__init__(socket_read_size)
@@ -40,7 +41,8 @@ class BoundedParser(AsyncBaseParser):
         self._reader = ReplyReader()
 
     async def can_read(self) -> bool:
-        """Whether something came that nobody asked for, or the connection was closed."""
+        """Returns whether unexpected bytes have arrived or the connection was closed. redis-py reconnects in both
+        cases."""
         if self._stream is None:
             raise OSError("not connected")
         # As redis-py's own parsers do: StreamReader cannot be asked for what it holds.
@@ -51,7 +53,8 @@ class BoundedParser(AsyncBaseParser):
         return await self.can_read()
 
     async def read_response(self, disable_decoding: bool = False) -> Any:
-        """Raises InvalidResponse. Errors of Redis are returned where the connection is still good."""
+        """Reads one reply. Returns an error reply as an exception object if the connection is still usable, as redis-py
+        expects. Raises InvalidResponse if the reply exceeds its bound or is malformed."""
         self._reader.begin(self._expected.shape)
         try:
             while (progress := self._reader.advance(AT_ONCE)) is not Progress.WHOLE:
@@ -62,7 +65,7 @@ class BoundedParser(AsyncBaseParser):
         except ReplyRefusedError as error:
             raise InvalidResponse(str(error)) from None
         reply = self._reader.reply
-        if isinstance(reply, ErrorReply):  # within a list nobody looks for them: they are of no type that is expected
+        if isinstance(reply, ErrorReply):  # in a list it stays an ErrorReply, which fails the callers' type checks
             known: Callable[[str], Exception] = self.parse_error
             reply = known(reply.text)
         if isinstance(reply, ClosedError):

@@ -1,8 +1,9 @@
-"""Replies of Redis, taken apart within the bounds that the command allows. No I/O.
+"""Parses replies of Redis within the bounds that the command allows. This module does no I/O.
 
-Whoever answers in Redis's place may announce a list of a thousand million, or a value without an end. What is announced
-is compared with what was asked for before any of it is kept, so that a reply costs no more memory than its `Shape` and
-no more time at once than a few hundred elements. RESP2 alone: the types of RESP3 are never asked for.
+A server that is not Redis may announce a list of a billion elements, or a value without an end. Each announced length
+is checked against the bound of the reply before any of it is stored, so that a reply costs no more memory than its
+`Shape` allows, and one call of `advance` parses a limited number of elements. Only RESP2 is parsed, because no
+connection switches to RESP3.
 """
 
 from __future__ import annotations
@@ -10,70 +11,70 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-LINE = 4096  # bytes of a status or an error
-HEADER = 24  # bytes of a number, a length or a count: 64 bits have 19 digits and a sign
-DEPTH = 5  # of lists within one another: XREAD has so many
+LINE = 4096  # the most bytes of a status or an error
+HEADER = 24  # the most bytes of a number, a length or a count: 64 bits have 19 digits and a sign
+DEPTH = 5  # the most levels of nested lists; replies to XREAD have five
 _END = b"\r\n"
 _MOST = {ord("+"): LINE, ord("-"): LINE, ord(":"): HEADER, ord("$"): HEADER, ord("*"): HEADER}
 
 
 class ReplyRefusedError(Exception):
-    """More than the command may answer, or bytes that are not RESP2. The connection is useless."""
+    """Reports a reply that exceeds its bound or is not RESP2. The connection cannot be used afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What Redis says where a command failed. A reply as any other, also within a list."""
+    """Holds the text of an error reply. It is returned like any other reply, also as an element of a list."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The most that one reply may be."""
+    """Bounds the elements and the bytes of one reply."""
 
-    elements: int = 1  # values and lists, those within lists included
-    size: int = LINE  # bytes as they are sent
+    elements: int = 1  # values and lists, nested ones included
+    size: int = LINE  # bytes on the wire
 
 
 class Progress(enum.Enum):
-    """How far `ReplyReader.advance` came."""
+    """Reports why `ReplyReader.advance` stopped."""
 
-    WHOLE = enum.auto()  # `reply` is there
+    WHOLE = enum.auto()  # `reply` is complete
     HUNGRY = enum.auto()  # more bytes are needed
-    BUSY = enum.auto()  # it took apart as much as it was allowed to
+    BUSY = enum.auto()  # `most` elements were parsed and the reply is not complete
 
 
 class ReplyReader:
-    """Takes one reply apart after another. It keeps at most the bytes of one shape and those fed at once."""
+    """Parses one reply after another. Holds at most the bytes of one shape and the bytes of one `feed`."""
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._at = 0  # what lies before was taken apart
-        self._searched = 0  # no line ends before
+        self._at = 0  # index in `_data`; the bytes before were parsed
+        self._searched = 0  # index in `_data`; no line ends before it
         self._shape = Shape()
-        self._elements = self._size = 0  # of this reply so far
-        self._length: int | None = None  # of the value that is being waited for
-        self._open: list[tuple[list[object], int]] = []  # lists that lack elements, and how many each will have
+        self._elements = self._size = 0  # of the current reply, so far
+        self._length: int | None = None  # of the value whose bytes are incomplete
+        self._open: list[tuple[list[object], int]] = []  # incomplete lists, outermost first, and their final lengths
         self.reply: object = None
 
     @property
     def buffered(self) -> int:
-        """Bytes that were fed and not taken apart."""
+        """Counts the bytes that were fed and not yet parsed."""
         return len(self._data) - self._at
 
     @property
     def elements(self) -> int:
-        """Of the present reply, taken apart so far."""
+        """Counts the elements of the current reply that were parsed so far."""
         return self._elements
 
     @property
     def rest(self) -> bytes:
-        """What was fed and not taken apart."""
+        """Returns the bytes that were fed and not yet parsed."""
         return bytes(self._data[self._at :])
 
     def begin(self, shape: Shape) -> None:
-        """The next reply may be of this shape."""
+        """Discards the state of the previous reply and sets the bound of the next one. Keeps the unparsed bytes."""
         self._shape = shape
         self._elements = self._size = 0
         self._length = None
@@ -88,7 +89,7 @@ class ReplyReader:
         self._data += data
 
     def advance(self, most: int) -> Progress:
-        """Takes apart up to `most` elements. Raises ReplyRefusedError."""
+        """Parses up to `most` elements. Raises ReplyRefusedError."""
         for _ in range(most):
             if self._length is None:
                 line = self._line()
@@ -104,7 +105,7 @@ class ReplyReader:
         return Progress.BUSY
 
     def _line(self) -> bytes | None:
-        """The next line with its end; None where it is not all there."""
+        """Consumes the next line and returns it without its end. Returns None if the line is incomplete."""
         if not self.buffered:
             return None
         most = _MOST.get(self._data[self._at])
@@ -123,7 +124,8 @@ class ReplyReader:
         return line
 
     def _begun(self, line: bytes) -> bool | None:
-        """Whether the reply is whole with this line; None where a value has begun and is not all there."""
+        """Parses the line that begins an element. Returns whether the reply is now complete, or None if the line begins
+        a value whose bytes are incomplete."""
         mark, rest = line[:1], line[1:]
         if mark == b"+":
             return self._add(rest)
@@ -164,7 +166,8 @@ class ReplyReader:
         return self._add(value)
 
     def _add(self, value: object) -> bool:
-        """Puts a value where it belongs. Whether the reply is whole."""
+        """Appends a value to the innermost incomplete list, and closes the lists that it completes. Returns whether the
+        reply is complete."""
         while self._open:
             found, count = self._open[-1]
             found.append(value)

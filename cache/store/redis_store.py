@@ -16,8 +16,8 @@ from cache.store.writer import Write, WriteQueue
 
 CLOSE_WITHIN = 1.0
 SCAN_COUNT = 256
-NAMES = 16 * SCAN_COUNT  # the most of one page: Redis walks so many buckets, each with a few names
-NAME = 256  # bytes of a name, or of a member with its cursor
+NAMES = 16 * SCAN_COUNT  # the most names of one page; SCAN visits SCAN_COUNT buckets, each with a few names
+NAME = 256  # mean bytes of a name, or of a member with its cursor
 
 LAST_CURSOR = 2**53 - 1
 
@@ -188,7 +188,8 @@ class RedisStore:
 
 
 def _listing(count: int) -> Shape:
-    """Of a list of names, some of which may be longer than ours, with what stands around it."""
+    """Returns the bound of a reply with a list of `count` names and its surrounding elements. Names of other programs
+    may be longer than ours."""
     return Shape(4 + count, (1 << 16) + count * (NAME + HEADER))
 
 
