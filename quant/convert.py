@@ -1,4 +1,5 @@
-"""Pickled weights, or a GGUF file, to safetensors, a tensor at a time. The folder appears whole or not at all."""
+"""Converts pickled weights or a GGUF file to safetensors, one tensor at a time. The folder appears whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Holder(Protocol):
-    """A file with tensors."""
+    """A file that holds tensors; `forget` releases the memory of the last one."""
 
     def tensor(self, name: str) -> torch.Tensor: ...
 
@@ -91,8 +92,8 @@ class _Pickled:
 
 
 def convert(source: Path, out: Path, progress: Progress) -> str:
-    """Makes `out` of a folder with pickled weights, or of a GGUF file; says what it made. The source is never written
-    to."""
+    """Writes the folder `out` from a folder with pickled weights or from a GGUF file, and returns a summary for the
+    user. The source is never written to."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CannotQuantize(f"{out} is there already: name a new folder")
     gguf = GgufWeights(source) if is_gguf(source) else None
@@ -117,7 +118,7 @@ def _of_pickles(source: Path) -> list[_Part]:
     config = load_config(source)
     weights = _Pickled(source)
     check_folder(weights, config, read_spec(source, weights.names()))
-    tied = f"{HEAD}.weight" if config.tied_head else None  # the same as the embedding, and often written twice
+    tied = f"{HEAD}.weight" if config.tied_head else None  # the same numbers as the embedding, which files often repeat
     return [part for part in weights.parts() if part.name != tied]
 
 
@@ -130,7 +131,7 @@ def _of_gguf(weights: GgufWeights) -> list[_Part]:
 
 
 def _write_texts(source: Path, folder: Path) -> None:
-    """All that is no weights."""
+    """Writes the files other than weights: the config, the tokenizer and the chat templates."""
     if not is_gguf(source):
         copy_companions(source, folder)
         return
@@ -197,7 +198,7 @@ def _write_shard(path: Path, shard: Sequence[_Part]) -> Iterator[int]:
     """Yields the bytes of each tensor that is written."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    ordered = sorted(shard, key=lambda part: -part.dtype.itemsize)  # so that all are aligned
+    ordered = sorted(shard, key=lambda part: -part.dtype.itemsize)  # largest elements first aligns all tensors
     for part in ordered:
         offsets = [at, at + part.size]
         header[part.name] = {"dtype": _NAMES[part.dtype], "shape": list(part.shape), "data_offsets": offsets}

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file as plain numbers, by the names that a folder has."""
+"""Reads the weights of a GGUF file as plain numbers, under the names that they have in a model folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16"
 
 
 class GgufWeights:
-    """What lies in blocks becomes what the file's config says, bfloat16 in general; plain numbers stay as they are."""
+    """Reads weights by name. Widens weights in blocks to the type that the file's config names, usually bfloat16, and
+    returns plain numbers in their own type."""
 
     def __init__(self, file: Path) -> None:
-        """Raises BadFile."""
+        """Opens the file. Raises BadFile."""
         self._to = _DTYPES[load_config(file).dtype or "bfloat16"]
         self._places = gguf_file(file).places
         self._file = file
@@ -37,7 +38,7 @@ class GgufWeights:
         return self._tensors.dtype(name) if name in self._tensors.names() else self._to
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the file, or a copy, good until the next call."""
+        """Returns a view of the file, or a copy. The result is valid until the next call."""
         if name in self._tensors.names():
             return self._tensors.tensor(name)
         kind = self._places[name].tensor.kind.name
@@ -47,4 +48,4 @@ class GgufWeights:
         return plain
 
     def forget(self) -> None:
-        """Nothing: the next tensor gives back the pages of the one before."""
+        """Does nothing, because the next call of `tensor` releases the pages of the last tensor."""

@@ -79,13 +79,14 @@ class ModelConfig:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Of a folder, or of a GGUF file. Raises BadFile."""
+    """Reads and checks the config of a model folder or of a GGUF file. Raises BadFile."""
     return parse_config(read_config(folder), str(folder / CONFIG))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` as it stands in a model folder, or what stands for it in a GGUF file. Raises BadFile."""
-    from quant.checkpoint.gguf.file import gguf_file, is_gguf  # which needs this module
+    """Returns the `config.json` of a model folder, unchecked, or its equivalent made from a GGUF file's metadata.
+    Raises BadFile."""
+    from quant.checkpoint.gguf.file import gguf_file, is_gguf  # imported here because that module imports this one
 
     if is_gguf(folder):
         found: dict[str, Any] = json.loads(gguf_file(folder).texts[CONFIG])

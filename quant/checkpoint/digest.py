@@ -44,8 +44,8 @@ class WeightsDigest:
 
 
 def of_texts(folder: Path, names: tuple[str, ...] = TEXTS) -> str:
-    """SHA-256 over the lines `file name, its SHA-256` of files; one that is not there is told from an empty one. Those
-    of a GGUF file are what a folder made of it would have."""
+    """Returns the SHA-256 over one line `file name, its SHA-256` per file. A missing file and an empty file give
+    different results. For a GGUF file, hashes the text files that its metadata is turned into."""
     whole = hashlib.sha256()
     if is_gguf(folder):
         texts = gguf_file(folder).texts

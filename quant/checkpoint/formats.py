@@ -22,8 +22,9 @@ FORMATS: Final = (DENSE, "awq-int4", "compressed-tensors", "bitsandbytes-int8", 
 
 
 def read_spec(folder: Path, names: Collection[str] = ()) -> QuantSpec | None:
-    """From the folder's JSON files, or the header of a GGUF file; None: not quantized. `names`: its tensors, where they
-    are known. Raises BadFile for a format that is not served."""
+    """Reads the quantization format from a folder's JSON files or the header of a GGUF file. Returns None if the
+    weights are not quantized. `names` are the folder's tensors, if known. Raises BadFile for a format that is not
+    served."""
     if is_gguf(folder):
         return _gguf(folder)
     config = read_config(folder)
@@ -39,7 +40,7 @@ def read_spec(folder: Path, names: Collection[str] = ()) -> QuantSpec | None:
 
 
 def described_by(folder: Path) -> tuple[Path, ...]:
-    """The JSON files that decide what the weights compute, beside the files of the weights."""
+    """Lists the JSON files that decide how the weight files are interpreted. A GGUF file needs none."""
     if is_gguf(folder):
         return ()
     return tuple(folder / name for name in (CONFIG, BESIDE) if (folder / name).is_file())

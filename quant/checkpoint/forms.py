@@ -62,8 +62,8 @@ class Int4Groups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Minima:
-    """weight[n, k] = q[n, k] * scale[n, k // group] + minimum[n, k // group], with q in 0..15: what no zero point in
-    0..15 can say.
+    """Holds weight[n, k] = q[n, k] * scale[n, k // group] + minimum[n, k // group], with q in 0..15. The minimum is a
+    real number, so Int4Groups, whose zero points are integers in 0..15, cannot represent these weights exactly.
 
     packed          uint8 [N, K/2], the even k in the low four bits
     scale, minimum  float [N, K/group], both in one type
@@ -93,7 +93,8 @@ class Int4Minima:
 def _dequantize(
     packed: torch.Tensor, group: int, dtype: torch.dtype, restore: Callable[[torch.Tensor, slice], None]
 ) -> torch.Tensor:
-    """Turns packed numbers of 0..15 into weights. `restore` does so in place, for some rows, [rows, K/group, group]."""
+    """Unpacks four-bit numbers and converts them to weights. `restore` converts some rows at once, in place, in float32
+    [rows, K/group, group], which bounds the float32 copy."""
     shape = packed.shape[0], packed.shape[1] * 2
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     for first in range(0, shape[0], _ROWS_AT_ONCE):

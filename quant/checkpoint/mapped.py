@@ -1,4 +1,4 @@
-"""Tensors of files that are mapped into memory, whatever table says where they lie."""
+"""Reads tensors from memory-mapped files, for any file format that yields a table of their positions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
 
 class MappedTensors:
-    """Tensors by name; a `TensorSource`. `close` drops the maps."""
+    """Reads tensors by name from mapped files; a `TensorSource`. `close` unmaps the files."""
 
     def __init__(
         self, folder: Path, files: tuple[Path, ...], entries: Mapping[str, Entry], progress: Progress | None
     ) -> None:
-        """`folder`: the model, for messages."""
+        """Maps no file yet. `folder` is the model's path, for error texts."""
         self.folder = folder
         self.files = files
         self._entries = entries
@@ -37,18 +37,19 @@ class MappedTensors:
         return self._entries.keys()
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Returns the path of the file that holds the tensor."""
         return self._entry(name).file
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its type in the file."""
+        """Returns the type that the tensor has in the file."""
         return self._entry(name).dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the file. The next call gives its pages back; a view read after that reads the file again."""
+        """Returns a view of the mapped file. The next call releases the view's pages; reading the view after that reads
+        the file again."""
         entry = self._entry(name)
         self._release()
         self._last = entry
@@ -59,13 +60,13 @@ class MappedTensors:
         return torch.frombuffer(mapped, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
 
     def nbytes(self) -> int:
-        """Bytes of the weight files."""
+        """Returns the size of the weight files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def close(self) -> None:
         self._release()
         for mapped in self._maps.values():
-            with contextlib.suppress(BufferError):  # a view is still held: the map goes with it
+            with contextlib.suppress(BufferError):  # a view still refers to the map, which is unmapped with that view
                 mapped.close()
         self._maps.clear()
 
@@ -80,14 +81,14 @@ class MappedTensors:
         if file not in self._maps:
             try:
                 with open_regular(file) as opened:
-                    # A private map: torch wants writable memory, the file is never written.
+                    # The map is private, because torch requires writable memory and the file must never be written.
                     self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
                 raise BadFile(file, f"cannot be mapped ({error})", AGAIN) from error
         return self._maps[file]
 
     def _release(self) -> None:
-        """Gives the last tensor's pages back, as far as they hold nothing else."""
+        """Releases the pages of the last tensor, except those that it shares with its neighbours in the file."""
         entry, self._last = self._last, None
         if entry is None:
             return

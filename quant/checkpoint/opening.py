@@ -1,4 +1,4 @@
-"""A model's tensors, whether a folder or a GGUF file is named."""
+"""Opens a model's tensors from a model folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,5 +13,6 @@ from quant.checkpoint.safetensors import Checkpoint
 
 
 def open_checkpoint(model: Path, progress: Progress | None = None, dtype: torch.dtype = torch.float32) -> MappedTensors:
-    """`dtype`: of what a GGUF file keeps in blocks and a folder as plain numbers. Raises BadFile."""
+    """Opens the tensors of a model folder or a GGUF file. `dtype` is the type of tensors such as the embedding, which a
+    GGUF file may store in blocks and which are served as plain numbers. Raises BadFile."""
     return GgufTensors(model, progress, dtype) if is_gguf(model) else Checkpoint(model, progress)

@@ -82,8 +82,8 @@ class Int8Spec:
 
 @dataclass(frozen=True, slots=True)
 class GgufSpec:
-    """Blocks as llama.cpp packs them. kinds: of each linear that is not kept in plain numbers, what its blocks are
-    called. exact: whether four bits with minima stay as they are; no kernel of a GPU reads them."""
+    """Describes linears packed in llama.cpp's blocks. `kinds` maps each packed linear to the name of its block type.
+    `exact` keeps four bits with minima as they are; it must be false on a GPU, which has no kernel for them."""
 
     kinds: Mapping[str, str] = field(hash=False)
     exact: bool = True
@@ -96,11 +96,12 @@ class GgufSpec:
         return layer in self.kinds
 
     def form(self, layer: str) -> GgufForm:
-        """What a covered layer is in memory."""
+        """Returns the form that a covered layer takes in memory."""
         return self.form_of(self.kinds[layer])
 
     def form_of(self, kind: str) -> GgufForm:
-        """What blocks of this kind become. Eight bits a row lose a little: blocks have a scale for 16 or 32 inputs."""
+        """Returns the form for blocks of this type. `int8` is lossy: it has one scale per row, and blocks have one per
+        16 or 32 inputs."""
         if kind == "Q4_0":
             return "int4"
         return "minima" if kind in ("Q4_1", "Q4_K") and self.exact else "int8"

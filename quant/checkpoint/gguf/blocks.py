@@ -1,5 +1,6 @@
-"""Blocks of numbers as weights of `forms`. R: rows, K: numbers of a row; every product is done in float32, as
-llama.cpp does it, so that the numbers are the same bit for bit.
+"""Converts llama.cpp's blocks of numbers to the weights of `forms`. R is the number of rows, K the numbers in a row.
+
+Every product is computed in float32, as llama.cpp does, so that the weights are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from quant.checkpoint.source import TensorSource, fetch, finite
 from quant.checkpoint.spec import GgufSpec
 
 GROUP: Final = 32  # inputs that share a scale in all blocks of four bits
-_ROWS_AT_ONCE: Final = 512  # bounds the float32 copies
+_ROWS_AT_ONCE: Final = 512  # rows per step; bounds the size of the float32 copies
 _KINDS: Final = {kind.name: kind for kind in KINDS.values()}
 
 
 @dataclass(slots=True)
 class _Cost:
-    """What became of the tensors of one kind. error, size: sums of squares, of what was lost and of all."""
+    """Sums up the tensors of one block type. `error` is the sum of the squared rounding errors, `size` that of the
+    squared numbers."""
 
     form: str
     tensors: int = 0
-    read: int = 0  # bytes
-    held: int = 0
+    read: int = 0  # bytes in the file
+    held: int = 0  # bytes in memory
     error: float = 0.0
     size: float = 0.0
 
 
 @dataclass(slots=True)
 class Costs:
-    """What it costs to hold a file's tensors in forms that are not its own."""
+    """Sums up the memory and the rounding error of holding a file's tensors in other forms than the file's."""
 
     _by_kind: dict[tuple[str, str], _Cost] = field(default_factory=dict)
 
     def add(self, kind: str, form: str, read: int, held: int, lost: torch.Tensor | None = None) -> None:
-        """`lost`: float [2], the sums of squares of what was lost and of all numbers."""
+        """Adds a tensor. `lost`: float [2], the sum of the squared rounding errors and that of the squared numbers."""
         cost = self._by_kind.setdefault((kind, form), _Cost(form))
         cost.tensors += 1
         cost.read += read
@@ -51,7 +53,7 @@ class Costs:
             cost.size += float(lost[1])
 
     def __str__(self) -> str:
-        """As one line of a log."""
+        """Returns the sums as one line for a log."""
         parts = []
         for (kind, form), cost in sorted(self._by_kind.items()):
             loss = f"{100 * (cost.error / cost.size) ** 0.5:.2f} % of their size lost" if cost.size else "nothing lost"
@@ -62,7 +64,7 @@ class Costs:
 def read_gguf(
     source: TensorSource, layer: str, spec: GgufSpec, in_features: int, out_features: int, costs: Costs | None = None
 ) -> Int4Groups | Int4Minima | Int8Rows:
-    """One linear. Raises BadTensor."""
+    """Reads the weight of one linear. Raises BadTensor."""
     kind = _KINDS[spec.kinds[layer]]
     name = f"{layer}.{kind.name.lower()}"
     if in_features % kind.values:
@@ -81,7 +83,7 @@ def read_gguf(
 
 
 def dequantize(kind: str, raw: torch.Tensor, columns: int) -> torch.Tensor:
-    """uint8 [R, bytes] -> float32 [R, K]."""
+    """Converts blocks, uint8 [R, bytes], to numbers, float32 [R, K]."""
     if kind in ("Q4_0", "Q4_1", "Q4_K"):
         q, scale, minimum = _nibbles(kind, raw)
         packed = pack_nibbles(q)
@@ -95,7 +97,8 @@ def dequantize(kind: str, raw: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def widened(kind: str, raw: torch.Tensor, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, K] of plain numbers, some rows at a time, and what that lost."""
+    """Converts blocks to plain numbers [R, K], some rows at a time. Also returns the sums that `Costs.add` takes as
+    `lost`."""
     out = torch.empty(len(raw), columns, dtype=dtype, device=raw.device)
     lost = torch.zeros(2, dtype=torch.float64, device=raw.device)
     for first in range(0, len(raw), _ROWS_AT_ONCE):
@@ -128,10 +131,10 @@ def _lost(block: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _four_bits(name: str, kind: str, raw: torch.Tensor, columns: int) -> Int4Groups | Int4Minima:
-    """The same numbers, laid out as ours."""
+    """Repacks four-bit blocks in the layout of `forms`, without a change of any number."""
     groups = columns // GROUP
     packed = torch.empty(len(raw), columns // 2, dtype=torch.uint8, device=raw.device)
-    dtype = torch.float32 if kind == "Q4_K" else torch.float16  # of a product with six bits, and of what a block holds
+    dtype = torch.float32 if kind == "Q4_K" else torch.float16  # Q4_K: float16 times six bits; others: float16 as is
     scale, minimum = (torch.empty(len(raw), groups, dtype=dtype, device=raw.device) for _ in range(2))
     for first in range(0, len(raw), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
@@ -146,8 +149,8 @@ def _four_bits(name: str, kind: str, raw: torch.Tensor, columns: int) -> Int4Gro
 
 
 def _nibbles(kind: str, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """uint8 [R, K] of 0..15, and scales and minima [R, K/32]: a number is q · scale + minimum, (q − 8) · scale without
-    minima."""
+    """Unpacks blocks to q, uint8 [R, K] in 0..15, and scales and minima [R, K/32]. A number is q · scale + minimum, or
+    (q − 8) · scale if the blocks have no minima."""
     if kind == "Q4_K":
         return _q4_k(raw)
     blocks = _blocks(kind, raw)
@@ -158,8 +161,8 @@ def _nibbles(kind: str, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _q4_k(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A block: d and dmin float16; 12 bytes of six-bit scales and minima of eight groups; 128 bytes of nibbles, of
-    which each 32 hold one group in their low halves and the next in their high ones."""
+    """Unpacks Q4_K. A block holds d and dmin, float16; 12 bytes of six-bit scales and minima of eight groups; 128 bytes
+    of nibbles, of which each 32 hold one group in their low halves and the next in their high ones."""
     blocks = _blocks("Q4_K", raw)
     d, dmin = (_halves(blocks[..., at : at + 2]).float().unsqueeze(2) for at in (0, 2))
     first, second, both = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
@@ -171,8 +174,9 @@ def _q4_k(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _q6_k(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """int8 [R, K] of −32..31 and scales of 16 each. A block: 128 bytes of low nibbles, 64 of high pairs of bits, 16
-    int8 scales, d float16; in two halves, each of 64 and 32 bytes for four times 32 numbers."""
+    """Unpacks Q6_K to q, int8 [R, K] in −32..31, and one scale per 16 numbers. A block holds 128 bytes of low nibbles,
+    64 bytes of high bit pairs, 16 int8 scales and d, float16. Each half of a block, 64 and 32 bytes, holds 4 · 32
+    numbers."""
     blocks = _blocks("Q6_K", raw)
     shape = (*blocks.shape[:2], 2)
     low = blocks[..., :128].reshape(*shape, 64)
@@ -185,16 +189,16 @@ def _q6_k(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def _q8_0(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """int8 [R, K] and scales of 32 each."""
+    """Unpacks Q8_0 to q, int8 [R, K], and one scale per 32 numbers."""
     blocks = _blocks("Q8_0", raw)
     return blocks[..., 2:].view(torch.int8).flatten(1), _halves(blocks[..., :2]).float(), 32
 
 
 def _blocks(kind: str, raw: torch.Tensor) -> torch.Tensor:
-    """uint8 [R, blocks, bytes]."""
+    """Views rows of bytes as uint8 [R, blocks, bytes of a block]."""
     return raw.reshape(len(raw), -1, _KINDS[kind].nbytes)
 
 
 def _halves(pairs: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 2] -> float16 [...]."""
+    """Reinterprets pairs of bytes, uint8 [..., 2], as float16 [...]."""
     return pairs.contiguous().view(torch.float16).squeeze(-1)

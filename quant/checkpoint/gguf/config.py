@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as config.json and generation_config.json of a folder. Faults name the key. No torch."""
+"""Converts a GGUF file's metadata to config.json and generation_config.json. Faults name the key. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from quant.checkpoint.rope import MOST_THETA, THETA
 
 MEND: Final = "convert the model again"
 OTHER_MODEL: Final = "take another model"
-CONTEXT_OF_LLAMA3: Final = 8192  # tokens that Llama 3 was trained with before its positions were stretched
-LOW, HIGH = 1.0, 4.0  # its turns in that context, between which is the ramp
+CONTEXT_OF_LLAMA3: Final = 8192  # tokens; Llama 3's training context before its RoPE was scaled
+LOW, HIGH = 1.0, 4.0  # rotations in that context between which Llama 3 ramps the scaling
 _FACTOR_TOLERANCE: Final = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What llama.cpp calls an architecture, as transformers does."""
+    """Names an architecture as transformers does, and its differences in a GGUF file."""
 
     architecture: str
     model_type: str
-    paired_rows: bool = False  # whether the two halves of a head's rows lie by turns, as llama.cpp rotates them
-    pre: str | None = None  # how texts are cut, where an old file does not say
+    paired_rows: bool = False  # whether rows of a head's two halves alternate, as llama.cpp's RoPE expects
+    pre: str | None = None  # pre-tokenizer to use if an old file names none
 
 
 FAMILIES: Final = {
@@ -84,16 +84,17 @@ _COMPUTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Tensors and types that decide the config beside the metadata."""
+    """Holds what the config takes from the table of tensors rather than from the metadata."""
 
-    names: Collection[str]  # of all tensors
-    rows: int  # of the embedding
-    dtype: str  # of the weights as a folder would have them
-    factors: tuple[float, ...] = ()  # that wavelengths are stretched by, one for each pair of a head's numbers
+    names: Collection[str]  # the names of all tensors
+    rows: int  # rows of the embedding
+    dtype: str  # type that a folder would give for the weights
+    factors: tuple[float, ...] = ()  # RoPE wavelength factors, one per pair of a head's numbers
 
 
 def family_of(fields: Fields) -> Family:
-    """Raises BadFile for an architecture that is not served, and for a file that holds no whole model."""
+    """Returns the family of the file's architecture. Raises BadFile if the architecture is not served or the file is
+    not a whole language model."""
     kind = _text(fields, "general.type", "model")
     if kind != "model":
         fields.refuse("general.type", f"{short(kind)} is no language model", "give the file of the model")
@@ -108,7 +109,7 @@ def family_of(fields: Fields) -> Family:
 
 
 def config_of(fields: Fields, family: Family, positions: Positions) -> dict[str, Any]:
-    """As config.json holds it."""
+    """Builds the contents of config.json. Raises BadFile."""
     own = f"{_text(fields, 'general.architecture')}."
     _refuse_unknown(fields, own)
     hidden = fields.integer(f"{own}embedding_length", minimum=1)
@@ -138,14 +139,14 @@ def config_of(fields: Fields, family: Family, positions: Positions) -> dict[str,
 
 
 def shortest(number: float) -> float:
-    """The decimal number of the fewest digits that is the same in float32, as which files keep it."""
+    """Returns the shortest decimal number with the same float32 value, since GGUF files store numbers as float32."""
     kept = struct.pack("<f", number)
     digits = (float(f"{number:.{count}g}") for count in range(6, 10))
     return next((one for one in digits if struct.pack("<f", one) == kept), number)
 
 
 def sampling_of(fields: Fields) -> dict[str, Any]:
-    """What generation_config.json says of sampling; empty where the file says nothing."""
+    """Builds the sampling settings of generation_config.json; returns an empty dict if the file has none."""
     found: dict[str, Any] = {}
     for key, name in (
         ("temp", "temperature"),
@@ -168,7 +169,7 @@ def _text(fields: Fields, key: str, default: str | None = None) -> str:
 
 
 def _refuse_unknown(fields: Fields, own: str) -> None:
-    """Whatever would be computed otherwise than here."""
+    """Refuses every key that would make llama.cpp compute differently from this engine."""
     for key, value in fields.raw.items():
         part = key.removeprefix(own)
         if part == key or not part.startswith(_COMPUTED) or part in _READ:
@@ -185,7 +186,7 @@ def _kv_heads(fields: Fields, own: str, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, own: str, hidden: int, heads: int) -> int:
-    """Whole heads are rotated, and values are as long as keys."""
+    """Returns the size of a head. Refuses RoPE on a part of a head, and values of another size than keys."""
     if fields.raw.get(f"{own}attention.key_length") is None and hidden % heads:
         fields.refuse(f"{own}embedding_length", f"{hidden} does not divide among {heads} heads", MEND)
     head_dim = fields.integer(f"{own}attention.key_length", default=hidden // heads, minimum=2)
@@ -197,7 +198,7 @@ def _head_dim(fields: Fields, own: str, hidden: int, heads: int) -> int:
 
 
 def _biases(family: Family, names: Collection[str]) -> dict[str, bool]:
-    """Where the family's config has a switch for them."""
+    """Returns the config's switches for biases, in the families that have them."""
     if family.model_type not in ("llama", "qwen3"):
         return {}
     found = {"attention_bias": "blk.0.attn_q.bias" in names}
@@ -214,7 +215,7 @@ def _windows(fields: Fields, own: str, family: Family) -> dict[str, Any]:
 
 
 def _scaling(fields: Fields, own: str, positions: Positions, head_dim: int) -> dict[str, Any] | None:
-    """`rope_scaling`, or None where positions are not stretched."""
+    """Returns the config's `rope_scaling`, or None if RoPE is not scaled."""
     kind = _text(fields, f"{own}rope.scaling.type", "none")
     old = fields.number(f"{own}rope.scale_linear", default=1.0)
     factor = fields.number(f"{own}rope.scaling.factor", default=old)
@@ -242,7 +243,8 @@ def _yarn(fields: Fields, own: str, factor: float) -> dict[str, Any]:
 
 
 def _llama3(fields: Fields, own: str, factors: tuple[float, ...], head_dim: int) -> dict[str, Any] | None:
-    """The settings that make these factors: files keep what follows from them."""
+    """Recovers the Llama 3 settings of `rope_scaling` from the factors computed from them, which are all that a GGUF
+    file stores. Returns None if the factors scale nothing; refuses factors that no such settings give."""
     if len(factors) != head_dim // 2 or not all(1.0 <= one <= 1024.0 for one in factors):
         fields.refuse(ROPE_FACTORS, f"must hold {head_dim // 2} numbers from 1 to 1024", MEND)
     if max(factors) == 1.0:

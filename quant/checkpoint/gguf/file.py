@@ -1,4 +1,4 @@
-"""One GGUF file as if it were a model folder: its text files, and its tensors by the names of a folder. No torch."""
+"""Reads a GGUF file as a model folder: its text files, and its tensors under a folder's names. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from quant.checkpoint.gguf.vocabulary import Vocabulary, vocabulary_of
 from quant.checkpoint.regular import open_regular
 from quant.checkpoint.tensors import dense_tensors
 
-_MAX_FACTORS: Final = 4096  # bytes of them: heads have at most some hundred numbers
+_MAX_FACTORS: Final = 4096  # bytes of the RoPE factors; a head has at most some hundred numbers
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Where the numbers of one tensor lie, and how."""
+    """Locates one tensor in the file and gives the order of its rows."""
 
     tensor: Tensor
-    heads: int | None = None  # rows of so many heads, whose two halves lie by turns; None: in the order of a folder
+    heads: int | None = None  # heads whose two halves alternate row by row; None: in a folder's order
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """All of a file but its numbers."""
+    """Holds everything that a file contains except the numbers of its tensors."""
 
-    texts: Mapping[str, bytes]  # by name, as files of a folder
+    texts: Mapping[str, bytes]  # file name in a folder → contents
     config: ModelConfig
-    places: Mapping[str, FileTensor]  # by the names of a folder
+    places: Mapping[str, FileTensor]  # tensor name in a folder → position
 
 
 def is_gguf(model: Path) -> bool:
-    """Whether a file is named, by its name; folders may be called anything."""
+    """Returns whether the path ends in .gguf and is not a folder. Does not open the file."""
     return model.suffix.lower() == ".gguf" and not model.is_dir()
 
 
 def gguf_file(file: Path) -> GgufFile:
-    """Read once for as long as the file stays the same. Raises BadFile, which names the key or the tensor."""
+    """Reads the file, or returns the cached result if its inode, size and mtime are unchanged. Raises BadFile, which
+    names the key or the tensor."""
     try:
         found = os.stat(file)
     except OSError as error:
@@ -56,7 +57,7 @@ def gguf_file(file: Path) -> GgufFile:
     return _read(file, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
-@functools.lru_cache(maxsize=2)  # a model and its draft
+@functools.lru_cache(maxsize=2)  # the model and its draft model
 def _read(file: Path, identity: tuple[int, ...]) -> GgufFile:
     header = read_header(file)
     fields = Fields(header.metadata, str(file))
@@ -89,7 +90,8 @@ def _texts(config: dict[str, Any], sampling: dict[str, Any], vocabulary: Vocabul
 
 
 def _dtype(header: Header) -> str:
-    """What a folder would call the weights: that of plain matrices; around others bfloat16."""
+    """Returns the `torch_dtype` of the config: the type of the matrices if all are plain numbers of one type, otherwise
+    bfloat16."""
     kinds = {tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1}
     plain = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     return plain.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
@@ -107,7 +109,8 @@ def _factors(file: Path, tensor: Tensor) -> tuple[float, ...]:
 
 
 def _places(file: Path, header: Header, config: ModelConfig, paired_rows: bool) -> dict[str, FileTensor]:
-    """The tensors that the config asks for: these and no others, of these shapes."""
+    """Maps a folder's names to the file's tensors. Checks that the file has exactly the tensors and shapes that the
+    config requires."""
     expected = dense_tensors(config)
     places: dict[str, FileTensor] = {}
     for tensor in header.tensors:

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its metadata and where its tensors lie, checked against bounds and the file's length.
+"""Reads the header of a GGUF file: its metadata and the positions of its tensors, checked against limits.
 
-Whatever the header claims, no more is allocated than its own bytes take, several times. No torch.
+Memory is bounded by a small multiple of the header's own bytes, whatever lengths it claims. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSIONS: Final = (2, 3)
 MAX_HEADER: Final = 32 << 20  # bytes; a vocabulary of 256,000 tokens takes 12 MiB
 MAX_KEYS: Final = 4096
 MAX_TENSORS: Final = 1 << 15
-MAX_STRINGS: Final = 1 << 20  # in all arrays together
+MAX_STRINGS: Final = 1 << 20  # texts in all arrays together
 MAX_NAME: Final = 256  # bytes of a key or of a tensor's name
 MAX_STRING: Final = 1 << 20  # bytes
 MAX_ALIGNMENT: Final = 1 << 16
@@ -37,7 +37,7 @@ Value: TypeAlias = "bool | int | float | str | list[str] | array[int] | array[fl
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where one tensor lies. shape: rows first, as torch has it."""
+    """Locates one tensor in the file. `shape` has rows first, as in torch; the file has them last."""
 
     name: str
     kind: Kind
@@ -48,14 +48,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All that a file says before its numbers."""
+    """Holds the parsed header."""
 
     metadata: dict[str, Value]
     tensors: tuple[Tensor, ...]  # in the order of the file
 
 
 def read_header(file: Path) -> Header:
-    """Raises BadFile, which names the key or the tensor."""
+    """Reads and checks the header. Raises BadFile, which names the key or the tensor."""
     try:
         with open_regular(file) as opened:
             return _Reader(file, opened).header()
@@ -73,10 +73,10 @@ class _Reader:
         self._opened = opened
         self._size = os.fstat(opened.fileno()).st_size
         self._most = min(self._size, MAX_HEADER)
-        self._data = b""  # what has been read so far
+        self._data = b""  # the header's bytes read so far
         self._at = 0
         self._strings = 0
-        self._within = "header"  # what is being read, for messages
+        self._within = "header"  # the key or tensor being read, for error texts
 
     def header(self) -> Header:
         if self._size < 24 or self._take(4) != MAGIC:
@@ -107,7 +107,7 @@ class _Reader:
         raise BadFile(self._file, f"{where}{fault}", remedy)
 
     def _fill(self, upto: int) -> bytes:
-        """The header's bytes so far, `upto` of them at least."""
+        """Reads on until at least `upto` bytes of the header are there, and returns all bytes read so far."""
         if upto > self._most:
             if upto > self._size:
                 self._refuse("ends beyond the end of the file", AGAIN)
@@ -180,7 +180,7 @@ class _Reader:
         return _SCALARS[kind]
 
     def _texts(self, count: int) -> list[str]:
-        """Vocabularies have hundreds of thousands, so the loop calls next to nothing."""
+        """Reads an array of texts. A vocabulary has hundreds of thousands, so the loop avoids calls of methods."""
         self._strings += count
         if self._strings > MAX_STRINGS or count > (self._most - self._at) // 8:
             self._refuse(f"claims {count} texts, more than a model's file has", AGAIN)
@@ -199,7 +199,7 @@ class _Reader:
         return found
 
     def _tensor(self) -> tuple[str, Kind, tuple[int, ...], int]:
-        """Name, kind, shape and offset into the numbers."""
+        """Reads one entry of the table: name, block type, shape, and offset from the start of the tensors' data."""
         self._within = "header"
         name = self._string(MAX_NAME)
         self._within = f"tensor {_shown(name)}"
@@ -218,7 +218,7 @@ class _Reader:
         return name, kind, tuple(reversed(sides)), offset
 
     def _placed(self, found: list[tuple[str, Kind, tuple[int, ...], int]], alignment: int) -> tuple[Tensor, ...]:
-        """Tensors by their bytes in the file: one after another, aligned, none beyond the end."""
+        """Sorts the tensors by position. Checks that they are aligned and contiguous and end within the file."""
         origin = -(-self._at // alignment) * alignment
         placed: list[Tensor] = []
         names: set[str] = set()
@@ -251,5 +251,5 @@ def _alignment(file: Path, metadata: dict[str, Value]) -> int:
 
 
 def _shown(name: str) -> str:
-    """A name from a file, fit for one line of a message."""
+    """Returns a name from the file, escaped and shortened for one line of an error text."""
     return name if name and name.isprintable() and len(name) <= 80 else repr(name[:80])

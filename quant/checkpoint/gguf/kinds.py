@@ -1,4 +1,4 @@
-"""The block types of tensors: a block holds `values` numbers in `nbytes` bytes. Rows are whole blocks. No torch."""
+"""Lists the block types of tensors. A row consists of whole blocks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One block type."""
+    """Describes a block type: a block holds `values` numbers in `nbytes` bytes."""
 
     name: str
     values: int
@@ -16,7 +16,7 @@ class Kind:
 
     @property
     def plain(self) -> bool:
-        """Whether it holds plain numbers."""
+        """Returns whether tensors of this type are plain numbers, one per block."""
         return self.values == 1
 
 
@@ -30,7 +30,7 @@ KINDS: Final = {
     14: Kind("Q6_K", 256, 210),
     30: Kind("BF16", 1, 2),
 }
-# What llama.cpp calls the others, for refusals.
+# llama.cpp's names of the types that are not served, for error texts.
 OTHERS: Final = {
     6: "Q5_0",
     7: "Q5_1",

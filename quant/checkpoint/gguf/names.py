@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are called in a model folder. No torch."""
+"""Maps names of tensors in a GGUF file to those in a model folder and back. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD
 
-ROPE_FACTORS: Final = "rope_freqs.weight"  # follows from the config in a folder
+ROPE_FACTORS: Final = "rope_freqs.weight"  # a folder has no such tensor: its config implies the factors
 OUTPUT: Final = "output.weight"
 TOKENS: Final = "token_embd.weight"
 _WHOLE: Final = {TOKENS: EMBEDDING, "output_norm.weight": FINAL_NORM, OUTPUT: f"{HEAD}.weight"}
@@ -28,7 +28,7 @@ _OF_LAYER: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bia
 
 
 def folder_name(name: str) -> str | None:
-    """None for a tensor that no served model has."""
+    """Returns a tensor's name in a model folder, or None if no served model has such a tensor."""
     if name in _WHOLE:
         return _WHOLE[name]
     found = _OF_LAYER.fullmatch(name)
@@ -38,7 +38,7 @@ def folder_name(name: str) -> str | None:
 
 
 def file_name(name: str) -> str:
-    """The other way, for messages about a name that a folder has."""
+    """Returns the name in a GGUF file of a tensor with this name in a folder. Used in error texts."""
     whole = {folder: file for file, folder in _WHOLE.items()}
     if name in whole:
         return whole[name]

@@ -1,20 +1,21 @@
-"""Which pairs of pieces a SentencePiece vocabulary merges, and in which order: told by its scores. No torch."""
+"""Derives the ordered merges of a SentencePiece vocabulary from the scores of its pieces. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-MAX_WORK: Final = 1 << 27  # characters that are compared; a vocabulary of 256,000 pieces takes an eighth of it
-MAX_MERGES: Final = 1 << 20  # that vocabulary has half of them
+MAX_WORK: Final = 1 << 27  # characters compared; a vocabulary of 256,000 pieces needs an eighth of this
+MAX_MERGES: Final = 1 << 20  # such a vocabulary has half of this
 
 
 class TooMuch(Exception):
-    """The pieces are longer, or more alike, than those of any model."""
+    """Reports pieces that are longer, or split into more pairs of pieces, than those of any known model."""
 
 
 def merges_of(pieces: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The better a piece's score, the earlier it is made; of two halves, those of the lower ids come first."""
+    """Returns the merges in order of application: by falling score of the merged piece, then by the ids of the two
+    halves. Raises TooMuch."""
     if sum(len(piece) ** 2 for piece in pieces) > MAX_WORK:
         raise TooMuch
     found: list[tuple[float, int, int, str, str]] = []

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, mapped, by the names that a folder has.
+"""Reads the tensors of a memory-mapped GGUF file under the names that they have in a model folder.
 
-A linear in blocks is `LAYER.q4_1`, or whatever its blocks are called: uint8 [rows, bytes], which `blocks` reads. Other
-tensors are plain numbers; those that lie in blocks all the same, such as an embedding, are widened as they are read.
+A linear in blocks is named after its block type, such as `LAYER.q4_1`, and is uint8 [rows, bytes], which `blocks`
+converts. All other tensors are returned as plain numbers: an embedding in blocks is widened when it is read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 class GgufTensors(MappedTensors):
-    """A `TensorSource`. `dtype`: of what is widened. `costs` tells what that lost."""
+    """Reads a file's tensors; a `TensorSource`. Widens to `dtype`; `costs` sums up the rounding error of widening."""
 
     def __init__(self, file: Path, progress: Progress | None = None, dtype: torch.dtype = torch.float32) -> None:
-        """Raises BadFile."""
+        """Reads the header. Raises BadFile."""
         places = gguf_file(file).places
         self.costs = Costs()
         self._widened_to = dtype
@@ -39,7 +39,8 @@ class GgufTensors(MappedTensors):
         return self._widened_to if self._widens(name) else super().dtype(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the file, good until the next call; or a copy of its own."""
+        """Returns a view of the file, which is valid until the next call, or a copy if rows are reordered or
+        widened."""
         found = super().tensor(name)
         heads = self._places[name].heads
         if heads is not None:
@@ -56,7 +57,7 @@ class GgufTensors(MappedTensors):
 
 
 def _served(name: str, place: FileTensor) -> str:
-    """Linears in blocks are named by their blocks."""
+    """Returns the name under which a tensor is served: a linear in blocks carries the name of its block type."""
     if place.tensor.kind.plain or name == EMBEDDING:
         return name
     return f"{name.removesuffix('.weight')}.{place.tensor.kind.name.lower()}"
@@ -71,5 +72,6 @@ def _entry(file: Path, place: FileTensor) -> Entry:
 
 
 def _by_halves(rows: int, heads: int) -> torch.Tensor:
-    """Where the rows of a folder's order lie: llama.cpp has the two halves of a head by turns."""
+    """Returns the index in the file of each row in a folder's order, since llama.cpp alternates the rows of a head's
+    two halves."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)

@@ -1,6 +1,6 @@
-"""A GGUF file's vocabulary as the text files of a model folder: tokenizer.json and what stands beside it. No torch.
+"""Converts a GGUF file's vocabulary to tokenizer.json, tokenizer_config.json and chat templates. Needs no torch.
 
-Every token is in the model's own vocabulary, special ones too, so that its id is its place in the file.
+Special tokens are in the BPE model's vocabulary too, so that the id of each token is its index in the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRE: Final = "tokenizer.ggml.pre"
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ROLES: Final = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "mask": "mask"}
 _ENDS: Final = ("eos", "eot", "eom")
-# Special tokens that end an answer in every model that has them, though its file may name one of them alone.
+# Special tokens that end an answer in every model that has them. A file may declare only one of them.
 _ENDING: Final = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>"})
 
 _WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,13 +39,14 @@ _TEKKEN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How texts are cut into words before pairs of bytes are merged. pattern: None as GPT-2 does."""
+    """Describes a pre-tokenizer, which splits texts into words before byte pairs are merged. `pattern` None is
+    GPT-2's."""
 
     pattern: str | None = None
     digits: bool = False  # every digit is a word
-    composed: bool = False  # letters and their marks are made one first
+    composed: bool = False  # texts are normalized to NFC first
     whole_words: bool = False  # a word that is a token stays whole
-    bos: bool = False  # whether a text begins with BOS, where the file does not say
+    bos: bool = False  # whether a text begins with BOS if the file does not specify it
 
 
 _CUTS: Final = {
@@ -59,18 +60,19 @@ _CUTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a folder keeps in several files."""
+    """Holds the contents of a folder's tokenizer files, and the ids and size that the config needs."""
 
     tokenizer: dict[str, Any]  # tokenizer.json
     settings: dict[str, Any]  # tokenizer_config.json
-    ends: tuple[int, ...]  # of text
+    ends: tuple[int, ...]  # ids of the tokens that end a text
     bos: int | None
     size: int  # tokens
-    templates: Mapping[str, str]  # by the name of their file
+    templates: Mapping[str, str]  # file name → template
 
 
 def vocabulary_of(fields: Fields, pre: str | None) -> Vocabulary:
-    """`pre`: how texts are cut, where the file does not say. Raises BadFile, which names the key."""
+    """Converts the vocabulary. `pre` names the pre-tokenizer to use if the file names none. Raises BadFile, which names
+    the key."""
     tokens = _texts(fields, TOKENS)
     kinds = _kinds(fields, tokens)
     vocabulary = _ids(fields, tokens, kinds)
@@ -109,7 +111,7 @@ def _texts(fields: Fields, key: str) -> list[str]:
 
 
 def _kinds(fields: Fields, tokens: Sequence[str]) -> list[int]:
-    """What each token is for; where the file does not say, all are plain."""
+    """Returns the type of each token; without types in the file, all tokens are normal."""
     found = fields.raw.get(TYPES)
     if found is None:
         return [_NORMAL] * len(tokens)
@@ -127,7 +129,7 @@ def _numbers(fields: Fields, key: str, count: int) -> Sequence[float]:
 
 
 def _ids(fields: Fields, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    """Without what only fills the embedding up."""
+    """Maps tokens to ids, without the tokens that only pad the embedding."""
     found: dict[str, int] = {}
     for number, token in enumerate(tokens):
         if kinds[number] == _UNUSED and token == f"[PAD{number}]":
@@ -150,7 +152,8 @@ def _added(number: int, token: str, kind: int) -> dict[str, Any]:
 
 
 def _around(fields: Fields, tokens: Sequence[str], known: Mapping[str, int], bos: bool) -> dict[str, Any] | None:
-    """The post-processor that puts BOS before a text and EOS after it; None where the file wants neither."""
+    """Builds the post-processor that adds BOS before a text and EOS after it, or returns None if the file wants
+    neither."""
     before = fields.boolean("tokenizer.ggml.add_bos_token", default=bos) and "bos" in known
     after = fields.boolean("tokenizer.ggml.add_eos_token", default=False) and "eos" in known
     if not before and not after:
@@ -195,7 +198,7 @@ def _cut(fields: Fields, pre: str | None) -> _Cut:
 
 
 def _pairs(fields: Fields, vocabulary: Mapping[str, int], cut: _Cut) -> dict[str, Any]:
-    """A vocabulary spelled in letters that stand for bytes."""
+    """Builds a byte-level BPE tokenizer, whose pieces spell bytes as letters."""
     merges: list[tuple[str, str]] = []
     for number, merge in enumerate(_texts(fields, MERGES)):
         left, _, right = merge.partition(" ")
@@ -218,7 +221,7 @@ def _pairs(fields: Fields, vocabulary: Mapping[str, int], cut: _Cut) -> dict[str
 def _pieces(
     fields: Fields, vocabulary: Mapping[str, int], kinds: Sequence[int], known: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A vocabulary of SentencePiece: blanks are ▁, what no piece spells is bytes."""
+    """Builds a SentencePiece tokenizer: blanks become ▁, and text that no piece spells falls back to bytes."""
     scores = _numbers(fields, SCORES, len(kinds))
     plain = {piece: number for piece, number in vocabulary.items() if kinds[number] == _NORMAL}
     try:
