@@ -32,7 +32,7 @@ from service.core.text.tokenizer import Tokenizer as TextTokenizer
 
 DEMO = Path("models/demo")
 EOS = (2, 0)
-PATIENT = Budget(step_wait=600)  # nobody else waits for these masks
+PATIENT = Budget(step_wait=600)  # seconds; no other requests wait for these masks
 
 
 @functools.cache

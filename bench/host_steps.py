@@ -1,12 +1,12 @@
-"""What the host does for a step of the engine's loop, waits for the device left out: plan, run, commit.
+"""Measures the host's time for one step of the engine's loop (plan, run, commit) without waits for the device.
 
     python -m bench.host_steps --model bench/models/qwen3-0.6b --load-format dummy --rows 1 8 64 256
     python -m bench.host_steps --instant
 
-Steps in which so many rows decode and nothing else happens; the median counts. A wait is what
-`engine.execution.patience` does, and looks at the device that found nothing count as the host's: so each wait is made
-long, and the table says how many there are. `--instant`: the scheduler and the pipelines over devices that answer at
-once, without torch's work and without a GPU: for comparing two trees on one machine.
+A step counts if exactly `--rows` rows decode one token each in it; the report gives the median. A wait is one call of
+`Patience.wait` in `engine.execution.patience`. Polls of the device that find no result count as host time, so each wait
+is prolonged to leave few of them, and the table gives the number of waits. `--instant` runs the scheduler and the
+pipelines over devices that answer at once, without torch and without a GPU, to compare two trees on one machine.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, Lo
 from engine.worker.build import build
 
 _PROMPT, _TOKENS = 128, 1024
-_WARM = 20  # steps of each number of rows that are not counted
-_WAIT = 200e-6  # seconds, at least
+_WARM = 20  # uncounted warm-up steps for each number of rows
+_WAIT = 200e-6  # seconds that are added to each wait
 Run = Callable[[StepPlan], StepResult]
 
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """What the host took for steps that feed one number of rows."""
+    """Holds the host's time for steps that all feed the same number of rows."""
 
     host_us_per_step: float
     host_us_p90: float
-    host_us_per_token: float  # of one row
+    host_us_per_token: float  # for one token of one row
     waits_per_step: float
     wait_us_per_step: float
-    tokens_per_step: float  # of one row: what was launched ahead comes together
+    tokens_per_step: float  # for one row; above 1 where steps launched ahead return together
 
 
 class Waits:
-    """How often and for how long the device was waited for."""
+    """Counts the waits for the device and sums up their seconds."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -61,7 +61,7 @@ class Waits:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Every wait is counted, and lasts a while."""
+        """Patches `Patience.wait` within the block, so that each wait is counted and lasts at least `_WAIT` seconds."""
         waits, own = self, Patience.wait
 
         def wait(self: Patience) -> None:
@@ -79,9 +79,9 @@ class Waits:
 
 
 def measure(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> HostTime:
-    """Steps in which `rows` sequences decode."""
+    """Times `steps` steps in which `rows` sequences decode one token each, after `_WARM` uncounted ones."""
     scheduler, keys, waits = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), Waits()
-    seen: list[tuple[float, int, int, float]] = []  # seconds of the host, tokens, waits and their seconds
+    seen: list[tuple[float, int, int, float]] = []  # host seconds, tokens, waits, seconds of the waits
     tokens = min(_TOKENS, limits.max_context - _PROMPT - 1)
     with waits.watched():
         while len(seen) < _WARM + steps:
@@ -112,7 +112,7 @@ def measure(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Host
 
 
 def instant(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
-    """Over devices that answer at once; the best of several, since others use the machine too."""
+    """Measures over devices that answer at once. Yields the fastest of `--rounds` runs: other load only adds time."""
     for rows in given.rows:
         found = []
         for _ in range(given.rounds):
@@ -123,7 +123,7 @@ def instant(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
 
 
 def on_a_model(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
-    """Over the model's own runner."""
+    """Measures over the runner that an engine process builds for the model. Yields the fastest of `--rounds` runs."""
     settings = EngineSettings(
         model=given.model,
         load_format=given.load_format,
@@ -150,7 +150,6 @@ def on_a_model(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="a folder; with --load-format dummy its config.json suffices")
     parser.add_argument("--instant", action="store_true", help="no model: devices that answer at once")

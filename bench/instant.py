@@ -1,5 +1,5 @@
-"""The scheduler's other side without a GPU and without work: the pipelines of few rows and of many, over devices whose
-every token is there when it is looked at."""
+"""Provides a runner without a GPU and without work: the decode pipelines for few and for many rows, over devices that
+return every token at the first poll."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = Limits(
 
 
 class InstantSteps:
-    """A device of few rows: `graph_decode.pipeline.StepDevice`."""
+    """Implements `graph_decode.pipeline.StepDevice`, the device of the pipelines for few rows."""
 
     def __init__(self) -> None:
         self._last = 0  # number of the last step that was launched
@@ -50,7 +50,7 @@ class InstantSteps:
 
 
 class InstantBatches:
-    """A device of many rows: `batched.pipeline.StepDevice`."""
+    """Implements `batched.pipeline.StepDevice`, the device of the pipeline for many rows."""
 
     def __init__(self) -> None:
         self._launched = 0
@@ -69,7 +69,7 @@ class InstantBatches:
 
 
 class FewRows:
-    """Claims as `graph_decode` does."""
+    """Claims the rows that the `graph_decode` executor would claim."""
 
     def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
         each = [DecodePipeline(InstantSteps(), sequences, limits.max_context) for _ in range(MOST_PIPELINES)]
@@ -87,7 +87,7 @@ class FewRows:
 
 
 class ManyRows:
-    """Claims as `batched` does."""
+    """Claims the rows that the `batched` executor would claim."""
 
     def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
         self._sequences = sequences
@@ -102,7 +102,7 @@ class ManyRows:
 
 
 class Prompts:
-    """Claims all that is left."""
+    """Claims every row that the other executors left over."""
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         return rows
@@ -112,7 +112,7 @@ class Prompts:
 
 
 class InstantRunner:
-    """Does steps as the model's runner does, but for constraints."""
+    """Runs steps as the model's runner does, but does not apply constraints."""
 
     def __init__(self, max_sequences: int, max_context: int) -> None:
         self._sequences = SequenceTable()

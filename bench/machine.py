@@ -1,13 +1,13 @@
-"""Measures what a change of `engine/execution` must not make worse, for one tree or for several in turns:
+"""Measures the speed, memory and results that a change of `engine/execution` must not worsen, for one or more trees:
 
     python -m bench.machine --out "$OUT"
     python -m bench.machine --out "$OUT" --tree before@08c9afe=/tmp/old --tree after=. --parts host decode offline
 
-Parts: `host` is the host's time a step (`bench.host_steps`), `decode` one stream, `offline` many, `speculation` what
-drafts bring on the demo model, `plans` steps that the first tree records and each does again, `tests` all tests that
-need a GPU, of the last tree. Each bench is a process of its own with the tree as its working directory; trees take
-turns within each. Leaves machine.json, tests.json, tests.xml, recordings and log.txt in the folder, after each process
-what is known by then. What does not fit into --seconds is named in machine.json as not run.
+Parts: `host` measures the host's time per step (`bench.host_steps`), `decode` one stream, `offline` many streams,
+`speculation` the speed with drafts on the demo model; `plans` replays on each tree the steps that the first tree
+recorded; `tests` runs the last tree's GPU tests. Each bench is a process of its own with the tree as its working
+directory, and the trees alternate within each bench. The folder gets machine.json, tests.json, tests.xml, recordings
+and log.txt; machine.json is rewritten after each process. It lists as not run whatever did not fit into --seconds.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from bench.about import device, revision
 PARTS: Final = ("host", "decode", "offline", "speculation", "plans", "tests")
 MODELS: Final = ("qwen3-0.6b", "qwen3-0.6b-awq", "mistral-7b-awq", "mistral-7b")
 WORKLOADS: Final = ("n1", "n8", "n16", "n32", "n64", "n128", "n256", "mixed256")
-LESS: Final = ("µs", "bytes")  # units of which less is better
-_LEAST = 15.0  # seconds, with fewer of which nothing is begun
-_ENDING = 30.0  # seconds in which tests that are stopped write their report
-Values = dict[str, tuple[float, str]]  # by workload: the value and its unit
+LESS: Final = ("µs", "bytes")  # units in which less is better
+_LEAST = 15.0  # seconds; with less time left, no process is started
+_ENDING = 30.0  # seconds that interrupted tests get to write their report
+Values = dict[str, tuple[float, str]]  # workload → value and unit
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A checkout that is measured, and the name its figures have."""
+    """Names a checkout to measure; the figures carry that name."""
 
     name: str
     path: Path
@@ -47,7 +47,8 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A process to run, and how to read its figures. `{records}` in the command stands for a file that it writes."""
+    """Describes a process to run and the function that reads its figures. `{records}` in the command stands for the
+    path of a JSON file that the process writes."""
 
     part: str
     model: str
@@ -68,7 +69,7 @@ class Findings:
     failed: list[str] = field(default_factory=list)
 
     def add(self, model: str, tree: Tree, found: Values) -> None:
-        """Keeps the better of this value and one measured before."""
+        """Adds figures; of a figure that was measured before, keeps the better value."""
         for workload, (value, unit) in found.items():
             held = self.values.setdefault((model, workload, unit), {})
             best = min if unit in LESS else max
@@ -117,7 +118,7 @@ def _of_nothing(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
 
 
 def jobs(parts: Sequence[str], models: Sequence[str]) -> Iterator[Job]:
-    """What is measured, short parts first."""
+    """Yields the jobs, the short ones first, since the time may run out."""
     flags: tuple[str, ...]
     if "host" in parts:
         yield Job("host", "instant", ("bench.host_steps", "--instant", "--append={records}"), _of_host)
@@ -137,7 +138,7 @@ def jobs(parts: Sequence[str], models: Sequence[str]) -> Iterator[Job]:
 
 
 class Run:
-    """Runs the processes one after another until the time is up."""
+    """Runs the processes one after another until `seconds` have passed."""
 
     def __init__(self, trees: Sequence[Tree], out: Path, seconds: float) -> None:
         self.trees = trees
@@ -148,7 +149,7 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Seconds until nothing is begun any more."""
+        """Returns the seconds that remain of the limit; negative after it."""
         return self._end - time.monotonic()
 
     def job(self, job: Job, tree: Tree) -> None:
@@ -236,7 +237,8 @@ class Run:
 
 
 def _ended(running: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits for the process, and ends it when the time is over. Returns whether it ended by itself."""
+    """Waits `seconds` for the process, then interrupts it, and kills it if the interrupt does not end it. Returns
+    whether the process ended by itself."""
     try:
         running.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -279,7 +281,6 @@ def tree_of(spec: str) -> Tree:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     parser.add_argument("--tree", type=tree_of, action="append", help="NAME[@REVISION]=PATH; by default before=.")
@@ -292,7 +293,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if everything was run and nothing failed."""
+    """Returns 0 if every job ran and none failed."""
     given = arguments(argv)
     trees = given.tree or [tree_of("before=.")]
     given.out.mkdir(parents=True, exist_ok=True)

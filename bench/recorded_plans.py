@@ -1,11 +1,11 @@
-"""Records steps for `engine.worker.replay`: the plans that a runner gets and the results that it returns.
+"""Records steps for `engine.worker.replay`: the plans that a runner receives and the results that it returns.
 
     python -m bench.recorded_plans --model models/demo --device cpu --out plans.msgpack
     python -m engine.worker.replay plans.msgpack --model models/demo --device cpu
 
-Requests of every kind of sampling come one after another and end at different times: few rows and many, prompts in
-chunks beside rows that decode, log-probabilities, rows that lose their pages. Two trees that bring the same ids replay
-each other's recordings.
+Requests with every kind of sampling arrive one after another and end at different times. The steps therefore have few
+and many rows, chunks of prompts beside rows that decode, log-probabilities, and rows that are preempted and lose their
+pages. Two trees that return the same token ids can replay each other's recordings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CONTEXT = 512
 
 
 def arrivals(vocabulary: int, greedy: bool) -> Iterator[tuple[int, Sequence]]:
-    """Step and sequence: one at first, then a crowd, then one again."""
+    """Yields the step of each arrival and its sequence: at first one sequence runs, then many, at the end one again."""
     chance = random.Random(7)
     for key in range(40):
         step = 0 if key == 0 else 20 + 2 * key if key < 4 else 60 + key if key < 30 else 150 + 4 * (key - 30)
@@ -59,9 +59,9 @@ def arrivals(vocabulary: int, greedy: bool) -> Iterator[tuple[int, Sequence]]:
 
 
 def record(runner: Runner, recorder: StepRecorder, steps: int, *, greedy: bool) -> Path | None:
-    """Runs up to `steps` steps and returns the file that they were recorded in."""
+    """Runs up to `steps` steps and returns the path of their recording."""
     info = runner.info
-    pages = min(info.total_pages, 160)  # some lose theirs
+    pages = min(info.total_pages, 160)  # few enough that some sequences are preempted
     limits = Limits(
         max_sequences=info.max_sequences,
         max_batch_tokens=64,

@@ -1,4 +1,4 @@
-"""Strangers who hold silent connections, on the loopback: each that is closed is opened again."""
+"""Holds idle connections open on the loopback, and reopens each one that the server closes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from bench.grpc_frames import ACK, PREFACE, SETTINGS, frame
 NOTHING = b""
 HALF_A_PREFACE = PREFACE[:9]
 HTTP2 = PREFACE + frame(SETTINGS, 0, 0, b"") + frame(SETTINGS, ACK, 0, b"")
-HALF_A_HANDSHAKE = bytes.fromhex("16030100ff010000fb0303")  # of TLS
-_CONNECT = 2.0  # seconds
-_POLL = 0.005  # seconds
+HALF_A_HANDSHAKE = bytes.fromhex("16030100ff010000fb0303")  # the start of a TLS ClientHello
+_CONNECT = 2.0  # seconds to connect
+_POLL = 0.005  # seconds between polls
 
 
 class Strangers:
-    """Holds `count` silent connections to one port, in a thread, for the length of a `with` block."""
+    """Holds `count` idle connections to one port, from a thread, for the length of a `with` block."""
 
     def __init__(self, address: str, count: int, said: bytes, *, tls: bool = False, source: str = "127.0.0.1") -> None:
-        """`tls`: a whole handshake comes before what is said. `source`: the address they come from."""
+        """Sends `said` on each connection and then nothing more. With `tls`, each connection completes a TLS handshake
+        first. `source` is the local address that the connections come from."""
         host, _, port = address.rpartition(":")
         self._to = host, int(port)
         self._count = count
@@ -34,7 +35,7 @@ class Strangers:
         self._poll = select.epoll()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.opened = 0  # in all
+        self.opened = 0  # connections since the start, reopened ones included
 
     def __enter__(self) -> Strangers:
         self._thread.start()
@@ -50,7 +51,7 @@ class Strangers:
         self._poll.close()
 
     def wait(self) -> None:
-        """Returns once `count` connections were opened."""
+        """Blocks until `count` connections were opened."""
         while self.opened < self._count:
             time.sleep(_POLL)
 
@@ -75,7 +76,7 @@ class Strangers:
         self.opened += 1
 
     def _hear(self, number: int) -> None:
-        """Throws away what was said; forgets a connection that the server has closed."""
+        """Discards the bytes that arrived, and drops a connection that the server has closed."""
         one = self._sockets[number]
         try:
             if one.recv(65_536):

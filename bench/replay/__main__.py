@@ -121,7 +121,7 @@ async def _questions(path: Path, flags: argparse.Namespace) -> list[str]:
         strict_threshold=min(SemanticSettings().strict_threshold, flags.threshold),
         max_entries=max(1, len(questions)),
     )
-    # An hour passes between observations: evidence counts so many a day, and needs age.
+    # An hour passes between observations, because evidence counts a limited number per day and must be a day old.
     clock = itertools.count(0.0, 3600.0).__next__
     cache = SimilarCache(_context(), embedder, settings, clock=clock)
     try:
