@@ -31,8 +31,8 @@ from bench.about import device, revision
 
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = ("check", "test", "proofs")
-LIMIT = 3600.0  # seconds; a run that takes longer is ended and has failed
-# Spins until the process that started it is gone.
+LIMIT = 3600.0  # seconds; a run that takes longer is ended and counts as failed
+# Spins until its parent process is gone.
 _HOG = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6):\n        pass\n"
 _SUMMARY = re.compile(r"^=+ (.*(?:passed|failed|error|no tests ran).*) in [\d.]+s.*=+$", re.MULTILINE)
 _COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
@@ -41,7 +41,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+)$", re.MULTILINE)
 
 @dataclass
 class Run:
-    """The outcome of one run."""
+    """Holds the outcome of one run of the tier."""
 
     seed: int
     seconds: float
@@ -55,7 +55,8 @@ class Run:
 
 
 def read(output: str, known: list[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Counts and failures in what pytest printed. `known` are the ids of failed tests, which may contain ` - `."""
+    """Parses pytest's output into counts by outcome and failed tests with the first line of each error. `known` are the
+    ids of failed tests: an id may contain ` - `, which also separates the id from the error."""
     counts: dict[str, int] = {}
     for summary in _SUMMARY.findall(output):
         for number, outcome in _COUNT.findall(summary):
@@ -70,14 +71,14 @@ def read(output: str, known: list[str]) -> tuple[dict[str, int], dict[str, str]]
 
 
 def last_failed(folder: Path) -> list[str]:
-    """The ids that pytest's cache in `folder` holds as failed."""
+    """Returns the ids of the tests that pytest's cache in `folder` lists as failed."""
     path = folder / "v" / "cache" / "lastfailed"
     return sorted(json.loads(path.read_text())) if path.exists() else []
 
 
 @contextlib.contextmanager
 def hogs(number: int) -> Iterator[None]:
-    """`number` processes that spin as long as the block lasts."""
+    """Runs `number` processes that spin on the processor for as long as the block lasts."""
     started = [subprocess.Popen([sys.executable, "-c", _HOG]) for _ in range(number)]
     try:
         yield
@@ -88,7 +89,7 @@ def hogs(number: int) -> Iterator[None]:
 
 
 def run(tier: str, seed: int, log: Path) -> Run:
-    """Runs the tier once; its output goes to `log`."""
+    """Runs the tier once and writes its output to `log`."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
         environ = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTEST_ADDOPTS": f"-o cache_dir={folder}"}
         start = time.monotonic()
@@ -103,7 +104,7 @@ def run(tier: str, seed: int, log: Path) -> Run:
 
 
 def record(tier: str, busy: int, runs: list[Run]) -> dict[str, Any]:
-    """What is kept of a call."""
+    """Builds the record that `--output` keeps of one call of this script."""
     return {
         "tier": tier,
         "hogs": busy,
@@ -117,13 +118,13 @@ def record(tier: str, busy: int, runs: list[Run]) -> dict[str, Any]:
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Adds a record to a file of records."""
+    """Adds a record to a JSON file of records, which need not exist yet."""
     entries = json.loads(path.read_text()) if path.exists() else []
     path.write_text(json.dumps([*entries, entry], indent=1) + "\n")
 
 
 def flaky(runs: list[Run]) -> dict[str, list[int]]:
-    """Test → the seeds of the runs in which it failed."""
+    """Maps each test that failed to the seeds of the runs in which it failed."""
     found: dict[str, list[int]] = {}
     for one in runs:
         for name in one.failures:

@@ -1,6 +1,6 @@
-"""Runs the proofs: the tests that need a long time, a quiet machine, or the tests of other tiers on another machine.
+"""Runs the proofs: tests that need much time or a quiet machine, and other tiers' tests without AVX-512 or with more examples.
 
-    python -m scripts.proofs                     # what `make proofs` runs
+    python -m scripts.proofs                     # runs what `make proofs` runs
     python -m scripts.proofs tests/timing -k text
 
 These tests may measure time, so that a busy machine can fail one of them. A test that fails is therefore run once more,
@@ -22,22 +22,23 @@ from pathlib import Path
 from scripts.flakes import last_failed
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_TESTS = 5  # pytest's exit code where it found none
-# Hides vector units from our kernels, from torch and from oneDNN.
+NO_TESTS = 5  # pytest's exit code if it collected no tests
+# Features that the `isa` part hides from our kernels; OLD_CPU limits torch and oneDNN in the same way.
 _HIDDEN = "avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16"
 OLD_CPU = {"CPU_HIDE_FEATURES": _HIDDEN, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One call of pytest."""
+    """Describes one call of pytest."""
 
     arguments: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
 def parts(jobs: int) -> list[Part]:
-    """What the proofs consist of. Tests that measure time run one after the other, with nothing beside them."""
+    """Lists the calls of pytest that make up the proofs. Tests that measure time run last, one at a time, because load
+    from other tests would fail them."""
     side_by_side = ("-n", str(jobs), "--dist", "worksteal")
     return [
         Part((*side_by_side, "--tier", "proofs", "--ignore=tests/timing")),
@@ -54,7 +55,8 @@ def pytest(arguments: Sequence[str], environ: Mapping[str, str], cache: Path) ->
 
 @dataclass
 class Outcome:
-    """Which tests failed twice, which once, and whether a part ended in any other bad way."""
+    """Collects the tests that failed twice (`failed`) or once (`flaky`), and the parts that ended in another bad way
+    (`broken`)."""
 
     failed: list[str] = field(default_factory=list)
     flaky: list[str] = field(default_factory=list)
@@ -66,7 +68,7 @@ class Outcome:
 
 
 def prove(part: Part, outcome: Outcome) -> None:
-    """Runs a part, and each test of it that failed once more."""
+    """Runs a part, then runs each of its failed tests once more, alone."""
     with tempfile.TemporaryDirectory() as folder:
         code = pytest(part.arguments, part.environ, Path(folder))
         once = last_failed(Path(folder))
