@@ -1,9 +1,11 @@
-"""What the sequences of a runner may say next. Grammars are followed in processes of their own
-(docs/adr/0062-constraints-in-processes.md), which the library may use up or bring down; the engine loop asks them, and
-waits for none of them longer than a moment, and only where their caller's masks have come in time so far.
+"""Tracks which tokens the sequences of a runner may generate next.
 
-Who has no mask yet is not planned (`ready`). A row that was planned and has none when its token is chosen brings
-RowEnd.LATE, and is planned again later.
+Grammars are followed in processes of their own (docs/adr/0062-constraints-in-processes.md), because llguidance may
+exhaust or crash the process that it runs in. A step waits for their answers for `Budget.step_wait` at most, and only
+for callers whose masks have come in time lately.
+
+A sequence that has no mask yet, and whose caller's masks were late, is not planned (`ready`). A row that was planned
+and has no mask when its token is chosen ends in RowEnd.LATE, and is planned again later.
 """
 
 from __future__ import annotations
@@ -45,42 +47,42 @@ _log = logging.getLogger(__name__)
 _MOST_SHARES = 4  # processes of one caller
 _MOST_PARKED = 256  # sequences
 _MOST_REFUSED = 1024  # grammars
-_TIDY = 1.0  # seconds between two looks at what is kept
+_TIDY = 1.0  # seconds between two searches for what is idle
 _MASK_POLL = 0.05  # seconds
-_LEAST_WAIT = 1e-4  # seconds; less is none
+_LEAST_WAIT = 1e-4  # seconds; a shorter wait is not worth a call
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A sequence with a constraint."""
+    """Holds the constraint of a sequence and the last answers of the process that follows it."""
 
-    number: int  # its name towards its process; never used again, so that no answer is taken for another's
+    number: int  # names the sequence to its process; never reused, so that no answer is taken for another's
     constraint: Constraint
     stops: tuple[int, ...]
-    forcing: bool  # whether what has no choice is appended without a step
-    ids: list[int]  # of the answer, as its process was told
-    process: Process | None  # None: there can be none
-    masked: int = -1  # `mask` is of the token behind so many
+    forcing: bool  # whether tokens that the grammar forces are appended without a step
+    ids: list[int]  # of the answer, as they were sent to its process
+    process: Process | None  # None: no constraint can be used, or this one is refused
+    masked: int = -1  # number of answer tokens before the one that `mask` is for
     mask: bytearray = field(default_factory=bytearray)
     whole: bool = False  # the answer may end here
-    ahead: dict[tuple[int, ...], bytearray] = field(default_factory=dict)  # of the token behind a draft
+    ahead: dict[tuple[int, ...], bytearray] = field(default_factory=dict)  # by draft: the mask of the token after it
     asked_ahead: set[tuple[int, ...]] = field(default_factory=set)
     followed: Followed | None = None  # the answer to the last Advance
     failed: Reason | None = None
-    overdue: bool = False  # nobody waits for `followed` any more
-    late: bool = False  # the last mask that was wanted was not there
-    parked_at: float | None = None  # when it gave up its slot
+    overdue: bool = False  # the last wait for `followed` was given up
+    late: bool = False  # the last mask that a step wanted did not come in time
+    parked_at: float | None = None  # when the sequence gave up its slot
 
 
 class Constraints:
-    """The grammars of the sequences that a runner holds. Its methods are the engine loop's."""
+    """Tracks the grammars of the sequences that a runner holds. Belongs to the engine loop's thread."""
 
     def __init__(
         self,
         folder: str = "",
         budget: Budget | None = None,
         clock: Callable[[], float] = time.monotonic,
-        grammars: Grammars | None = None,  # followed in this very process
+        grammars: Grammars | None = None,  # where given, grammars are followed in this process
     ) -> None:
         shares = max(1, min(_MOST_SHARES, usable_cores() - 1))
         self._budget = budget or replace(Budget(), shares=shares)
@@ -93,56 +95,58 @@ class Constraints:
         self._held: dict[int, _Held] = {}  # by the sequence's key
         self._by_number: dict[int, _Held] = {}
         self._numbers = itertools.count(1)
-        self._followed: set[int] = set()  # in this step
-        self._waited = 0.0  # seconds, in this step
-        self._late_at: dict[str, float] = {}  # by caller: when a mask of its was last late
-        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # by caller and grammar; the last one last
+        self._followed: set[int] = set()  # keys of the sequences advanced in this step
+        self._waited = 0.0  # seconds in this step
+        self._late_at: dict[str, float] = {}  # by caller: when one of its masks was last late
+        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # by `_name`: how many, last when
         self._tidied_at = clock()
 
-    # What the loop asks for, outside of steps
+    # Called by the loop, outside of steps
 
     def begin_compiling(self, key: int, constraint: Constraint, stops: tuple[int, ...], forcing: bool) -> None:
-        """Has the grammar compiled, and its first mask made. `compiled` says when."""
+        """Starts the compile of the grammar and of its first mask. `compiled` reports when both are done."""
         self._begin(key, constraint, stops, forcing, [])
 
     def compiled(self, key: int) -> bool:
-        """Whether the sequence can be planned, or ended: see `failure`."""
+        """Returns whether the compile is over. The sequence can then be planned, unless `failure` has a reason."""
         if self._processes.unloadable and key in self._held:
             self._held[key].failed = Reason.UNMET
         return self._is_ready(self._held[key])
 
     def failure(self, key: int) -> Reason | None:
-        """Why it can never run."""
+        """Returns why the sequence can never run, or None."""
         return self._held[key].failed
 
     @property
     def unloadable(self) -> str:
-        """Why there can be no constraints with this model; empty where there can."""
+        """Explains why no constraint can be used with this model; empty where constraints can be used."""
         return self._processes.unloadable
 
     @property
     def busy(self) -> bool:
-        """Whether some sequence waits for its mask."""
+        """Is true while some sequence waits for its mask."""
         return any(not self._is_ready(held) for held in self._held.values())
 
     @property
     def kept(self) -> bool:
-        """Whether `collect` is to be called about every second, so that memory is given back."""
+        """Is true while `collect` must be called about every second, so that idle processes end and free their
+        memory."""
         return bool(self._processes.live)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the process that the others are children of."""
+        """Lists the fork server's process id; all other processes are its children."""
         return self._processes.pids if isinstance(self._processes, Processes) else ()
 
     def forget(self, key: int) -> None:
-        """The sequence has gone."""
+        """Discards what is held of a sequence, and ends the sequence in its process."""
         held = self._held.pop(key, None)
         if held is not None:
             self._leave(held)
 
     def collect(self) -> None:
-        """Takes in what the processes have said. Waits for nothing."""
+        """Takes in the answers that have arrived, without waiting. About once a second, also discards sequences that
+        have been preempted for long and ends idle processes."""
         if not self._held and not self.kept:
             return
         self._processes.wait(0)
@@ -154,17 +158,18 @@ class Constraints:
         self._processes.tidy()
         self._late_at = {owner: at for owner, at in self._late_at.items() if now - at < DISTRUST}
 
-    # What the scheduler asks for
+    # Called by the scheduler
 
     def ready(self, key: int) -> bool:
-        """Whether a step that chooses the sequence's next token need not wait for its mask, or hardly."""
+        """Returns whether a step that chooses the sequence's next token has its mask, or may wait for it briefly
+        because the caller's masks have come in time."""
         held = self._held.get(key)
         return held is None or self._is_ready(held) or self._trusted(held)
 
-    # What a step asks for
+    # Called by a step
 
     def begin(self, plan: StepPlan) -> None:
-        """Takes in who gave up a slot and who got one."""
+        """Starts a step: parks the grammars of preempted sequences, and begins or resumes those of admitted ones."""
         self._followed.clear()
         self._waited = 0.0
         if not plan.released and not plan.admitted:
@@ -187,8 +192,9 @@ class Constraints:
         return key in self._held
 
     def mask(self, key: int, assumed: Sequence[int] = ()) -> bytearray:
-        """One bit for each token that may come next, from the lowest bit of the first byte on; `assumed`: next but for
-        these. None may where these may not come, or end it; and where the mask does not come in time."""
+        """Returns one bit for each token that may come next, from the lowest bit of the first byte on. `assumed` are
+        draft tokens that come before that token. No bit is set where the grammar forbids `assumed` or ends with it, and
+        where the mask does not come in time."""
         held = self._held[key]
         before = tuple(assumed)
         if before:
@@ -199,14 +205,14 @@ class Constraints:
         return held.mask
 
     def expect(self, key: int, draft: Sequence[int]) -> None:
-        """Lets the masks be made that a draft is verified with."""
+        """Requests the masks that a draft is verified with, ahead of their use."""
         held = self._held.get(key)
         if held is not None and draft and held.failed is None and self._trusted(held):
             self._ask_ahead(held, tuple(draft))
 
     def stuck(self, key: int) -> RowResult:
-        """Ends a sequence for which no token is left, well where its grammar may end here. One whose mask was only late
-        is not ended."""
+        """Returns the end of a sequence for which no token is left: COMPLETE where its grammar may end here, otherwise
+        STUCK or COSTLY. A sequence whose mask was only late is not ended (LATE)."""
         held = self._held[key]
         if held.late:
             held.late = False
@@ -217,8 +223,8 @@ class Constraints:
         return RowResult((), end=RowEnd.COMPLETE if sound else RowEnd.STUCK)
 
     def ended(self, results: dict[int, RowResult], sequences: Iterable[SequenceState]) -> dict[int, RowResult]:
-        """Says of each result that has no token, and was chosen within a mask, for what reason: because none is left,
-        or because the logits were no numbers."""
+        """Replaces the constrained results without a token by an end, where the mask was late or had no token left. The
+        other results without a token stay: their logits were not numbers."""
         for one in sequences:
             if one.key not in self._held or results[one.key].token_ids:
                 continue
@@ -227,8 +233,8 @@ class Constraints:
         return results
 
     def follow(self, rows: Iterable[Row], results: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Takes in what a step brought; returns the same, with what the grammars force behind it. Rows count once a
-        step."""
+        """Advances the grammars by the tokens that a step chose, and returns the results with the tokens that the
+        grammars force after them. A row that was advanced earlier in the same step is skipped."""
         if not self._held:
             return results
         going: list[int] = []
@@ -237,7 +243,7 @@ class Constraints:
             if held is None or not row.sample or row.key in self._followed or not results[row.key].token_ids:
                 continue
             self._followed.add(row.key)
-            if results[row.key].token_ids[-1] not in held.stops:  # else it ends, whatever the grammar thinks of it
+            if results[row.key].token_ids[-1] not in held.stops:  # a stop token ends the sequence
                 self._advance(held, results[row.key].token_ids)
                 going.append(row.key)
         for key in going:
@@ -245,20 +251,20 @@ class Constraints:
         return results
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes and discards all sequences."""
         self._processes.close()
         self._held.clear()
         self._by_number.clear()
 
-    # What the processes say
+    # Called by the processes
 
     def on_answer(self, process: Process, answer: Answer) -> None:
-        """See `processes.Listener`."""
+        """Implements `processes.Listener`."""
         held = self._by_number.get(answer.key)
         if held is None or held.process is not process:
             return
         match answer:
-            case Followed() if held.overdue:  # what was forced is chosen step by step: its masks have nothing else
+            case Followed() if held.overdue:  # steps choose the forced tokens: their masks allow no others
                 held.overdue = False
                 if answer.forced:
                     self._processes.ask(process, TakeBack(answer.key, len(answer.forced)))
@@ -275,7 +281,7 @@ class Constraints:
                 pass
 
     def on_end(self, process: Process, culprit: int | None, reason: Reason) -> None:
-        """See `processes.Listener`."""
+        """Implements `processes.Listener`. Sequences that are not to blame begin anew in another process."""
         for key, held in [*self._held.items()]:
             if held.process is not process or held.failed is not None:
                 continue
@@ -328,7 +334,7 @@ class Constraints:
 
     def _admit(self, admitted: Admitted, constraint: Constraint) -> None:
         said = list(admitted.token_ids[admitted.prompt_length :])
-        forcing = admitted.logprobs is None  # a log-probability is computed in a step
+        forcing = admitted.logprobs is None  # only a step computes log-probabilities
         held = self._held.get(admitted.key)
         if (
             held is not None
@@ -341,7 +347,7 @@ class Constraints:
         self._begin(admitted.key, constraint, admitted.stopping.stop_token_ids, forcing, said)
 
     def _unpark(self, which: Callable[[_Held], bool]) -> None:
-        """Forgets sequences without a slot. They begin anew when they get one."""
+        """Discards the preempted sequences that `which` selects. Their grammars begin anew when they get a slot."""
         for key in [key for key, held in self._held.items() if which(held)]:
             self.forget(key)
 
@@ -362,7 +368,8 @@ class Constraints:
         return late_at is None or self._clock() - late_at >= DISTRUST
 
     def _awaited(self, held: _Held, there: Callable[[], bool]) -> bool:
-        """Waits until it is there, while its caller is trusted and the step has time left. Whether it is."""
+        """Waits until `there()` is true, while the caller is trusted and the step has waiting time left. Returns
+        whether `there()` is true."""
         if not there():
             self._processes.wait(0)
         while not there():
@@ -412,7 +419,7 @@ class Constraints:
             self._processes.ask(held.process, Advance(held.number, ids, held.forcing and self._trusted(held)))
 
     def _with_forced(self, held: _Held, brought: RowResult) -> RowResult:
-        """With what its grammar forces behind it, if that is known in time."""
+        """Returns the row's result with the tokens that its grammar forces after it, if the process answers in time."""
         self._awaited(held, lambda: held.followed is not None or held.failed is not None)
         if held.followed is None:
             held.overdue = held.failed is None
@@ -434,7 +441,7 @@ def _name(constraint: Constraint) -> bytes:
 
 
 def _barred(mask: bytearray, tokens: Iterable[int]) -> bytearray:
-    """Without these."""
+    """Returns the mask without these tokens."""
     left = bytearray(mask)
     for token in tokens:
         if token // 8 < len(left):
