@@ -1,4 +1,4 @@
-"""Runs the proofs: tests that need much time or a quiet machine, and other tiers' tests without AVX-512 or with more examples.
+"""Runs the proofs: tests that need much time or a quiet machine, and other tiers' tests in stricter settings.
 
     python -m scripts.proofs                     # runs what `make proofs` runs
     python -m scripts.proofs tests/timing -k text
