@@ -21,7 +21,8 @@ _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 class GgufTensors(MappedTensors):
-    """Reads a file's tensors; a `TensorSource`. Widens to `dtype`; `costs` sums up the rounding error of widening."""
+    """Reads a file's tensors; a `TensorSource`. Widens to `dtype`. `costs` sums up the rounding error of widening; the
+    readers of linears add theirs."""
 
     def __init__(self, file: Path, progress: Progress | None = None, dtype: torch.dtype = torch.float32) -> None:
         """Reads the header. Raises BadFile."""
