@@ -42,7 +42,10 @@ class Sick:
         return dict(self.server.load().cache_counts)
 
     def well(self) -> None:
-        """Waits until what is written can be read again, and every breaker of requests is closed."""
+        """Starts Redis if it does not run, and waits until what is written can be read again and every breaker of
+        requests is closed."""
+        if self.redis.process is None:
+            self.redis.start()
         self.asked += 2
         request = greedy(f"sick {self.asked // 2} well", 4)
 
@@ -61,7 +64,13 @@ class Sick:
 
 @pytest.fixture(scope="module")
 def sick(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sick]:
-    """Redis is not there yet when the server starts."""
+    with served(serve, tmp_path_factory) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sick]:
+    """Redis does not run yet when the server starts."""
     folder = tmp_path_factory.mktemp("sick")
     redis = RedisServer(folder)
     flags = (*ON, f"--cache.key-file={write_keys(folder / 'keys')}")
@@ -74,12 +83,11 @@ def sick(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sic
         redis.stop()
 
 
-@pytest.mark.proof
-def test_a_redis_that_starts_late(sick: Sick) -> None:
-    sick.run(12)
-    assert "open" in sick.server.load().cache_breakers.values()
-    sick.redis.start()
-    sick.well()
+def test_a_redis_that_starts_late(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with served(serve, tmp_path_factory) as sick:
+        sick.run(12)
+        assert "open" in sick.server.load().cache_breakers.values()
+        sick.well()
 
 
 @contextlib.contextmanager
