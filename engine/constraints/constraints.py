@@ -14,12 +14,12 @@ import hashlib
 import itertools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.api import Constraint
-from engine.constraints.budget import DISTRUST, MOST_DEATHS, PARKED, REFUSED_FOR, Budget
+from engine.constraints.budget import DISTRUST, PARKED, Budget
+from engine.constraints.deaths import Deaths
 from engine.constraints.following import MOST_FORCED as MOST_FORCED
 from engine.constraints.grammars import Grammars
 from engine.constraints.inline import Inline
@@ -46,7 +46,6 @@ from engine.scheduling.sequence_state import SequenceState
 _log = logging.getLogger(__name__)
 _MOST_SHARES = 4  # processes of one caller
 _MOST_PARKED = 256  # sequences
-_MOST_REFUSED = 1024  # grammars
 _TIDY = 1.0  # seconds between two searches for what is idle
 _MASK_POLL = 0.05  # seconds
 _LEAST_WAIT = 1e-4  # seconds; a shorter wait is not worth a call
@@ -98,7 +97,7 @@ class Constraints:
         self._followed: set[int] = set()  # keys of the sequences advanced in this step
         self._waited = 0.0  # seconds in this step
         self._late_at: dict[str, float] = {}  # by caller: when one of its masks was last late
-        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # by `_name`: how many, last when
+        self._deaths = Deaths(clock)  # by caller and grammar
         self._tidied_at = clock()
 
     # Called by the loop, outside of steps
@@ -294,12 +293,8 @@ class Constraints:
         held.failed = reason
         if reason is Reason.UNMET:
             return
-        name = _name(held.constraint)
-        count, _ = self._deaths.pop(name, (0, 0.0))
-        self._deaths[name] = count + 1, self._clock()
-        if len(self._deaths) > _MOST_REFUSED:
-            self._deaths.popitem(last=False)
-        _log.warning("a constraint is too costly (%s), for the %d. time", reason, count + 1)
+        count = self._deaths.add(_name(held.constraint))
+        _log.warning("a constraint is too costly (%s), for the %d. time", reason, count)
 
     # Sequences
 
@@ -314,7 +309,7 @@ class Constraints:
     ) -> None:
         self.forget(key)
         started = self._processes.start()
-        refused = started and self._refused(constraint)
+        refused = started and self._deaths.refused(_name(constraint))
         process = self._processes.of(constraint.owner) if started and not refused else None
         number = next(self._numbers)
         held = self._held[key] = self._by_number[number] = _Held(
@@ -325,12 +320,6 @@ class Constraints:
             return
         process.keys.add(number)
         self._processes.ask(process, Begin(number, constraint.grammar, tuple(ids), stops))
-
-    def _refused(self, constraint: Constraint) -> bool:
-        while self._deaths and next(iter(self._deaths.values()))[1] + REFUSED_FOR <= self._clock():
-            self._deaths.popitem(last=False)
-        count, _ = self._deaths.get(_name(constraint), (0, 0.0))
-        return count >= MOST_DEATHS
 
     def _admit(self, admitted: Admitted, constraint: Constraint) -> None:
         said = list(admitted.token_ids[admitted.prompt_length :])

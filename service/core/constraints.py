@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.api import Constraint
-from engine.constraints.budget import MOST_DEATHS, REFUSED_FOR
+from engine.constraints.deaths import Deaths
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import ConstraintText, Origin
 from service.core.text.jobs import Refusal, pack
@@ -18,7 +18,6 @@ from service.core.text.processes import JobDied, TextProcesses
 
 Key = tuple[str, tuple[str, ...]]  # kind and texts
 _KEPT: Final = 4 * 2**20  # bytes of text
-_MOST_DEADLY: Final = 1024  # digests of constraints whose deaths are remembered
 _DEADLY: Final = "is too complex: the process that checks it does not survive it"
 
 
@@ -27,10 +26,8 @@ class Constraints:
 
     def __init__(self, processes: TextProcesses, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes = processes
-        self._clock = clock
         self._known: OrderedDict[Key, str] = OrderedDict()
-        # By digest of tenant and constraint: deaths, and when refusals end, on the clock.
-        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._deaths = Deaths(clock)  # by digest of tenant and constraint
         self._size = 0
 
     async def read(self, given: ConstraintText | None, origin: Origin) -> Constraint | None:
@@ -49,22 +46,17 @@ class Constraints:
     async def _made(self, key: Key, field: str, origin: Origin) -> str:
         """Compiles a constraint in a text process and returns its grammar.
 
-        Counts the processes that die of it, by tenant and constraint. From MOST_DEATHS deaths on, the constraint is
-        refused without a process until REFUSED_FOR seconds after the last death, so that one caller cannot keep
-        killing processes."""
+        Refuses a constraint of which processes keep dying without starting another, so that one caller cannot keep
+        killing them."""
         name = hashlib.blake2b(pack((origin.tenant, key)), digest_size=16).digest()
-        died, until = self._deaths.get(name, (0, 0.0))
         try:
-            if died >= MOST_DEATHS and self._clock() < until:
+            if self._deaths.refused(name):
                 raise Refusal(_DEADLY)
             return (await self._processes.run("constraint", pack(key), origin.deadline, origin.tenant)).decode()
         except Refusal as error:
             raise InvalidRequest((Violation(field, str(error)),)) from None
         except JobDied:
-            self._deaths[name] = died + 1, self._clock() + REFUSED_FOR
-            self._deaths.move_to_end(name)
-            if len(self._deaths) > _MOST_DEADLY:
-                self._deaths.popitem(last=False)
+            self._deaths.add(name)
             raise InvalidRequest((Violation(field, _DEADLY),)) from None
 
     def _keep(self, key: Key, found: str) -> None:
