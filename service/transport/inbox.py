@@ -185,8 +185,13 @@ class Inbox:
             raise self.overloaded("the messages of live requests are too large together", Reason.MESSAGES)
         self._held += size
         one.held = size
-        one.busy = True
-        self.busy.begin(one.peer)
+        self.occupy(one)
+
+    def occupy(self, one: Incoming) -> None:
+        """Counts the connection of a call as busy until the call is forgotten, so that it is not evicted."""
+        if not one.busy:
+            one.busy = True
+            self.busy.begin(one.peer)
 
     async def breathe(self) -> None:
         """Returns to one call at a time, and once the loop has looked at everybody else: what follows takes a while."""

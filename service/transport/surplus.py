@@ -110,11 +110,11 @@ class _Idle(Generic[_Held]):
             if self._idle[host]:
                 heapq.heappush(crowds, self._rank(host))
 
-    def _rank(self, host: Host) -> tuple[int, float, str, Host]:
+    def _rank(self, host: Host) -> tuple[int, float, str, bool, Host]:
         """Orders the addresses in the heap, the first to lose a connection smallest: by the number of idle connections,
-        then by how long one has been idle. The name breaks ties."""
+        then by how long one has been idle. Name and `local`, which no two hosts share, break ties."""
         mine = self._idle[host]
-        return -len(mine), mine[0][0], host.name, host
+        return -len(mine), mine[0][0], host.name, host.local, host
 
 
 def _part(bound: int, share: tuple[int, int]) -> int:

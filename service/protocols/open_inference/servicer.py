@@ -89,6 +89,7 @@ class OpenInferenceServicer:
             data = await incoming.next()
             if data is None:
                 return False
+            self._inbox.occupy(call.incoming)  # between its requests, too
             record = self._observers.begin(f"{SERVICE}/ModelStreamInfer", call.context.invocation_metadata() or ())
             record.tenant, record.bytes_in, record.read_at = call.origin.tenant, len(data), record.arrived_at
             code = "CANCELLED"

@@ -77,3 +77,9 @@ def test_where_every_address_has_one_the_longest_idle_goes() -> None:
 )
 def test_who_counts_as_one(address: str, name: str, local: bool) -> None:
     assert Host.of(address) == Host(name, local)
+
+
+def test_addresses_of_one_name_are_told_apart_by_loopback() -> None:
+    """`::1` and other addresses of its network differ in nothing else."""
+    held = some("::1", range(20)) + some("::2", range(20))
+    assert len(surplus(held, 30)) == 10
