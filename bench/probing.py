@@ -26,8 +26,8 @@ def addresses(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
     """Of a server's four ports, once it says that it is ready."""
     while process.poll() is None:
         said = log.read_text()
-        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)$", said, re.MULTILINE)
-        metrics = re.search(r"^metrics: http://(\S+)/metrics$", said, re.MULTILINE)
+        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)", said, re.MULTILINE)
+        metrics = re.search(r" metrics http://(\S+)/metrics$", said, re.MULTILINE)
         if ready and metrics:
             return {"data": ready[1], "admin": ready[2], "health": ready[3], "metrics": metrics[1]}
         time.sleep(_EVERY)

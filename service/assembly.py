@@ -71,6 +71,7 @@ class Parts:
     identity: Identity
     reloader: Reloader
     engine: EngineClient
+    model: ServedModel
     admission: Admission
     drain: Drain
     caches: AnswerCaches
@@ -136,6 +137,7 @@ def build(
         identity=identity,
         reloader=reloader,
         engine=engine,
+        model=cases.model,
         admission=cases.admission,
         drain=cases.drain,
         caches=cases.caches,

@@ -29,6 +29,9 @@ from service.transport.silence import silence
 STOPPED = 0  # by a signal, no request was lost
 CUT_OFF = 1  # requests were still live when the drain's time was over, or something broke
 
+# What the line that says how to call the server asks a model with a chat template, and one without.
+_QUESTION = '{"chat": {"messages": [{"role": "user", "content": "What is the capital of France?"}]}}'
+_BEGINNING = '{"text": "Once upon a time", "stopping": {"max_tokens": 64}}'
 _STATUS_GRACE = 1.0  # seconds for statuses to leave once everything has ended
 _log = logging.getLogger(__name__)
 
@@ -88,21 +91,19 @@ async def _ready(settings: Settings, parts: Parts, stop: Signals, stack: AsyncEx
 
 
 def _announce(settings: Settings, parts: Parts) -> None:
-    """Prints what is served, where, and how to call it."""
+    """Prints three lines at once: what is served and on what, how to call it, and all addresses."""
     info = parts.engine.info
-    if info is not None:
-        sys.stdout.write(
-            f"serving {settings.served_name}: {info.architecture}, {info.weight_format} {info.dtype} on {info.device}, "
-            f"decoder {info.decoder}, {info.max_sequences} sequences of up to {info.max_context} tokens\n"
-        )
-    if parts.metrics is not None:
-        sys.stdout.write(f"metrics: http://{parts.metrics.address}{METRICS_PATH}\n")
+    if info is None:
+        return
     tls = "-plaintext" if settings.tls.cert is None else "-cacert CA.pem"
     token = "" if settings.auth.tokens_file is None else ' -H "authorization: Bearer $TOKEN"'
+    metrics = "" if parts.metrics is None else f" metrics http://{parts.metrics.address}{METRICS_PATH}"
     sys.stdout.write(
-        f'call it: grpcurl {tls}{token} -d \'{{"text": "def read_json(path):", "stopping": {{"max_tokens": 64}}}}\' '
+        f"serving {settings.served_name}: {info.architecture}, {info.weight_format} {info.dtype} on {info.device}, "
+        f"decoder {info.decoder}, {info.max_sequences} sequences of up to {info.max_context} tokens\n"
+        f"call it: grpcurl {tls}{token} -d '{_QUESTION if parts.model.chat else _BEGINNING}' "
         f"{parts.data.address} {GENERATION}/GenerateStream\n"
-        f"ready: data {parts.data.address} admin {parts.admin.address} health {parts.probes.address}\n"
+        f"ready: data {parts.data.address} admin {parts.admin.address} health {parts.probes.address}{metrics}\n"
     )
     sys.stdout.flush()
 

@@ -94,8 +94,8 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
 
 
 def open_keyring(path: Path | None) -> Keyring:
-    """From the file, or generated, which is logged."""
+    """From the file, or generated, which is of use to this process alone."""
     if path is not None:
         return Keyring.read(path)
-    log.info("cache: no key file; entries can be read by this process alone, and are lost with it")
+    log.debug("cache: no key file; entries can be read by this process alone, and are lost with it")
     return Keyring.generate()

@@ -222,8 +222,10 @@ def make_runner(
     """Chooses the executors and warms them. Raises Unsupported where the decoder asked for cannot serve."""
     parts, room = prepared.parts, prepared.room
     choice = choose(settings.decoder, parts, registry)
+    # On a CPU all but one decoder are passed over, which nobody wonders at.
+    level = logging.DEBUG if parts.model.placement.device.type == "cpu" else logging.INFO
     for objection in choice.objections:
-        _log.info("decoder %s passed over: %s", objection.decoder, objection.reason)
+        _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)
     for objection in choice.missing:
         _log.warning("decoder %s goes without %s: %s", choice.decoder, objection.decoder, objection.reason)
     executors = tuple(executor for _, executor in choice.executors)

@@ -49,6 +49,11 @@ class ServedModel:
         self.constraints = Constraints(processes)
         self._known: tuple[ModelInfo, ModelFacts] | None = None
 
+    @property
+    def chat(self) -> bool:
+        """Whether there is a chat template."""
+        return self._tokenizer.chat
+
     def facts(self) -> ModelFacts:
         """What validation needs. Raises EngineUnavailable unless requests can be taken."""
         state, info = self._engine.state, self._engine.info

@@ -5,23 +5,27 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from tqdm import tqdm
 
 _LINE_INTERVAL = 1.0  # seconds
 _IN_BYTES = {"weights"}  # phases that count bytes
+_UNSEEN = {"imports"}  # phases that say nothing to a reader
 _log = logging.getLogger(__name__)
 
 
 class Progress:
     """Takes reports of one phase after another; the last report of each has done == total."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.phases: dict[str, float] = {}  # of this load, and how far each is, from 0 to 1
+        self._clock = clock
         self._bar: tqdm[NoReturn] | None = None
         self._phase = ""
         self._logged_at = 0.0
+        self._long = False  # this phase has a line in the log
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """`done` of `total` bytes or pieces of a phase."""
@@ -29,12 +33,20 @@ class Progress:
         if share < self.phases.get(phase, 0.0):
             self.phases.clear()  # another load
         self.phases[phase] = share
+        if phase in _UNSEEN:
+            return
         if sys.stderr.isatty():
             self._draw(phase, done, total)
-            return
-        now = time.monotonic()
-        if done >= total or now - self._logged_at >= _LINE_INTERVAL:
-            self._logged_at = now
+        else:
+            self._write(phase, done, total)
+
+    def _write(self, phase: str, done: int, total: int) -> None:
+        """A line a second for a phase that takes longer than that, and one at its end."""
+        now = self._clock()
+        if self._phase != phase:
+            self._phase, self._logged_at, self._long = phase, now, False
+        if (done >= total and self._long) or now - self._logged_at >= _LINE_INTERVAL:
+            self._logged_at, self._long = now, True
             _log.info("%s: %s of %s", phase, _amount(phase, done), _amount(phase, total))
 
     def _draw(self, phase: str, done: int, total: int) -> None:

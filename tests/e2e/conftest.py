@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-READY = re.compile(r"^ready: data (\S+) admin (\S+) health (\S+)$", re.MULTILINE)
+READY = re.compile(r"^ready: data (\S+) admin (\S+) health (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, gen
 from tests.service.forked import Template
 
 ROOT = Path(__file__).resolve().parents[2]
-_READY = re.compile(r"^ready: data (\S+) admin (\S+) health (\S+)$", re.MULTILINE)
+_READY = re.compile(r"^ready: data (\S+) admin (\S+) health (\S+)", re.MULTILINE)
 _DETAILS = (
     error_details_pb2.BadRequest,
     error_details_pb2.ErrorInfo,
@@ -73,7 +73,7 @@ class Server:
     @property
     def metrics(self) -> str:
         """The address of the metrics port."""
-        match = re.search(r"^metrics: http://(\S+)/metrics$", self.log.read_text(), re.MULTILINE)
+        match = re.search(r" metrics http://(\S+)/metrics$", self.log.read_text(), re.MULTILINE)
         assert match is not None
         return match[1]
 

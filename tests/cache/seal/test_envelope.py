@@ -140,7 +140,7 @@ def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_generated_key_is_said_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         ring = open_keyring(None)
     assert "no key file" in caplog.text
     assert not ring.shared

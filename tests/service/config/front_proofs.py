@@ -93,7 +93,7 @@ def look_at(tools: Tools) -> Seen:
         asking = asks_caches(one)
         assert one.stop() == 0
         text = one.log.read_text()
-        metrics = re.search(r"^metrics: http://(\S+)/metrics$", text, re.MULTILINE)
+        metrics = re.search(r" metrics http://(\S+)/metrics$", text, re.MULTILINE)
         assert metrics is not None
         return Seen(
             data=host(one.data),

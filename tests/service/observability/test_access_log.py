@@ -30,7 +30,7 @@ def lines(log: Path) -> list[dict[str, Any]]:
     """All that are no announcement on stdout, which has the same file here."""
     written = log.read_text()
     whole = written[: written.rfind("\n") + 1].splitlines()
-    announced = ("serving ", "metrics: ", "call it: ", "ready: ")
+    announced = ("serving ", "call it: ", "ready: ")
     return [json.loads(line) for line in whole if not line.startswith(announced)]
 
 

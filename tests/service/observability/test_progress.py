@@ -28,13 +28,31 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("capture: 100%" in line and "2/2" in line for line in last)
 
 
-def test_a_log_gets_the_end_of_each_phase(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_gets_a_line_a_second_and_the_end_of_a_long_phase(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     caplog.set_level(logging.INFO)
-    progress = Progress()
-    for done in range(0, 101):
+    now = 0.0
+    progress = Progress(lambda: now)
+    for done in range(0, 101, 4):
+        now += 0.25
         progress("weights", done << 20, 100 << 20)
-    progress("capture", 3, 3)
-    assert "weights: 100.0 MiB of 100.0 MiB" in caplog.messages
-    assert "capture: 3 of 3" in caplog.messages
-    assert len(caplog.messages) < 10
+    assert caplog.messages[0] == "weights: 16.0 MiB of 100.0 MiB"
+    assert caplog.messages[-1] == "weights: 100.0 MiB of 100.0 MiB"
+    assert len(caplog.messages) == 7
+
+
+def test_a_log_gets_nothing_of_short_phases_and_of_imports(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    progress = Progress(lambda: now)
+    for phase in ("imports", "weights", "capture"):
+        progress(phase, 0, 3)
+        now += 0.5 if phase != "imports" else 9
+        progress(phase, 3, 3)
+    assert caplog.messages == []
+    assert progress.phases == {"imports": 1.0, "weights": 1.0, "capture": 1.0}
