@@ -113,10 +113,6 @@ def _of_speculation(job: Job, said: str, records: list[dict[str, Any]]) -> Value
     }
 
 
-def _of_nothing(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
-    return {}
-
-
 def jobs(parts: Sequence[str], models: Sequence[str]) -> Iterator[Job]:
     """Yields the jobs, the short ones first, since the time may run out."""
     flags: tuple[str, ...]

@@ -35,7 +35,8 @@ class Begun:
 
     def tell(self, settings: EngineSettings) -> None:
         """What to load."""
-        from engine.ipc.frames import configure, encode  # while the process starts
+        from engine.ipc.frames import configure
+        from engine.ipc.framing import encode  # while the process starts
 
         self.told = True
         with contextlib.suppress(OSError):  # it has ended, which who takes it will see

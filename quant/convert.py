@@ -18,11 +18,11 @@ import torch
 
 from quant.checkpoint.check import check_folder
 from quant.checkpoint.config import load_config
-from quant.checkpoint.errors import BadFile
+from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.gguf.file import gguf_file, is_gguf
-from quant.checkpoint.header import AGAIN, DTYPES
+from quant.checkpoint.header import DTYPES
 from quant.checkpoint.named import misnamed
 from quant.checkpoint.safetensors import INDEX
 from quant.checkpoint.tensors import HEAD

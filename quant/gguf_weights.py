@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from quant.checkpoint.config import load_config
-from quant.checkpoint.gguf.blocks import Costs, widened
+from quant.checkpoint.gguf.blocks import widened
 from quant.checkpoint.gguf.file import gguf_file
 from quant.checkpoint.gguf.tensors import GgufTensors
 
@@ -26,7 +26,7 @@ class GgufWeights:
         self._places = gguf_file(file).places
         self._file = file
         self._tensors = GgufTensors(file, dtype=self._to)
-        self.costs = Costs()
+        self.costs = self._tensors.costs
 
     def names(self) -> Collection[str]:
         return self._places.keys()
@@ -43,9 +43,7 @@ class GgufWeights:
             return self._tensors.tensor(name)
         kind = self._places[name].tensor.kind.name
         raw = self._tensors.tensor(f"{name.removesuffix('.weight')}.{kind.lower()}")
-        plain, lost = widened(kind, raw, self.shape(name)[-1], self._to)
-        self.costs.add(kind, str(self._to).removeprefix("torch."), raw.nbytes, plain.nbytes, lost)
-        return plain
+        return widened(kind, raw, self.shape(name)[-1], self._to, self.costs)
 
     def forget(self) -> None:
         """Does nothing, because the next call of `tensor` releases the pages of the last tensor."""

@@ -12,8 +12,7 @@ from typing import BinaryIO, Final
 
 import torch
 
-from quant.checkpoint.errors import BadFile
-from quant.checkpoint.header import AGAIN
+from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.regular import open_regular
 from quant.torch_program import Refused, View, read_program
 

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bench.about import device, revision
 
@@ -88,14 +89,24 @@ def hogs(number: int) -> Iterator[None]:
             process.wait()
 
 
+def run_group(command: list[str], environ: dict[str, str], out: TextIO) -> int:
+    """Runs a command in a process group of its own and returns its exit code. At the end of the time kills the whole
+    group, since the tests' processes would outlive `make`."""
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=out, stderr=out, start_new_session=True) as process:
+        try:
+            return process.wait(LIMIT)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
 def run(tier: str, seed: int, log: Path) -> Run:
     """Runs the tier once and writes its output to `log`."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
         environ = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTEST_ADDOPTS": f"-o cache_dir={folder}"}
         start = time.monotonic()
         try:
-            done = subprocess.run(["make", tier], cwd=ROOT, env=environ, stdout=out, stderr=out, timeout=LIMIT)
-            code = done.returncode
+            code = run_group(["make", tier], environ, out)
         except subprocess.TimeoutExpired:
             code = 124
         seconds = time.monotonic() - start

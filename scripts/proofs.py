@@ -22,7 +22,6 @@ from pathlib import Path
 from scripts.flakes import last_failed
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_TESTS = 5  # pytest's exit code if it collected no tests
 # Features that the `isa` part hides from our kernels; OLD_CPU limits torch and oneDNN in the same way.
 _HIDDEN = "avx512f,avx512bw,avx512vl,avx512dq,avx512_vnni,avx512_bf16,avx_vnni,amx_tile,amx_int8,amx_bf16,bf16"
 OLD_CPU = {"CPU_HIDE_FEATURES": _HIDDEN, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

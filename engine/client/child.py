@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from engine.ipc.frames import Command, FrameError, Report, configure, encode, report_reader
+from engine.ipc.frames import Command, Report, configure, report_reader
+from engine.ipc.framing import FrameError, encode
 from engine.ipc.step_mark import MarkedStep, StepMark
 from engine.launch import Begun
 from engine.settings import EngineSettings

@@ -268,7 +268,7 @@ def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, 
 
 def _inline(text: str, word: str, at: int) -> int:
     """Returns the index at which the scan continues after an embedded `%json {…}`, `%regex {…}` or `%lark {…}`. Checks
-    the schema of a `%json`."""
+    the schema of a `%json` and the length of a `%regex`, which is flat."""
     if word == "%lark":
         return at  # its rules count as this grammar's
     try:
@@ -277,6 +277,8 @@ def _inline(text: str, word: str, at: int) -> int:
         return at
     if word == "%json":
         check_schema(value)
+    elif end - at > MOST_REGEX:
+        raise OutOfBounds(f"has a %regex of more than {MOST_REGEX} characters at {_place(text, at)}")
     return end
 
 

@@ -290,8 +290,12 @@ class Constraints:
             self._begin(key, held.constraint, held.stops, held.forcing, held.ids, parked_at=held.parked_at)
 
     def _fail(self, held: _Held, reason: Reason) -> None:
+        counted = any(
+            other.process is held.process and other.failed is reason and other.constraint == held.constraint
+            for other in self._held.values()
+        )
         held.failed = reason
-        if reason is Reason.UNMET:
+        if reason is Reason.UNMET or counted:  # sequences of one process that follow one grammar fail together
             return
         count = self._deaths.add(_name(held.constraint))
         _log.warning("a constraint is too costly (%s), for the %d. time", reason, count)

@@ -25,19 +25,18 @@ from engine.constraints.grammars import Grammars
 from engine.constraints.heap import Heap
 from engine.constraints.messages import (
     Begin,
-    Command,
     Configure,
     Ended,
     Fork,
-    Frames,
     Kill,
     Loaded,
     LookAhead,
     Unloadable,
+    command_reader,
     decode_order,
     encode,
-    frame,
 )
+from engine.ipc import framing
 
 _NICE = 10  # the step loop and the streams go first where cores are few
 _CHUNK = 256 * 1024  # bytes
@@ -95,7 +94,7 @@ def _follow(engine: socket.socket, grammars: Grammars, configure: Configure) -> 
     heap = Heap()
     budget = Budget(of_constraint=configure.of_constraint, of_caller=configure.of_caller)
     following = Following(grammars, budget, heap.used, heap.give_back)
-    frames = Frames[Command](Command)
+    frames = command_reader()
     while data := engine.recv(_CHUNK):
         for command in frames.feed(data):
             seconds = configure.compiling if isinstance(command, Begin) else configure.masking
@@ -103,7 +102,7 @@ def _follow(engine: socket.socket, grammars: Grammars, configure: Configure) -> 
                 seconds *= len(command.draft)
             signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
             for answer in following.obey(command):
-                engine.sendall(frame(answer))
+                engine.sendall(framing.encode(answer))
             signal.setitimer(signal.ITIMER_PROF, 0)
 
 

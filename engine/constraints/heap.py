@@ -4,6 +4,7 @@ that does nothing else, the growth of the heap is the growth of a grammar."""
 from __future__ import annotations
 
 import ctypes
+import resource
 from pathlib import Path
 
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
@@ -28,7 +29,7 @@ class Heap:
         """Returns the bytes in use."""
         if self._mallinfo is None:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
-            return pages * 4096
+            return pages * resource.getpagesize()
         found = self._mallinfo()
         return int(found.uordblks + found.hblkhd)
 

@@ -9,7 +9,7 @@ from engine.constraints.budget import Budget
 from engine.constraints.following import Following
 from engine.constraints.grammars import Grammars
 from engine.constraints.heap import Heap
-from engine.constraints.messages import Answer, Command, Frames
+from engine.constraints.messages import Answer, Command, answer_reader
 from engine.constraints.processes import Listener, Process
 
 
@@ -39,7 +39,7 @@ class Inline:
         if self._process is None:
             import socket
 
-            self._process = Process(1, owner, socket.socket(), Frames[Answer](Answer))
+            self._process = Process(1, owner, socket.socket(), answer_reader())
         return self._process
 
     def ask(self, process: Process, command: Command) -> None:

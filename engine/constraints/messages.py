@@ -1,16 +1,11 @@
-"""Defines the messages between the engine loop and the processes that follow grammars. A frame is a length and
-msgpack."""
+"""Defines the messages between the engine loop and the processes that follow grammars. Commands and answers travel in
+the frames of `engine.ipc.framing`; orders and news are packets."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
-
 import msgspec
 
-T = TypeVar("T")
-_HEAD = struct.Struct("!I")
+from engine.ipc.framing import FrameReader
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -149,27 +144,9 @@ decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_news = msgspec.msgpack.Decoder(News).decode
 
 
-def frame(message: Command | Answer) -> bytes:
-    data = encode(message)
-    return _HEAD.pack(len(data)) + data
+def command_reader() -> FrameReader[Command]:
+    return FrameReader(msgspec.msgpack.Decoder(Command))
 
 
-class Frames(Generic[T]):
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decode = msgspec.msgpack.Decoder(kind).decode
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[T]:
-        """Yields the messages that are complete with this data."""
-        self._data += data
-        at = 0
-        while len(self._data) - at >= _HEAD.size:
-            (size,) = _HEAD.unpack_from(self._data, at)
-            if len(self._data) - at < _HEAD.size + size:
-                break
-            begin = at + _HEAD.size
-            at = begin + size
-            yield self._decode(memoryview(self._data)[begin:at].tobytes())
-        del self._data[:at]
+def answer_reader() -> FrameReader[Answer]:
+    return FrameReader(msgspec.msgpack.Decoder(Answer))

@@ -28,22 +28,24 @@ from engine.constraints.messages import (
     Ended,
     Followed,
     Fork,
-    Frames,
     Kill,
     Loaded,
     News,
     Order,
     Unloadable,
+    answer_reader,
     decode_news,
     encode,
-    frame,
 )
 from engine.constraints.reasons import Reason
+from engine.ipc import framing
+from engine.ipc.framing import FrameError, FrameReader
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20  # bytes
 _AGAIN = 10.0  # seconds after which a vocabulary that could not be loaded is tried again
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE")
+_ENDS = 5.0  # seconds after which a fork server that does not end is killed
 _BUSY = 4  # sequences in each process of a caller at which the caller gets another process
 
 
@@ -65,7 +67,7 @@ class Process:
     number: int
     owner: str
     socket: socket.socket
-    frames: Frames[Answer]
+    frames: FrameReader[Answer]
     unsent: bytearray = field(default_factory=bytearray)
     asked: deque[tuple[int, float]] = field(default_factory=deque)  # key and time of each unanswered command
     keys: set[int] = field(default_factory=set)  # its sequences
@@ -127,7 +129,7 @@ class Processes:
     def ask(self, process: Process, command: Command) -> None:
         """Sends a command. If the process has ended, `on_end` reports that."""
         process.asked.append((command.key, self._clock()))
-        process.unsent += frame(command)
+        process.unsent += framing.encode(command)
         self._flush(process)
 
     def wait(self, seconds: float) -> None:
@@ -221,7 +223,7 @@ class Processes:
         self._last += 1
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        process = Process(self._last, owner, ours, Frames[Answer](Answer), left_at=self._clock())
+        process = Process(self._last, owner, ours, answer_reader(), left_at=self._clock())
         self._all[process.number] = process
         self._by_fd[ours.fileno()] = process
         self._poll.register(ours, select.POLLIN)
@@ -289,7 +291,13 @@ class Processes:
             data = b""
         if not data:
             self._close(process)
-        for answer in process.frames.feed(data):
+        try:
+            answers = process.frames.feed(data)
+        except FrameError as error:
+            _log.error("a process that follows grammars sent a broken message: %s", error)
+            self._kill(process, Reason.DIED)
+            return
+        for answer in answers:
             if not isinstance(answer, Followed):
                 process.used = answer.used
                 if getattr(answer, "answers", True) and process.asked:
@@ -331,7 +339,11 @@ def _stop(news: socket.socket, server: subprocess.Popen[bytes], processes: dict[
     news.close()
     for process in processes.values():
         process.socket.close()
-    server.wait()
+    try:
+        server.wait(_ENDS)
+    except subprocess.TimeoutExpired:
+        server.kill()  # its children end with it
+        server.wait()
 
 
 def _reason(code: int) -> Reason:

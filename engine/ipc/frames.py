@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from engine.api import EngineLoad, GenerationRequest, ModelInfo, Reverted
 from engine.ipc.events import Event
+from engine.ipc.framing import FrameReader
 from engine.settings import EngineSettings, LogLevel
 
-MAX_FRAME = 64 * 1024 * 1024  # bytes
 FOLDERS = ("WHIPPET_CACHE_DIR", "WHIPPET_PREBUILT_DIR")
-_HEADER = 4  # bytes, big-endian length of what follows
-
-
-class FrameError(Exception):
-    """The peer sent what is no message of ours."""
 
 
 class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -157,13 +152,6 @@ Command = Configure | Submit | Cancel | Pause | Resume | Switch | SetLogLevel | 
 Report = Progress | Ready | Refused | Step | Switched | TurnedBack | Pong | Profiled  # engine → front
 
 
-def _as_text(value: Any) -> str:
-    """Settings name files."""
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(type(value))
-
-
 def _as_path(kind: type, value: Any) -> Path:
     if kind is Path and isinstance(value, str):
         return Path(value)
@@ -171,8 +159,6 @@ def _as_path(kind: type, value: Any) -> Path:
 
 
 _NOTHING_ELSE = Event(0, ())[2:]
-_encoder = msgspec.msgpack.Encoder(enc_hook=_as_text)
-_Message = TypeVar("_Message")
 
 
 def packed(events: list[Event], load: EngineLoad | None) -> Step:
@@ -191,46 +177,6 @@ def packed(events: list[Event], load: EngineLoad | None) -> Step:
     return Step(others, load, keys, ids)
 
 
-def encode(message: Command | Report) -> bytes:
-    """One frame."""
-    buffer = bytearray(_HEADER)
-    _encoder.encode_into(message, buffer, _HEADER)
-    length = len(buffer) - _HEADER
-    if length > MAX_FRAME:
-        raise FrameError(f"a message of {length} bytes is too long")
-    buffer[:_HEADER] = length.to_bytes(_HEADER, "big")
-    return bytes(buffer)
-
-
-class FrameReader(Generic[_Message]):
-    """Cuts a byte stream into messages."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[_Message]) -> None:
-        self._decoder = decoder
-        self._rest = bytearray()  # begins with a frame that has not come whole
-
-    def feed(self, data: bytes) -> list[_Message]:
-        """The messages that are whole by now. FrameError where the stream is broken; it cannot be read on."""
-        if self._rest:
-            self._rest += data
-            if _frame_end(self._rest, 0) > len(self._rest):
-                return []
-            data = bytes(self._rest)
-            self._rest.clear()
-        view = memoryview(data)
-        messages = []
-        start, size = 0, len(data)
-        while start < size and (end := _frame_end(data, start)) <= size:
-            try:
-                messages.append(self._decoder.decode(view[start + _HEADER : end]))
-            except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-                raise FrameError(f"{type(error).__name__}: {error}") from None
-            start = end
-        if start < size:
-            self._rest += view[start:]
-        return messages
-
-
 def command_reader() -> FrameReader[Command]:
     """What the engine process reads with."""
     return FrameReader(msgspec.msgpack.Decoder(Command, dec_hook=_as_path))
@@ -239,13 +185,3 @@ def command_reader() -> FrameReader[Command]:
 def report_reader() -> FrameReader[Report]:
     """What the front reads with."""
     return FrameReader(msgspec.msgpack.Decoder(Report))
-
-
-def _frame_end(data: bytes | bytearray, start: int) -> int:
-    """Where the frame at `start` ends; beyond the data where not even its length has come."""
-    if len(data) - start < _HEADER:
-        return start + _HEADER + len(data)
-    length = int.from_bytes(data[start : start + _HEADER], "big")
-    if length > MAX_FRAME:
-        raise FrameError(f"a frame of {length} bytes is too long")
-    return start + _HEADER + length

@@ -5,7 +5,8 @@ from __future__ import annotations
 import select
 import socket
 
-from engine.ipc.frames import Command, Report, command_reader, encode
+from engine.ipc.frames import Command, Report, command_reader
+from engine.ipc.framing import encode
 
 _CHUNK = 256 * 1024  # bytes
 

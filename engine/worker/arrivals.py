@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from engine.ipc.frames import Command, FrameError, Submit
+from engine.ipc.frames import Command, Submit
+from engine.ipc.framing import FrameError
 from engine.ipc.link import Link
 
 _SHORT = 1024  # tokens of a prompt that is taken in within a tenth of a millisecond

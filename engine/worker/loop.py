@@ -17,7 +17,6 @@ from engine.ipc.frames import (
     Command,
     Configure,
     EndProfile,
-    FrameError,
     Pause,
     Ping,
     Pong,
@@ -30,6 +29,7 @@ from engine.ipc.frames import (
     TurnedBack,
     packed,
 )
+from engine.ipc.framing import FrameError
 from engine.ipc.link import Link
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult, WrongResult

@@ -27,7 +27,8 @@ from engine.api import ModelInfo, TierReport
 from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.fake import FakeRunner
-from engine.ipc.frames import FOLDERS, Configure, FrameError, Progress, Ready, Refused
+from engine.ipc.frames import FOLDERS, Configure, Progress, Ready, Refused
+from engine.ipc.framing import FrameError
 from engine.ipc.link import Link
 from engine.ipc.step_mark import StepMark
 from engine.kv.page_pool import PagePool

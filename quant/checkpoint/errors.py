@@ -11,6 +11,10 @@ CheckpointError
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
+
+AGAIN: Final = "download the file again"  # the remedy of a file that is damaged
+MEND: Final = "convert the model again"  # the remedy of a file that says what cannot be
 
 
 class CheckpointError(Exception):

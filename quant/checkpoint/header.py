@@ -11,10 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from quant.checkpoint.errors import BadFile
+from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.regular import open_regular
 
-AGAIN: Final = "download the file again"
 MAX_HEADER_BYTES: Final = 16 << 20  # some 100,000 tensors; parsed, it takes ten times as much
 DTYPES: Final = {
     "F64": torch.float64,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from quant.checkpoint.errors import BadFile
-from quant.checkpoint.header import AGAIN, Entry
+from quant.checkpoint.errors import AGAIN, BadFile
+from quant.checkpoint.header import Entry
 from quant.checkpoint.regular import open_regular
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all

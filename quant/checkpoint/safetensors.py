@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import Final
 
-from quant.checkpoint.errors import BadFile
+from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
-from quant.checkpoint.header import AGAIN, Entry, read_header
+from quant.checkpoint.header import Entry, read_header
 from quant.checkpoint.mapped import MappedTensors, Progress
 from quant.checkpoint.named import CONVERT
 

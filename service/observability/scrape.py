@@ -92,6 +92,7 @@ class MetricsPort:
         client = _Client(task, Host.of(peer[0] if peer else "::"), loop.time())
         self._clients[task] = self._silent[task] = client
         task.add_done_callback(self._ended)
+        task.add_done_callback(lambda _: writer.close())  # also where it is cancelled before it begins
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._clients.pop(task, None)
@@ -106,8 +107,6 @@ class MetricsPort:
             pass  # the client has gone, or is too slow
         except asyncio.CancelledError:
             writer.transport.abort()
-        finally:
-            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
         try:

@@ -68,6 +68,7 @@ class Evictor:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._failure_logged = -_LOG_EVERY
         self._ports: dict[int, _Watched] = {}
         self._known: dict[Inode, Connection] = {}
         self._others: set[Inode] = set()  # sockets that are no connection of a watched port
@@ -101,8 +102,15 @@ class Evictor:
                 evicted = self.look()
             except Exception:
                 evicted = 0
-                _log.exception("connections could not be looked at")
+                self._log_failure()
             time.sleep(_EVERY_CROWDED if evicted else _EVERY)
+
+    def _log_failure(self) -> None:
+        """Logs the exception that is being handled, at most once in _LOG_EVERY seconds."""
+        now = self._clock()
+        if now - self._failure_logged >= _LOG_EVERY:
+            self._failure_logged = now
+            _log.exception("connections could not be looked at")
 
     def _find(self, now: float) -> None:
         """Updates the list of connections of each port from the descriptors of the process."""

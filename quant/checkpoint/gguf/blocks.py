@@ -28,7 +28,6 @@ class _Cost:
     """Sums up the tensors of one block type. `error` is the sum of the squared rounding errors, `size` that of the
     squared numbers."""
 
-    form: str
     tensors: int = 0
     read: int = 0  # bytes in the file
     held: int = 0  # bytes in memory
@@ -44,7 +43,7 @@ class Costs:
 
     def add(self, kind: str, form: str, read: int, held: int, lost: torch.Tensor | None = None) -> None:
         """Adds a tensor. `lost`: float [2], the sum of the squared rounding errors and that of the squared numbers."""
-        cost = self._by_kind.setdefault((kind, form), _Cost(form))
+        cost = self._by_kind.setdefault((kind, form), _Cost())
         cost.tensors += 1
         cost.read += read
         cost.held += held
@@ -96,9 +95,8 @@ def dequantize(kind: str, raw: torch.Tensor, columns: int) -> torch.Tensor:
     return (q.float().view(len(raw), -1, size) * scale.unsqueeze(2)).view(len(raw), columns)
 
 
-def widened(kind: str, raw: torch.Tensor, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts blocks to plain numbers [R, K], some rows at a time. Also returns the sums that `Costs.add` takes as
-    `lost`."""
+def widened(kind: str, raw: torch.Tensor, columns: int, dtype: torch.dtype, costs: Costs) -> torch.Tensor:
+    """Converts blocks to plain numbers [R, K], some rows at a time."""
     out = torch.empty(len(raw), columns, dtype=dtype, device=raw.device)
     lost = torch.zeros(2, dtype=torch.float64, device=raw.device)
     for first in range(0, len(raw), _ROWS_AT_ONCE):
@@ -106,7 +104,8 @@ def widened(kind: str, raw: torch.Tensor, columns: int, dtype: torch.dtype) -> t
         block = dequantize(kind, raw[rows], columns)
         out[rows] = block
         lost += _lost(block, out[rows].float())
-    return out, lost
+    costs.add(kind, str(dtype).removeprefix("torch."), raw.nbytes, out.nbytes, lost)
+    return out
 
 
 def _rounded(name: str, kind: str, raw: torch.Tensor, columns: int) -> tuple[Int8Rows, torch.Tensor]:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from quant.checkpoint.config import MAX_LAYERS
-from quant.checkpoint.errors import short
+from quant.checkpoint.errors import MEND, short
 from quant.checkpoint.fields import Fields
 from quant.checkpoint.gguf.names import OUTPUT, ROPE_FACTORS
 from quant.checkpoint.rope import MOST_THETA, THETA
 
-MEND: Final = "convert the model again"
 OTHER_MODEL: Final = "take another model"
 CONTEXT_OF_LLAMA3: Final = 8192  # tokens; Llama 3's training context before its RoPE was scaled
 LOW, HIGH = 1.0, 4.0  # rotations in that context between which Llama 3 ramps the scaling

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from quant.checkpoint.config import ModelConfig, parse_config
-from quant.checkpoint.errors import BadFile
+from quant.checkpoint.errors import AGAIN, MEND, BadFile
 from quant.checkpoint.fields import Fields
-from quant.checkpoint.gguf.config import MEND, Positions, config_of, family_of, sampling_of
-from quant.checkpoint.gguf.header import AGAIN, Header, Tensor, read_header
+from quant.checkpoint.gguf.config import Positions, config_of, family_of, sampling_of
+from quant.checkpoint.gguf.header import Header, Tensor, read_header
 from quant.checkpoint.gguf.names import ROPE_FACTORS, TOKENS, file_name, folder_name
 from quant.checkpoint.gguf.vocabulary import TOKENS as VOCABULARY
 from quant.checkpoint.gguf.vocabulary import Vocabulary, vocabulary_of
@@ -71,17 +71,17 @@ def _read(file: Path, identity: tuple[int, ...]) -> GgufFile:
     vocabulary = vocabulary_of(fields, family.pre)
     if vocabulary.size > positions.rows:
         fields.refuse(VOCABULARY, f"has {vocabulary.size} tokens, {TOKENS} {positions.rows} rows", MEND)
-    raw |= {"bos_token_id": vocabulary.bos, "eos_token_id": list(vocabulary.ends) or None}
+    special = {"bos_token_id": vocabulary.bos, "eos_token_id": list(vocabulary.ends) or None}
+    raw |= special
     config = parse_config(raw, str(file))
     places = _places(file, header, config, family.paired_rows)
-    return GgufFile(_texts(raw, sampling_of(fields), vocabulary), config, places)
+    return GgufFile(_texts(raw, {**special, **sampling_of(fields)}, vocabulary), config, places)
 
 
-def _texts(config: dict[str, Any], sampling: dict[str, Any], vocabulary: Vocabulary) -> dict[str, bytes]:
-    ends = {"bos_token_id": vocabulary.bos, "eos_token_id": list(vocabulary.ends) or None}
+def _texts(config: dict[str, Any], generation: dict[str, Any], vocabulary: Vocabulary) -> dict[str, bytes]:
     objects = {
         "config.json": config,
-        "generation_config.json": {**{key: value for key, value in ends.items() if value is not None}, **sampling},
+        "generation_config.json": {key: value for key, value in generation.items() if value is not None},
         "tokenizer.json": vocabulary.tokenizer,
         "tokenizer_config.json": vocabulary.settings,
     }

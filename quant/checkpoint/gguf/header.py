@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn, TypeAlias
 
-from quant.checkpoint.errors import BadFile
+from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.gguf.kinds import KINDS, OTHERS, Kind
 from quant.checkpoint.regular import open_regular
 
-AGAIN: Final = "download the file again"
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 MAX_HEADER: Final = 32 << 20  # bytes; a vocabulary of 256,000 tokens takes 12 MiB

@@ -49,9 +49,7 @@ class GgufTensors(MappedTensors):
         if not self._widens(name):
             return found
         kind, shape = self._places[name].tensor.kind, self._places[name].tensor.shape
-        plain, lost = widened(kind.name, found, shape[-1], self._widened_to)
-        self.costs.add(kind.name, str(self._widened_to).removeprefix("torch."), found.nbytes, plain.nbytes, lost)
-        return plain
+        return widened(kind.name, found, shape[-1], self._widened_to, self.costs)
 
     def _widens(self, name: str) -> bool:
         return name in self._places and not self._places[name].tensor.kind.plain and name.endswith(".weight")

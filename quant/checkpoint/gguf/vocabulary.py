@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from quant.checkpoint.errors import short
+from quant.checkpoint.errors import MEND, short
 from quant.checkpoint.fields import Fields
 from quant.checkpoint.gguf.sentencepiece import TooMuch, merges_of
 
-MEND: Final = "convert the model again"
 TOKENS: Final = "tokenizer.ggml.tokens"
 TYPES: Final = "tokenizer.ggml.token_type"
 SCORES: Final = "tokenizer.ggml.scores"

@@ -269,12 +269,12 @@ class Relay:
         self.link.send(Listening(port))
         self._begin(self._end_with_front(order.hang_timeout))
 
-    async def _end_with_front(self, silence: float) -> None:
+    async def _end_with_front(self, seconds: float) -> None:
         """Ends this relay where the front hangs, so that its callers reconnect to another server. Sends nothing of its
         own, since the front pings at every poll."""
-        self._life = SignsOfLife(silence, lambda: None)
+        self._life = SignsOfLife(seconds, lambda: None)
         await self._life.silence()
-        _log.error("the front gave no sign of life for %g s", silence)
+        _log.error("the front gave no sign of life for %g s", seconds)
         self._lost()
 
     def _current(self) -> http2.Identification:

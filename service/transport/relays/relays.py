@@ -141,6 +141,8 @@ class _Relay:
                 self._calls.begin(report, self._link)
             case Message() | Taken() | Gone():
                 self._calls.on(report)
+            case Listening(port=port) if self._port.done():  # `start` waits no longer
+                pass
             case Listening(port=port):
                 self._port.set_result(port)
                 self._watch = asyncio.get_running_loop().create_task(self._kill_if_hung(), name="relay's life")

@@ -19,7 +19,8 @@ import uvloop
 from engine import launch
 from engine.client import EngineClient
 from engine.client.child import Child
-from engine.ipc.frames import Ping, Pong, Report, encode
+from engine.ipc.frames import Ping, Pong, Report
+from engine.ipc.framing import encode
 from engine.ipc.step_mark import StepMark
 from engine.launch import Begun
 from engine.settings import EngineSettings

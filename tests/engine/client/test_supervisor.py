@@ -24,7 +24,8 @@ from engine.client import EngineClient, child
 from engine.client.supervisor import Backoff
 from engine.errors import EngineFailed, EngineUnavailable, Unsupported
 from engine.fake import Fault, plain_request
-from engine.ipc.frames import Cancel, Configure, Ready, encode, report_reader
+from engine.ipc.frames import Cancel, Configure, Ready, report_reader
+from engine.ipc.framing import encode
 from engine.ipc.step_mark import StepMark
 from engine.settings import EngineSettings, FakeSettings, LogLevel
 

@@ -52,6 +52,7 @@ BEYOND: dict[str, tuple[Any, str]] = {
     "too many rules": (lark_chain(MOST_RULES), f"more than {MOST_RULES} rules"),
     "brackets": ("start: " + "(" * 101 + '"a"' + ")" * 101, "line 1, column 108"),
     "a regex in it": ("start: /" + "(" * 101 + "a" + ")" * 101 + "/", "line 1, column 8"),
+    "a %regex in it": (f'start: %regex {{"substring_chars": "{"a" * MOST_REGEX}"}}', "line 1, column"),
     "a schema in it": (f"start: %json {json.dumps(reference_chain(400))}", "/$defs/d339"),
     "definitions": (reference_chain(400), "/$defs/d339"),
     "anchors": (reference_chain(400, "#d{}"), "/$defs/d339"),

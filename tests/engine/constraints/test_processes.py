@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -132,6 +133,36 @@ def test_a_grammar_that_grows_beyond_its_bound_ends_its_sequences_alone(made: Ca
     assert not any(constraints.mask(2))
     assert constraints.stuck(2).end is RowEnd.COSTLY
     assert constraints.failure(1) is None
+    assert allowed(constraints, 1) == {*b"abcdefghijklmnopqrstuvwxyz"}
+
+
+def test_sequences_of_one_grammar_that_fail_together_count_once(made: Callable[..., Constraints]) -> None:
+    constraints, form = made(of_constraint=MIB), grammar("regex", GROWS.format(1))
+    assert [begin(constraints, key, form) for key in (1, 2)] == [None, None]
+    while constraints._held[1].failed is None:
+        say(constraints, 1, b"a")
+        settled(constraints, 1)
+    assert [settled(constraints, key) for key in (1, 2)] == [Reason.MEMORY, Reason.MEMORY]
+    for key in (1, 2):
+        constraints.forget(key)
+    assert begin(constraints, 3, form) is None
+
+
+def test_a_process_that_sends_no_message_is_killed_and_its_sequences_begin_anew(
+    made: Callable[..., Constraints],
+) -> None:
+    constraints = made()
+    assert begin(constraints, 1, grammar("regex", "[a-z]+")) is None
+    process = constraints._held[1].process
+    assert process is not None
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b"\x00\x00\x00\x01\xc1")
+        os.dup2(ours.fileno(), process.socket.fileno())
+    ours.close()
+    while constraints._held[1].process is process:
+        constraints._processes.wait(1)
+    assert settled(constraints, 1) is None
     assert allowed(constraints, 1) == {*b"abcdefghijklmnopqrstuvwxyz"}
 
 

@@ -14,11 +14,9 @@ from engine.api import EngineLoad, Finish, FinishReason, GenerationRequest, Mode
 from engine.fake import FakeRunner, plain_request
 from engine.ipc.events import Event, Failure
 from engine.ipc.frames import (
-    MAX_FRAME,
     Cancel,
     Command,
     Configure,
-    FrameError,
     Pause,
     Ping,
     Pong,
@@ -32,10 +30,10 @@ from engine.ipc.frames import (
     Switch,
     Switched,
     command_reader,
-    encode,
     packed,
     report_reader,
 )
+from engine.ipc.framing import MAX_FRAME, FrameError, encode
 from engine.settings import EngineSettings, FakeSettings
 from tests.properties import example_count
 

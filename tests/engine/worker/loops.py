@@ -8,7 +8,8 @@ import threading
 from engine.api import EngineLoad
 from engine.fake import FakeRunner
 from engine.ipc.events import Event
-from engine.ipc.frames import Command, Report, Step, encode, report_reader
+from engine.ipc.frames import Command, Report, Step, report_reader
+from engine.ipc.framing import encode
 from engine.ipc.link import Link
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from engine.fake import plain_request
-from engine.ipc.frames import Cancel, Command, FrameError, Pause, Submit, encode
+from engine.ipc.frames import Cancel, Command, Pause, Submit
+from engine.ipc.framing import FrameError, encode
 from engine.ipc.link import Link
 from engine.worker.arrivals import Arrivals
 

@@ -17,7 +17,6 @@ from engine.ipc.frames import (
     Cancel,
     Configure,
     EndProfile,
-    FrameError,
     Pause,
     Profiled,
     Resume,
@@ -27,6 +26,7 @@ from engine.ipc.frames import (
     Switch,
     Switched,
 )
+from engine.ipc.framing import FrameError
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.settings import EngineSettings
 from engine.worker.device_memory import DeviceMemory

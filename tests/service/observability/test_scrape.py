@@ -88,6 +88,18 @@ async def end_of(reader: asyncio.StreamReader) -> bytes:
     return b""
 
 
+async def test_a_connection_that_is_closed_before_its_task_begins_is_closed(
+    port: MetricsPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both connections arrive in one iteration of the loop, so that the second evicts the first at once."""
+    monkeypatch.setattr(scrape, "_MAX_CONNECTIONS", 1)
+    host, _, number = port.address.rpartition(":")
+    with socket.create_connection((host, int(number)), 60) as first, socket.create_connection((host, int(number)), 60):
+        reader, writer = await asyncio.open_connection(sock=first)
+        assert await asyncio.wait_for(end_of(reader), 60) == b""
+        writer.close()
+
+
 async def test_who_asks_and_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there is room for, and their pages are larger than what the kernel holds for them."""
     text = Metric("large", "x" * 30_000_000, "gauge")
