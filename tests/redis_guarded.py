@@ -20,7 +20,7 @@ from tests.service.certificates import HERE, Authority, write_pair
 NAME = "Answers"  # of the master that sentinels watch; names have two cases
 PASSWORD, ROOT = "of whippet", "of-the-operator"
 RULE = re.compile(r"^user whippet .*?PASSWORD (.*)$", re.MULTILINE)
-OPERATIONS = Path(__file__).resolve().parents[1] / "docs" / "operations.md"
+OPERATIONS = Path(__file__).resolve().parents[1] / "docs" / "operations" / "caches.md"
 PATIENCE = 60.0  # seconds
 
 

@@ -1,4 +1,4 @@
-"""What docs/operations.md tells callers to send is what the contract takes."""
+"""What docs/operations/README.md tells callers to send is what the contract takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.json_format import Parse
 from scripts.figures import ROOT
 from service.pb.whippet.v1 import generation_pb2 as pb
 
-TEXT = (ROOT / "docs" / "operations.md").read_text("utf-8")
+TEXT = (ROOT / "docs" / "operations" / "README.md").read_text("utf-8")
 SENT = re.findall(r'`("\w+": (?:"\w+"|\{.*?\}))`', TEXT)
 
 

@@ -50,7 +50,7 @@ def attacked(guarded: bool, serve: Serve, tmp_path_factory: pytest.TempPathFacto
 def test_floods(attacked: Server) -> None:
     """One after the other, a second each: calls that are reset as soon as they have begun, calls without a message,
     messages that do not come whole, on methods with and without a token, and messages that unpack to a thousand times
-    their size. Growth is what the bounds in docs/operations.md add up to for twenty connections."""
+    their size. Growth is what the bounds in docs/operations/limits.md add up to for twenty connections."""
     begun: list[int] = []
 
     def attack() -> None:

@@ -53,23 +53,6 @@ def test_every_event_has_a_name_and_every_name_an_event() -> None:
         assert family.help.endswith("."), name
 
 
-def test_the_manual_knows_every_name() -> None:
-    """As the first column of its table has them, with the labels of the second."""
-    manual = (ROOT / "docs" / "operations.md").read_text()
-    section = manual[manual.index("## Metrics") : manual.index("### Names elsewhere")]
-    told: dict[str, list[str]] = {}
-    for names, labels in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", section):
-        of_each = labels.split(" · ")
-        for number, name in enumerate(re.findall(r"`([a-z0-9_]+)`", names)):
-            told[name] = re.findall(r"`([a-z_]+)`", of_each[min(number, len(of_each) - 1)])
-    shown = {
-        f"{name}_total" if family.kind == "counter" else name: sorted(family.labels)
-        for name, family in FAMILIES.items()
-    }
-    assert len(shown) > 40
-    assert {name: sorted(labels) for name, labels in told.items()} == shown
-
-
 @pytest.fixture
 async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine]]:
     engine = ScriptedEngine([])
