@@ -102,7 +102,7 @@ def _announce(settings: Settings, parts: Parts) -> None:
         f"serving {settings.served_name}: {info.architecture}, {info.weight_format} {info.dtype} on {info.device}, "
         f"decoder {info.decoder}, {info.max_sequences} sequences of up to {info.max_context} tokens\n"
         f"call it: grpcurl {tls}{token} -d '{_QUESTION if parts.model.chat else _BEGINNING}' "
-        f"{parts.data.address} {GENERATION}/GenerateStream\n"
+        f"{parts.data.address} {GENERATION}/Generate\n"
         f"ready: data {parts.data.address} admin {parts.admin.address} health {parts.probes.address}{metrics}\n"
     )
     sys.stdout.flush()

@@ -21,6 +21,9 @@ AWQ = "demo-awq"
 GROUP = 32  # so small a model is hurt less by small groups
 CALIBRATION_DOCUMENTS = 600  # spread over the training text
 LENGTH = 512  # tokens in a window that judges
+# Added to the target's sampling defaults, since this is the folder that people try: alone, so small a model repeats a
+# line until the context is full. The target has none of it: tests compare its plain greedy answers with other readers.
+DEFAULTS = {"max_new_tokens": 256, "repetition_penalty": 1.1}
 
 
 def write_awq(lib: Path, work: Path, models: Path) -> None:
@@ -31,10 +34,18 @@ def write_awq(lib: Path, work: Path, models: Path) -> None:
     heldout = _write(work / "heldout.txt", splits["heldout"])
     base, out = models / TARGET, models / AWQ
     quantize(base, out, QuantizeOptions(group=GROUP, text=calibration), _told)
+    defaults = out / "generation_config.json"
+    defaults.write_text(json.dumps(generation_defaults(base), indent=2) + "\n", "utf-8")
     windows = text_windows(base, heldout, LENGTH)
     found = evaluate(out, windows, base, _told, torch.device("cpu"))
     if found.comparison is not None:
         (out / "README.md").write_text(card(out, windows.numel(), found.perplexity, found.comparison), "utf-8")
+
+
+def generation_defaults(base: Path) -> dict[str, object]:
+    """Content of generation_config.json."""
+    given: dict[str, object] = json.loads((base / "generation_config.json").read_text("utf-8"))
+    return dict(sorted({**given, **DEFAULTS}.items()))
 
 
 def card(folder: Path, tokens: int, perplexity: float, found: Comparison) -> str:

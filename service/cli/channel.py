@@ -162,6 +162,16 @@ def explain(error: grpc.RpcError, address: str) -> str:
     return " ".join("; ".join(parts).split())
 
 
+def wrong_fields(error: grpc.RpcError) -> frozenset[str]:
+    """The fields that a refusal names."""
+    fields: set[str] = set()
+    for detail in _details(cast(grpc.Call, error)):
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            fields.update(wrong.field for wrong in bad.field_violations)
+    return frozenset(fields)
+
+
 def _details(call: grpc.Call) -> list[status_pb2.google_dot_protobuf_dot_any__pb2.Any]:
     for key, value in call.trailing_metadata() or ():
         if key == "grpc-status-details-bin":

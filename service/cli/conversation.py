@@ -13,10 +13,10 @@ import sys
 
 import grpc
 
-from service.cli.channel import INTERRUPTED, Server, cancelled_at_ctrl_c, complain, explain
+from service.cli.asking import Asker
+from service.cli.channel import INTERRUPTED, Server, complain, explain
 from service.cli.output import Output
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 _PROMPT, _MORE = "> ", ". "
 _COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?", re.DOTALL)
@@ -66,10 +66,9 @@ class Conversation:
         turns: Turns,
         timeout: float | None,
     ) -> None:
-        self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._server = server
+        self._asker = Asker(channel, server, timeout)
+        self._address = server.address
         self._request = request
-        self._timeout = timeout
         self._turns = turns
 
     def run(self) -> int:
@@ -112,20 +111,11 @@ class Conversation:
         request = pb.GenerateStreamRequest()
         request.CopyFrom(self._request)
         request.chat.MergeFrom(self._turns.asked(question))
-        call = self._stub.GenerateStream(request, timeout=self._timeout, metadata=self._server.metadata)
         out = Output(live=True)
-        with cancelled_at_ctrl_c(call) as interrupted:
-            try:
-                for message in call:
-                    out.take(message)
-                out.close()
-            except grpc.RpcError as error:
-                out.end_line()
-                if not interrupted.is_set():
-                    complain(explain(error, self._server.address), 0)
-                    return
-            finally:
-                call.cancel()
+        ended = self._asker.ask(request, out)
+        if ended.error is not None and not ended.interrupted:
+            complain(explain(ended.error, self._address), 0)
+            return
         if out.text:  # templates want turns to alternate, so a question without an answer is none
             self._turns.answered(question, out.text, out.reasoning)
 

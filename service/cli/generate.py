@@ -17,13 +17,13 @@ from typing import Any
 import grpc
 
 from service.cli import constraint
+from service.cli.asking import LIMIT, Asker
 from service.cli.channel import (
     INTERRUPTED,
     USAGE,
     Parser,
     Server,
     UsageError,
-    cancelled_at_ctrl_c,
     complain,
     exit_code,
     explain,
@@ -31,7 +31,6 @@ from service.cli.channel import (
 from service.cli.conversation import Conversation, Turns
 from service.cli.output import Output
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 BROKEN_PIPE = 141
 _SAMPLING = (  # flags that are fields of SamplingOptions
@@ -98,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     """What is left out has the model's own default."""
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens; default: what the context leaves")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"the most tokens; default: {LIMIT}, or what the context leaves"
+    )
     parser.add_argument("--min-tokens", type=int, metavar="N", help="no stop of any kind before so many tokens")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
     parser.add_argument(
@@ -198,21 +199,12 @@ def _piped() -> str:
 
 
 def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamRequest, flags: argparse.Namespace) -> int:
-    stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-    call = stub.GenerateStream(request, timeout=flags.timeout, metadata=server.metadata)
     out = Output(live=not flags.json, answers=max(1, request.n))
-    with cancelled_at_ctrl_c(call) as interrupted:
-        try:
-            for message in call:
-                out.take(message)
-            out.close()
-        except grpc.RpcError as error:
-            out.end_line()
-            if not interrupted.is_set():
-                return complain(explain(error, server.address), exit_code(error))
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush meets no broken pipe
-            return BROKEN_PIPE
-        finally:
-            call.cancel()
-        return INTERRUPTED if interrupted.is_set() else 0
+    try:
+        ended = Asker(channel, server, flags.timeout).ask(request, out)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush meets no broken pipe
+        return BROKEN_PIPE
+    if ended.interrupted:
+        return INTERRUPTED
+    return 0 if ended.error is None else complain(explain(ended.error, server.address), exit_code(ended.error))

@@ -86,6 +86,12 @@ class Output:
     def reasoning(self) -> str:
         return self._answers[0].reasoning
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether the most tokens that were asked for ended an answer."""
+        finishes = [answer.finish for answer in self._answers if answer.finish is not None]
+        return any(finish.reason == pb.FINISH_REASON_LENGTH for finish in finishes)
+
     def take(self, message: pb.GenerateStreamResponse) -> None:
         if message.HasField("prompt_info"):
             self._info = message.prompt_info

@@ -24,7 +24,17 @@ from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
 from service.core.parsing.outlet import ParsedOutlet, with_marks
 from service.core.quotas import FREE
-from service.core.request import CacheSource, ChatPrompt, Ending, ModelFacts, Origin, Prompt, PromptFacts, Request
+from service.core.request import (
+    CacheSource,
+    ChatPrompt,
+    Ending,
+    ModelFacts,
+    Origin,
+    Prompt,
+    PromptFacts,
+    Request,
+    Stops,
+)
 from service.core.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
 from service.core.validation import too_long
 from service.observability.histogram import Histogram
@@ -299,6 +309,14 @@ def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> No
         raise InvalidRequest((Violation("stopping.min_tokens", f"must be at most {room} after this prompt"),))
 
 
+def _most(stops: Stops, facts: ModelFacts) -> int:
+    """Tokens of the answer, as far as the context leaves room for them. A model's own limit is a default: more are
+    generated where the caller wants at least so many."""
+    if stops.max_tokens is not None:
+        return stops.max_tokens
+    return facts.max_context if facts.most_tokens is None else max(facts.most_tokens, stops.min_tokens)
+
+
 def _engine_request(
     request: Request,
     ids: tuple[int, ...],
@@ -314,7 +332,7 @@ def _engine_request(
         token_ids=ids,
         sampling=request.sampling,
         stopping=Stopping(
-            max_tokens=room if stops.max_tokens is None else min(stops.max_tokens, room),
+            max_tokens=min(_most(stops, facts), room),
             min_tokens=stops.min_tokens,
             stop_token_ids=stops.token_ids,
         ),

@@ -152,6 +152,7 @@ class ServedModel:
             # those that the folder lists were checked; one of the tokenizer alone may be beyond what the model can say
             eos_token_ids=tuple(i for i in self._tokenizer.eos_token_ids if i < info.vocab_size),
             defaults=resolve_defaults(self._tokenizer.default_sampling),
+            most_tokens=self._tokenizer.default_sampling.max_new_tokens,
         )
 
 

@@ -60,6 +60,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     eos_token_ids: tuple[int, ...]
     defaults: SamplingParams  # its seed means nothing
+    most_tokens: int | None = None  # of an answer, where the request names no limit; None: what the context leaves
 
 
 COMPANY = 0.2  # seconds, where the caller says nothing: no bound of its own

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.json_format import MessageToJson, Parse
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from service.core.errors import InvalidRequest, ServiceError, Violation
@@ -31,7 +32,7 @@ def handlers(
 ) -> list[grpc.GenericRpcHandler[bytes, bytes]]:
     """The two services of a port that has the services `names`. `contract`: a FileDescriptorSet, with comments."""
     everything = sorted((*names, V1, V1_ALPHA))
-    files = DescribedFiles(everything, FileDescriptorSet.FromString(contract), (_v1_file(),))
+    files = DescribedFiles(everything, FileDescriptorSet.FromString(contract), (_v1_file(), _error_details_file()))
 
     async def info(record: RecordBuilder, context: Context) -> None:
         try:
@@ -59,6 +60,13 @@ def _v1_file() -> FileDescriptorProto:
     alpha = FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(alpha)
     return Parse(MessageToJson(alpha).replace("v1alpha", "v1"), FileDescriptorProto())
+
+
+def _error_details_file() -> FileDescriptorProto:
+    """What the details of a refusal are, so that callers who know a server by reflection alone can show them."""
+    details = FileDescriptorProto()
+    error_details_pb2.DESCRIPTOR.CopyToProto(details)
+    return details
 
 
 def _answer(

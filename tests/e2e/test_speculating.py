@@ -34,7 +34,7 @@ def stub(request: pytest.FixtureRequest, serve: Serve) -> Iterator[GenerationSer
 def stream(stub: GenerationServiceStub) -> tuple[list[int], int]:
     """Ids of an answer that speculates, and how many were proposed. An error of the call is raised."""
     request = pb.GenerateStreamRequest(text=REPEATING)
-    request.sampling.temperature = 0
+    request.sampling.temperature, request.sampling.repetition_penalty = 0, 1
     request.stopping.max_tokens, request.stopping.ignore_eos = 64, True
     request.output.token_ids = True
     messages = list(stub.GenerateStream(request, timeout=120))
@@ -45,7 +45,7 @@ def stream(stub: GenerationServiceStub) -> tuple[list[int], int]:
 def score(stub: GenerationServiceStub) -> tuple[list[int], list[float]]:
     """Ids of an answer, and log-probabilities of its prompt."""
     request = pb.GenerateRequest(text=SCORED)
-    request.sampling.temperature = 0
+    request.sampling.temperature, request.sampling.repetition_penalty = 0, 1
     request.stopping.max_tokens, request.stopping.ignore_eos = 4, True
     request.output.token_ids, request.output.prompt_logprobs = True, 2
     answer = stub.Generate(request, timeout=120)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from models.train.awq import AWQ, GROUP, card
+from models.train.awq import AWQ, GROUP, card, generation_defaults
 from quant.calibration import text_windows
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.spec import AwqSpec
@@ -33,8 +33,11 @@ FILES = {
 
 def test_holds_what_the_quantizer_and_the_card_write() -> None:
     assert {path.name for path in FOLDER.iterdir()} == FILES
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (FOLDER / name).read_bytes() == (BASE / name).read_bytes()
+    given = json.loads((FOLDER / "generation_config.json").read_text())
+    assert given == generation_defaults(BASE)
+    assert (given["repetition_penalty"], given["max_new_tokens"]) == (1.1, 256)
 
 
 def test_every_linear_has_four_bits() -> None:

@@ -36,7 +36,7 @@ def parsed(text: str) -> Page:
 
 
 def page_of(server: Server) -> Page:
-    match = re.search(r"^metrics: (\S+)$", server.log.read_text(), re.MULTILINE)
+    match = re.search(r" metrics (http\S+)$", server.log.read_text(), re.MULTILINE)
     assert match
     return parsed(fetch(match[1]))
 

@@ -90,7 +90,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What the model's generation_config.json says about sampling. None where it says nothing."""
+    """What the model's generation_config.json says about sampling and length. None where it says nothing."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -98,6 +98,7 @@ class SamplingDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
 
 
 def _number(files: ModelFiles, config: dict[str, Any], key: str, low: float, high: float) -> float | None:
@@ -111,22 +112,28 @@ def _number(files: ModelFiles, config: dict[str, Any], key: str, low: float, hig
     return float(value)
 
 
+def _whole(files: ModelFiles, config: dict[str, Any], key: str, low: int) -> int | None:
+    value = _number(files, config, key, low, 2**31 - 1)
+    if value is not None and value != int(value):
+        files.refuse("generation_config.json", f"{key} is no whole number", "correct it or delete the line")
+    return None if value is None else int(value)
+
+
 def read_sampling(files: ModelFiles, config: dict[str, Any]) -> SamplingDefaults:
-    """Sampling defaults out of generation_config.json."""
+    """Defaults out of generation_config.json."""
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         files.refuse("generation_config.json", "do_sample is neither true nor false", "correct it or delete the line")
-    top_k = _number(files, config, "top_k", -1, 2**31 - 1)
-    if top_k is not None and top_k != int(top_k):
-        files.refuse("generation_config.json", "top_k is no whole number", "correct it or delete the line")
+    top_k = _whole(files, config, "top_k", -1)
     tiny = 1e-6
     return SamplingDefaults(
         do_sample=do_sample,
         temperature=_number(files, config, "temperature", 0, 100),
-        top_k=None if top_k is None else max(0, int(top_k)),
+        top_k=None if top_k is None else max(0, top_k),
         top_p=_number(files, config, "top_p", tiny, 1),
         min_p=_number(files, config, "min_p", 0, 1),
         repetition_penalty=_number(files, config, "repetition_penalty", tiny, 100),
+        max_new_tokens=_whole(files, config, "max_new_tokens", 1),
     )
 
 

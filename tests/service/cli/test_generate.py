@@ -19,6 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
 from service.cli import main
+from service.cli.asking import LIMIT
 from service.cli.channel import Server
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.certificates import HERE, Authority, write_pair
@@ -50,14 +51,14 @@ def run(host: Host, capfd: pytest.CaptureFixture[str]) -> Run:
 def test_text_goes_to_stdout(run: Run, host: Host) -> None:
     assert run("hello") == (0, "Grüße, Welt\n", "")
     assert host.request == pb.GenerateStreamRequest(
-        text="hello", sampling=pb.SamplingOptions(), stopping=pb.StoppingOptions()
+        text="hello", sampling=pb.SamplingOptions(), stopping=pb.StoppingOptions(max_tokens=LIMIT)
     )
 
 
 def test_only_what_is_given_is_set(run: Run, host: Host) -> None:
     run("x")
     assert not host.request.sampling.ListFields()
-    assert not host.request.stopping.ListFields()
+    assert host.request.stopping == pb.StoppingOptions(max_tokens=512)
     run("x", "--min-p", "0.25", "--repetition-penalty", "2", "--presence-penalty", "0", "--frequency-penalty", "-1")
     assert host.request.sampling == pb.SamplingOptions(
         min_p=0.25, repetition_penalty=2, presence_penalty=0, frequency_penalty=-1
@@ -70,7 +71,39 @@ def test_only_what_is_given_is_set(run: Run, host: Host) -> None:
     assert host.request.sampling.HasField("temperature")
     run("x", "--logit-bias", "7=-100", "--logit-bias", "8=.5", "--stop-token", "3", "--stop-token", "4", "--ignore-eos")
     assert host.request.sampling == pb.SamplingOptions(logit_bias={7: -100, 8: 0.5})
-    assert host.request.stopping == pb.StoppingOptions(stop_token_ids=[3, 4], ignore_eos=True)
+    assert host.request.stopping == pb.StoppingOptions(stop_token_ids=[3, 4], ignore_eos=True, max_tokens=LIMIT)
+
+
+def to_the_limit(
+    request: pb.GenerateStreamRequest, context: grpc.ServicerContext
+) -> Iterator[pb.GenerateStreamResponse]:
+    yield pb.GenerateStreamResponse(text="and on", finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH))
+
+
+def test_a_limit_that_nobody_named_is_said_when_it_ends_the_answer(run: Run, host: Host) -> None:
+    host.servicer.behaviour = to_the_limit
+    said = "whippet: stopped after 512 tokens, the default of --max-tokens\n"
+    assert run("x") == (0, "and on\n", said)
+    assert run("x", "--json")[2] == said
+    assert run("x", "--max-tokens", "512") == (0, "and on\n", "")
+    run("x", "--min-tokens", "600")
+    assert host.request.stopping.max_tokens == 600
+
+
+def test_a_context_with_less_room_is_no_fault(run: Run, host: Host) -> None:
+    bad = error_details_pb2.BadRequest()
+    bad.field_violations.add(field="stopping.max_tokens", description="must be at most 40 after this prompt")
+    refuse = refusing(grpc.StatusCode.INVALID_ARGUMENT, "too many", bad)
+
+    def behave(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
+        yield from (refuse if request.stopping.HasField("max_tokens") else to_the_limit)(request, context)
+
+    host.servicer.behaviour = behave
+    assert run("x") == (0, "and on\n", "")
+    assert len(host.servicer.requests) == 2
+    code, out, err = run("x", "--max-tokens", "512")
+    assert (code, out) == (64 + 3, "")
+    assert "at most 40" in err
 
 
 def test_what_the_answer_must_look_like(run: Run, host: Host, tmp_path: Path) -> None:
@@ -175,7 +208,7 @@ def several(request: pb.GenerateStreamRequest, context: grpc.ServicerContext) ->
 
 def test_several_answers_come_one_after_the_other(run: Run, host: Host) -> None:
     host.servicer.behaviour = several
-    assert run("x", "--n", "3") == (0, "one\n\ntwo\n\nthree\n", "")
+    assert run("x", "--n", "3", "--max-tokens", "9") == (0, "one\n\ntwo\n\nthree\n", "")
     assert host.request.n == 3
     code, out, _ = run("x", "--n", "3", "--json")
     answer = json.loads(out)

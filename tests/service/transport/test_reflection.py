@@ -129,6 +129,16 @@ def test_grpcurl_describes_with_comments_and_camel_case(server: Server) -> None:
     assert '"requestId"' in said
 
 
+def test_grpcurl_shows_the_details_of_a_refusal(server: Server) -> None:
+    asked = '{"text": "a", "sampling": {"top_p": 7}, "stopping": {"max_tokens": -1}}'
+    command = (GRPCURL, "-plaintext", "-d", asked, server.data, "whippet.v1.GenerationService/Generate")
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 64 + grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert "type.googleapis.com/google.rpc.BadRequest" in done.stderr
+    assert '"field":"sampling.top_p"' in done.stderr.replace(" ", "")
+    assert "@value" not in done.stderr
+
+
 def test_buf_finds_its_way_by_the_newer_version(server: Server) -> None:
     flags = ("--protocol=grpc", "--http2-prior-knowledge", "--reflect-protocol=grpc-v1", "-d", '{"text": "a"}')
     said = run(BUF, "curl", *flags, f"http://{server.data}/whippet.v1.GenerationService/Tokenize")

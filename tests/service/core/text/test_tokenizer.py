@@ -219,7 +219,8 @@ def test_eos_ids(folder: Folder, case: str) -> None:
 
 
 def test_sampling_defaults(folder: Folder) -> None:
-    given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0, "repetition_penalty": 1.05}
+    given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0, "repetition_penalty": 1.05,
+             "max_new_tokens": 64}  # fmt: skip
     path = folder("byte-level", generation_config_json={**given, "transformers_version": "4.51"})
     assert Tokenizer.load(path).default_sampling == SamplingDefaults(**given)  # type: ignore[arg-type]
     path = folder("byte-level", generation_config_json={"top_k": -1, "top_p": None})
@@ -261,6 +262,7 @@ BROKEN = {
     "temperature nan": ("generation_config.json", b'{"temperature": NaN}', "temperature is"),
     "top_p": ("generation_config.json", b'{"top_p": 1.5}', "top_p is 1.5"),
     "top_k": ("generation_config.json", b'{"top_k": 1.5}', "top_k is no whole number"),
+    "max_new_tokens": ("generation_config.json", b'{"max_new_tokens": 0}', "not a number from 1"),
     "do_sample": ("generation_config.json", b'{"do_sample": 1}', "do_sample"),
     "eos": ("generation_config.json", b'{"eos_token_id": "</s>"}', "eos_token_id"),
     "eos negative": ("generation_config.json", b'{"eos_token_id": [-1]}', "eos_token_id"),

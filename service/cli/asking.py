@@ -1,0 +1,61 @@
+"""One question to a server, whose answer is shown as it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from service.cli.channel import Server, cancelled_at_ctrl_c, complain, wrong_fields
+from service.cli.output import Output
+from service.pb.whippet.v1 import generation_pb2 as pb
+from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
+
+LIMIT = 512  # tokens of an answer where the command line names none
+_FIELD = "stopping.max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a call ended: with `error`, unless the answer is complete; `interrupted` by ctrl-C, which is an error too."""
+
+    error: grpc.RpcError | None
+    interrupted: bool
+
+
+class Asker:
+    """`timeout`: seconds for each answer."""
+
+    def __init__(self, channel: grpc.Channel, server: Server, timeout: float | None) -> None:
+        self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._server = server
+        self._timeout = timeout
+
+    def ask(self, request: pb.GenerateStreamRequest, out: Output) -> Ended:
+        """Asks for LIMIT tokens at most where the request names no limit, and says so where that cuts the answer
+        short. Where the context leaves fewer than LIMIT, the server refuses that number and is asked without one."""
+        if request.stopping.HasField("max_tokens"):
+            return self._stream(request, out)
+        limited = pb.GenerateStreamRequest()
+        limited.CopyFrom(request)
+        limit = limited.stopping.max_tokens = max(LIMIT, request.stopping.min_tokens)
+        ended = self._stream(limited, out)
+        if ended.error is not None and _FIELD in wrong_fields(ended.error):
+            return self._stream(request, out)
+        if ended.error is None and out.cut_short:
+            complain(f"stopped after {limit} tokens, the default of --max-tokens", 0)
+        return ended
+
+    def _stream(self, request: pb.GenerateStreamRequest, out: Output) -> Ended:
+        call = self._stub.GenerateStream(request, timeout=self._timeout, metadata=self._server.metadata)
+        with cancelled_at_ctrl_c(call) as interrupted:
+            try:
+                for message in call:
+                    out.take(message)
+                out.close()
+            except grpc.RpcError as error:
+                out.end_line()
+                return Ended(error, interrupted.is_set())
+            finally:
+                call.cancel()
+            return Ended(None, interrupted.is_set())
