@@ -55,8 +55,8 @@ def _between(known: tuple[tuple[int, float], ...], size: int) -> float:
     return before + (after - before) * (size - low) / (high - low)
 
 
-# Measured (docs/perf-log.md, "Many rows"); with plain copies of the weights predicted: products of 256 and 512 rows in
-# 205 and 298 µs a layer where our own took 244 and 428, prompts at 600 TFLOP/s.
+# Measured (docs/measurements/batches-gpu.md); with plain copies of the weights predicted: products of 256 and 512 rows
+# in 205 and 298 µs a layer where our own took 244 and 428, prompts at 600 TFLOP/s.
 QWEN = StepTimes(
     rows=((1, 0.55), (8, 0.82), (16, 1.52), (64, 2.08), (256, 3.61), (512, 6.4)),
     prompts=((16, 1.3), (128, 1.7), (1024, 5.2), (2048, 10.5)),

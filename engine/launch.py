@@ -72,7 +72,7 @@ def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
     if home.name not in ("site-packages", "dist-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
     # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
-    # front wants one (docs/perf-log.md).
+    # front wants one (docs/measurements/engine-cpu.md).
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environment.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # reads of all that is installed whether it has one
     return subprocess.Popen(

@@ -30,20 +30,29 @@ from scripts.figures_cpu import (
     two_fronts_cpu,
 )
 from scripts.figures_gpu import (
+    MISTRAL_AWQ,
+    QWEN,
+    VLLM,
     decode_h100,
     first_h100,
     kept_h100,
+    measured,
     next_day,
     peers_h100,
     published,
-    readme,
+    rate_of,
+    streams,
     streams_h100,
+    summary_h100,
     throughput_h100,
 )
+from scripts.pictures import one_stream
 from scripts.results import Renderer
 
+# File → what draws it.
+PICTURES: Mapping[str, Renderer] = {"docs/one-stream.svg": one_stream}
 RENDERERS: Mapping[str, Renderer] = {
-    "readme": readme,
+    "summary-h100": summary_h100,
     "decode-h100": decode_h100,
     "peers-h100": peers_h100,
     "published": published,
@@ -70,6 +79,10 @@ RENDERERS: Mapping[str, Renderer] = {
     "depths-cpu": lambda r: depths(r, "speculation-cpu"),
     "depths-h100": lambda r: depths(r, "speculation-h100"),
     "throughput.next-day": next_day,
+    "many.qwen": lambda r: rate_of(measured(r, QWEN, "grpc", "n256")),
+    "many.qwen.peer": lambda r: whole(streams(r, QWEN, VLLM)["256"]),
+    "many.mistral": lambda r: rate_of(measured(r, MISTRAL_AWQ, "grpc", "n256")),
+    "many.mistral.peer": lambda r: whole(streams(r, MISTRAL_AWQ, VLLM)["256"]),
     "engine.many": lambda r: many_cpu(r, 16),
     "engine.most": lambda r: many_cpu(r, 64),
     "engine.revision": lambda r: str(r["engine-cpu"]["sha"]),

@@ -1,8 +1,8 @@
 """Writes the figures of README.md and docs/*.md from bench/results/*.json; with --check, fails where they differ.
 
 A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->` on lines of their own, a figure in a sentence
-between `<!-- f: NAME -->` and `<!-- /f -->`. NAME is a renderer in `scripts.figure_tables`. docs/perf-log.md is a
-diary: its figures belong to the commit they name and are never rewritten.
+between `<!-- f: NAME -->` and `<!-- /f -->`. NAME is a renderer in `scripts.figure_tables`, which has the pictures as
+well. Figures of docs/measurements belong to the commit that they name and are never rewritten.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.figure_tables import RENDERERS
+from scripts.figure_tables import PICTURES, RENDERERS
 from scripts.results import FigureError, Renderer, Results
 
 ROOT = Path(__file__).resolve().parent.parent
-DIARY = "perf-log.md"
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 INLINE = re.compile(r"(<!-- f: (\S+) -->)(.*?)(<!-- /f -->)")
 MARKER = re.compile(r"<!-- ?/?f(?:igures)?\b[^>]*-->")
@@ -49,18 +48,21 @@ def names(text: str) -> set[str]:
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md and docs/*.md, without the diary."""
-    return [root / "README.md", *(path for path in sorted((root / "docs").glob("*.md")) if path.name != DIARY)]
+    """README.md and docs/*.md."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
-def update(root: Path, renderers: Mapping[str, Renderer], write: bool) -> list[str]:
-    """What is wrong, a line each; with `write`, documents that differ are rewritten instead."""
+def update(
+    root: Path, renderers: Mapping[str, Renderer], write: bool, pictures: Mapping[str, Renderer] | None = None
+) -> list[str]:
+    """What is wrong, a line each; with `write`, documents and pictures that differ are rewritten instead."""
     wrong = []
     results = Results(root / "bench" / "results")
-    for path in documents(root):
-        text = path.read_text("utf-8")
+    drawn = {root / name: picture for name, picture in (pictures or {}).items()}
+    for path in [*documents(root), *drawn]:
+        text = path.read_text("utf-8") if path.exists() else ""
         try:
-            fresh = render(text, results, renderers)
+            fresh = drawn[path](results) if path in drawn else render(text, results, renderers)
         except FigureError as error:
             wrong.append(f"{path.relative_to(root)}: {error}")
             continue
@@ -84,7 +86,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a figure differs")
-    wrong = update(ROOT, RENDERERS, write=not parser.parse_args().check)
+    wrong = update(ROOT, RENDERERS, not parser.parse_args().check, PICTURES)
     if wrong:
         sys.exit("\n".join([*wrong, "`python -m scripts.figures` writes the figures from bench/results"]))
 

@@ -45,7 +45,7 @@ def peer(results: Results, model: tuple[str, str], name: str) -> Any:
     return next((row for row in rows if (row["model"], row["weights"]) == model and row["peer"] == name), None)
 
 
-def readme(results: Results) -> str:
+def summary_h100(results: Results) -> str:
     """One stream and many, Whippet beside its peers."""
     ours, rows = runs(results), []
     for model, title in MODELS.items():

@@ -44,7 +44,7 @@ def values(leaf: Leaf) -> str:
 
 def default(leaf: Leaf) -> str:
     value = leaf.default
-    if value is None:
+    if value is None or value == "":
         return "–"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

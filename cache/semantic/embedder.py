@@ -1,7 +1,7 @@
 """Texts to unit vectors: an exported model on one thread, one text at a time. In C where the processor and the folder
 allow it, else under onnxruntime.
 
-Used by one thread. Durations are in docs/perf-log.md.
+Used by one thread. Durations are in docs/measurements/caches.md.
 """
 
 from __future__ import annotations

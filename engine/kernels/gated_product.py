@@ -17,7 +17,8 @@ _SPAN, _ROW_BYTES = 64, 128  # columns of a stage, and their bytes
 _RESULTS, _BARRIERS = 32 << 10, 1 << 10  # bytes of shared memory beside the stages
 _MOST_STAGES = 8
 _ENDING = 600  # what a tile's results take, in rows of a stage's products
-_LEAST_USE = 0.75  # of the tiles of all waves: below, a library's product and a gate are faster (docs/perf-log.md)
+# Of the tiles of all waves: below, a library's product and a gate are faster (docs/measurements/batches-gpu.md).
+_LEAST_USE = 0.75
 
 
 @dataclass(frozen=True, slots=True)

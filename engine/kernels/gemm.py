@@ -28,7 +28,7 @@ _MOST_STAGES = 8
 _BARRIERS = 1024  # bytes of shared memory that a block of the wide kernel has beside its stages
 _RAMP = 3  # stages that a block waits for its first operands and writes its results, about
 _STAGE_BYTES = 6e6  # of results that memory takes or gives while blocks do a stage, about
-# Of the wide kernel, µs on an H100, about (docs/perf-log.md):
+# Of the wide kernel, µs on an H100, about (docs/measurements/batches-gpu.md):
 _WIDE_STAGE = {  # of 128 rows, by tokens of a block
     Format.INT4: {64: 0.55, 96: 0.65, 128: 0.75, 160: 0.88, 192: 1.0},
     Format.INT8: {64: 0.42, 96: 0.44, 128: 0.46, 160: 0.5, 192: 0.56},

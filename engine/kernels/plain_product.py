@@ -14,8 +14,9 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 
-# Beyond so many tokens a library's product is as fast or faster (docs/perf-log.md): tokens of any product, of one that
-# is gated, of one that has more rows than columns and is not; and of a large matrix, not gated and gated.
+# Beyond so many tokens a library's product is as fast or faster (docs/measurements/batches-gpu.md): tokens of any
+# product, of one that is gated, of one that has more rows than columns and is not; and of a large matrix, not gated and
+# gated.
 MOST_TOKENS, _MOST_GATED, _MOST_WIDE = 384, 256, 128
 _MOST_LARGE, _MOST_LARGE_GATED = 96, 128
 _LARGE = 8 << 20  # more weights are
@@ -25,8 +26,9 @@ TILES, PEERS = (16, 32, 48, 64, 96, 128), (2, 4)  # rows of a block, blocks of a
 _SPAN, _ROW_BYTES = 64, 128  # columns of a stage, and their bytes
 _BARRIERS = 1 << 10  # bytes of shared memory beside the stages
 _MOST_STAGES = 12
-# What a block takes, µs on an H100, about (docs/perf-log.md): a token or row of a stage, copied; 64 tokens by 64 rows
-# of a stage, multiplied; a stage at least; beginning and end; and a byte of a slice's results until it is read again.
+# What a block takes, µs on an H100, about (docs/measurements/batches-gpu.md): a token or row of a stage, copied; 64
+# tokens by 64 rows of a stage, multiplied; a stage at least; beginning and end; and a byte of a slice's results until
+# it is read again.
 _COPIED, _MULTIPLIED, _STAGE, _ENDS, _SLICED = 0.0033, 0.164, 0.18, 1.1, 1.2e-6
 
 

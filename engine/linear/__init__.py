@@ -44,7 +44,7 @@ class Placement:
         """An empty weight [rows, columns].
 
         In float32 on a CPU its columns are contiguous: products with one row, and with eight, are then faster
-        (docs/perf-log.md).
+        (docs/measurements/engine-cpu.md).
         """
         if self.device.type == "cpu" and self.dtype == torch.float32:
             return torch.empty(columns, rows, dtype=self.dtype).t()

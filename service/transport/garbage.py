@@ -3,7 +3,7 @@
 A call needs some hundred objects, which go with it by themselves but for three or four of gRPC's. Left alone, Python
 looks whenever there are some hundred objects more than before, and then at everything that was made since the last
 time, which is nearly all that hundreds of live streams have: 10 to 70 ms, several times a second, in which nobody is
-answered (docs/perf-log.md).
+answered (docs/measurements/front.md).
 """
 
 from __future__ import annotations

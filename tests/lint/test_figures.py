@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from scripts.figure_tables import RENDERERS
+from scripts.figure_tables import PICTURES, RENDERERS
 from scripts.figures import ROOT, documents, names, render, update
+from scripts.pictures import groups
 from scripts.results import FigureError, Renderer, Results
 
 TEXT = "One <!-- f: rate -->1,234<!-- /f --> a second.\n\n<!-- figures: all -->\n| 1,234 |\n<!-- /figures -->\n"
@@ -61,6 +63,35 @@ def test_a_missing_result_file_is_named(tree: Path) -> None:
     assert "one.json" in wrong
 
 
+def test_a_picture_is_held_to_the_results_too(tree: Path) -> None:
+    pictures: dict[str, Renderer] = {"docs/rate.svg": lambda results: f"<svg>{results['one']['rate']}</svg>\n"}
+    (wrong,) = update(tree, RENDER, write=False, pictures=pictures)
+    assert wrong.startswith("docs/rate.svg: ")
+    assert update(tree, RENDER, write=True, pictures=pictures) == []
+    assert (tree / "docs" / "rate.svg").read_text() == "<svg>1234</svg>\n"
+    assert update(tree, RENDER, write=False, pictures=pictures) == []
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_well_formed_and_shown(name: str) -> None:
+    root = ElementTree.fromstring((ROOT / name).read_text("utf-8"))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert f"]({name})" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_bars_are_the_measured_rates() -> None:
+    drawn = {
+        (group.title, bar.engine): bar.rate
+        for group in groups(Results(ROOT / "bench" / "results"))
+        for bar in group.bars
+    }
+    summary = RENDERERS["summary-h100"](Results(ROOT / "bench" / "results"))
+    assert len(drawn) > 6
+    for (title, engine), rate in drawn.items():
+        row = next(line for line in summary.splitlines() if line.startswith(f"| {title} |"))
+        assert f"{round(rate):,}" in row, engine
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", "not JSON"])
 def test_a_result_file_without_the_figure_is_an_error_and_no_empty_cell(tree: Path, content: str) -> None:
     (tree / "bench" / "results" / "one.json").write_text(content)
@@ -69,8 +100,9 @@ def test_a_result_file_without_the_figure_is_an_error_and_no_empty_cell(tree: Pa
     assert (tree / "README.md").read_text() == TEXT
 
 
-def test_documents_of_docs_are_held_too_but_for_the_diary(tree: Path) -> None:
-    for name in ("other.md", "perf-log.md"):
+def test_documents_of_docs_are_held_too_but_for_the_record(tree: Path) -> None:
+    (tree / "docs" / "measurements").mkdir()
+    for name in ("other.md", "measurements/front.md"):
         (tree / "docs" / name).write_text(TEXT.replace("1,234", "1,235"))
     (wrong,) = update(tree, RENDER, write=False)
     assert wrong.startswith("docs/other.md: ")
@@ -96,7 +128,7 @@ def test_a_marker_that_is_unknown_or_lacks_its_other_half_fails(tree: Path, text
 
 
 def test_this_tree_agrees_with_its_results() -> None:
-    assert update(ROOT, RENDERERS, write=False) == []
+    assert update(ROOT, RENDERERS, write=False, pictures=PICTURES) == []
 
 
 def test_every_renderer_is_used() -> None:
