@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import pytest
 
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.proofs.service.core.strange_constraints import Strange
@@ -42,6 +43,7 @@ def outcome(server: Server, seed: int) -> tuple[grpc.StatusCode, str]:
     return C.OK, ""
 
 
+@pytest.mark.timeout(SECONDS + 240)
 def test_strange_constraints_are_answers_or_refusals(serve: Serve) -> None:
     counted: Counter[grpc.StatusCode] = Counter()
     with serve("--fake.step-time=0.001", "--log-level=warning") as server:

@@ -20,9 +20,10 @@ from tests.service.conftest import Server, ask, ask_stream
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 TOKEN = (("authorization", "Bearer sesame"),)
 OWN = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
-SECONDS = 10.0
-PROBES = 40
+SECONDS = 4.0  # of probing
+PROBES = 20
 LONGEST_GAP = 0.5  # seconds between two messages of a stream beside them
+TOKENS = 700  # of the stream beside them, which lasts longer than the probing
 ATTACKS = {"admin_address": 70, "health": 70, "data": 600}
 
 
@@ -80,7 +81,7 @@ class Reader(Thread):
         self.gap = 0.0
 
     def run(self) -> None:
-        stream = self._stub.GenerateStream(ask_stream("beside", 900), metadata=TOKEN, timeout=120)
+        stream = self._stub.GenerateStream(ask_stream("beside", TOKENS), metadata=TOKEN, timeout=120)
         last = None
         for message in stream:
             now = time.monotonic()
@@ -105,7 +106,7 @@ def attacked(server: Server, port: str, said: bytes, authority: bytes | None = N
             time.sleep(SECONDS / PROBES)
     reader.join(120)
     assert [one for one in failed if one] == []
-    assert reader.tokens == 900
+    assert reader.tokens == TOKENS
     assert reader.gap <= LONGEST_GAP
 
 
