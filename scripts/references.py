@@ -12,12 +12,14 @@ from pathlib import Path
 
 from scripts.figures import ROOT
 from scripts.reference_adrs import adrs_page
+from scripts.reference_glossary import glossary_page
 from scripts.reference_metrics import metrics_page
 from scripts.reference_settings import settings_page
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/operations/settings.md": settings_page,
     "docs/operations/metrics.md": metrics_page,
+    "docs/glossary.md": lambda: glossary_page(ROOT),
     "docs/adr/README.md": lambda: adrs_page(ROOT / "docs" / "adr"),
 }
 
