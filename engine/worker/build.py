@@ -181,6 +181,8 @@ def _assemble(
     beside = 0 if drafting is None else drafting.page_bytes
     free = free_bytes(device)
     room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)
+    if room.lacking is not None:
+        _log.warning("%s", room.lacking)
     if settings.max_sequences is None and device.type == "cuda":
         sequences = with_pages(sequences, room.pages)
     model = Transformer(config, weights, rope_table(config.rope, room.max_context, device), placement)

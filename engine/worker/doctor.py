@@ -68,13 +68,15 @@ class ModelReport:
     parameters: int
     weights_bytes: int  # in memory
     max_context: int  # tokens
+    model_context: int  # tokens that the model was made for
     pages: int
+    kv_bytes: int  # of all pages
     digest: str | None  # that `model-digest` may demand; None: not asked for
 
 
 @dataclass(slots=True)
 class Report:
-    """Everything found. `problems` keep a server from starting."""
+    """Everything found. `problems` keep a server from starting, `warnings` do not."""
 
     torch: str
     cuda: str | None  # version that torch was built for
@@ -88,6 +90,7 @@ class Report:
     proposers: list[Option] = field(default_factory=list)  # of speculative decoding
     model: ModelReport | None = None
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +135,7 @@ def examine(settings: EngineSettings, digest: bool = False) -> Report:
         draft = None if config is None else _draft(settings, config, device)
         report.decoders = _decoders(settings, parts, device)
         if parts is not None:
-            report.model = _model(settings, form, parts, draft, digest)
+            report.model = _model(settings, form, parts, draft, digest, report.warnings)
             report.optimizations = _switches(parts, report)
         chosen = next((one.name for one in report.decoders if one.chosen), None)
         report.proposers = _proposers(chosen, parts, draft)
@@ -254,8 +257,10 @@ def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtyp
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 
-def _model(settings: EngineSettings, form: Format, parts: Parts, draft: Parts | None, digest: bool) -> ModelReport:
-    """Raises InvalidModel or Unsupported for what would keep it from being served."""
+def _model(
+    settings: EngineSettings, form: Format, parts: Parts, draft: Parts | None, digest: bool, warnings: list[str]
+) -> ModelReport:
+    """Raises InvalidModel or Unsupported for what would keep it from being served. Adds what will be short."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
     check(folder, config, form)
     parameters = sum(_count(shape) for shape in dense_tensors(config).values())
@@ -267,9 +272,22 @@ def _model(settings: EngineSettings, form: Format, parts: Parts, draft: Parts | 
     shape = kv_shape(config)
     beside = 0 if draft is None else draft.pool.shape.page_bytes(draft.model.placement.activations.dtype)
     sequences = settings.max_sequences or hardware.most_sequences(placement.device)
-    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)
+    left = free - needed
+    room = make_room(settings, sequences, config.max_context, shape, placement.activations, left, beside)
+    if room.lacking is not None:
+        warnings.append(room.lacking)
     known = of_model(weights_digest(folder, form), of_texts(folder)) if digest else None
-    return ModelReport(config.architecture, form.name, parameters, size, room.max_context, room.pages, known)
+    return ModelReport(
+        config.architecture,
+        form.name,
+        parameters,
+        size,
+        room.max_context,
+        config.max_context,
+        room.pages,
+        room.nbytes,
+        known,
+    )
 
 
 def _count(shape: tuple[int, ...]) -> int:

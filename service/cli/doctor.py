@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     if flags.draft_model is not None and flags.model is None:
         return complain("--draft-model guesses for a model: name that by --model", USAGE)
     report = examine(flags)
-    text = json.dumps(report, indent=2) if flags.json else render(report)
+    text = json.dumps(report, indent=2) if flags.json else render(report, flags.all)
     sys.stdout.write(text + "\n")
     return 1 if report["problems"] else 0
 
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="as for `whippet serve`")
     parser.add_argument("--prebuilt-dir", type=Path, metavar="FOLDER", help="as for `whippet serve`")
     parser.add_argument("--digest", action="store_true", help="read all weights and say what --model-digest may demand")
+    parser.add_argument("--all", action="store_true", help="say what is not in use as well, and more of the machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -90,6 +91,7 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
         "model": None if flags.model is None else {"folder": flags.model, "text": text},
         "ports": [asdict(machines.probe(address)) for address in addresses if address],
         "problems": list(dict.fromkeys(problems)),
+        "warnings": engine.get("warnings", []),
     }
 
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+_NO_COMPILER = "no C compiler: without what was built ahead quantized and bfloat16 models are slow on a CPU"
+_MORE = "--all: this machine, and what is not in use"
 
-def render(report: dict[str, Any]) -> str:
-    machine, engine, kept = report["machine"], report["engine"], report["kept"]
+
+def render(report: dict[str, Any], everything: bool = False) -> str:
+    """The verdict first, then what a person should know before serving; with `everything` also what is as usual."""
     lines = [
-        ("whippet", f"{report['whippet']} on Python {machine['python']}, {machine['system']}"),
-        ("processor", f"{machine['cpu']}, {machine['cores']} cores, {' '.join(machine['features']) or 'no vectors'}"),
-        ("memory", f"{_size(machine['memory_bytes'])}, {_size(machine['free_bytes'])} free"),
-        ("packages", ", ".join(f"{name} {found or 'MISSING'}" for name, found in machine["packages"].items())),
-        (
-            "compiler",
-            machine["compiler"]
-            or "no C compiler: without what was built ahead quantized and bfloat16 models are slow on a CPU",
-        ),
-        ("cache-dir", ", ".join(filter(None, (kept["folder"] or "none", kept["wrong"])))),
-        ("prebuilt", report["prebuilt"] or "nothing was built ahead"),
-        *_engine(engine),
-        *_model(report["model"], engine.get("model")),
-        *(("port", f"{one['address']}: {one['problem'] or 'free'}") for one in report["ports"]),
-        *(("problem", problem) for problem in report["problems"]),
         ("verdict", "serving is impossible" if report["problems"] else "ready to serve"),
+        *(("problem", problem) for problem in report["problems"]),
+        *(("warning", warning) for warning in report["warnings"]),
+        *_model(report["model"], report["engine"].get("model")),
+        *_machine(report, everything),
+        *_engine(report["engine"], everything),
+        *_ports(report["ports"], everything),
+        *(() if everything else (("more", _MORE),)),
     ]
     last = ""
     out = []
@@ -34,27 +29,62 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(out)
 
 
-def _engine(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _machine(report: dict[str, Any], everything: bool) -> Iterator[tuple[str, str]]:
+    machine, kept = report["machine"], report["kept"]
+    memory = ("memory", f"{_size(machine['memory_bytes'])}, {_size(machine['free_bytes'])} free")
+    if not everything:
+        yield memory
+        if machine["compiler"] is None:
+            yield "compiler", _NO_COMPILER
+        if kept["wrong"]:
+            yield "cache-dir", ", ".join(filter(None, (kept["folder"], kept["wrong"])))
+        return
+    yield "whippet", f"{report['whippet']} on Python {machine['python']}, {machine['system']}"
+    yield (
+        "processor",
+        f"{machine['cpu']}, {machine['cores']} cores, {' '.join(machine['features']) or 'no vectors'}",
+    )
+    yield memory
+    yield "packages", ", ".join(f"{name} {found or 'MISSING'}" for name, found in machine["packages"].items())
+    yield "compiler", machine["compiler"] or _NO_COMPILER
+    yield "cache-dir", ", ".join(filter(None, (kept["folder"] or "none", kept["wrong"])))
+    yield "prebuilt", report["prebuilt"] or "nothing was built ahead"
+
+
+def _engine(engine: dict[str, Any], everything: bool) -> Iterator[tuple[str, str]]:
     if "torch" not in engine:
         return
-    cuda = f"CUDA {engine['cuda']}" if engine["cuda"] else "no CUDA"
-    yield "torch", f"{engine['torch']}, {cuda}, {engine['threads']} threads"
+    if everything:
+        cuda = f"CUDA {engine['cuda']}" if engine["cuda"] else "no CUDA"
+        yield "torch", f"{engine['torch']}, {cuda}, {engine['threads']} threads"
     for gpu in engine["gpus"]:
         room = f"{_size(gpu['memory_bytes'])}, {_size(gpu['free_bytes'])} free"
         yield "gpu", f"{gpu['name']}, capability {gpu['capability']}, {room}"
     if engine["device"]:
         yield "device", engine["device"]
-    for title in ("dtypes", "formats", "decoders", "proposers"):
-        for option in engine[title]:
-            yield title.removesuffix("s"), f"{option['name']}: {_standing(option)}"
-    for option in engine.get("optimizations", ()):
-        yield "switch", f"{option['name']}: {_standing(option)}"
+    for title in ("dtypes", "formats", "decoders", "proposers", "optimizations"):
+        name = "switch" if title == "optimizations" else title.removesuffix("s")
+        for option in engine.get(title, ()):
+            if everything or _matters(option, title, engine):
+                yield name, f"{option['name']}: {_standing(option)}"
+
+
+def _matters(option: dict[str, Any], title: str, engine: dict[str, Any]) -> bool:
+    """What is in use; where there is a GPU also why a faster way is not."""
+    lost = engine["gpus"] and title in ("decoders", "optimizations") and option["reason"]
+    return bool(option["chosen"] or lost)
 
 
 def _standing(option: dict[str, Any]) -> str:
     if option["chosen"]:
         return "in use"
     return f"not in use, {option['reason']}" if option["reason"] else "available"
+
+
+def _ports(ports: list[dict[str, Any]], everything: bool) -> Iterator[tuple[str, str]]:
+    for one in ports:
+        if everything or one["problem"]:
+            yield "port", f"{one['address']}: {one['problem'] or 'free'}"
 
 
 def _model(model: dict[str, Any] | None, engine: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -64,8 +94,13 @@ def _model(model: dict[str, Any] | None, engine: dict[str, Any] | None) -> Itera
     if engine is not None:
         millions = f"{engine['parameters'] / 1e6:.1f} M parameters"
         yield "model", f"{engine['architecture']}, {engine['weight_format']}, {millions}"
-        weights = f"{_size(engine['weights_bytes'])} of weights"
-        yield "model", f"{weights}, context {engine['max_context']} tokens, {engine['pages']} pages"
+        held, made_for = engine["max_context"], engine["model_context"]
+        context = f"{held:,} tokens" if held == made_for else f"{held:,} of {made_for:,} tokens"
+        kept = f"{_size(engine['kv_bytes'])} of keys and values"
+        yield (
+            "model",
+            f"{_size(engine['weights_bytes'])} of weights, context {context}, {engine['pages']} pages, {kept}",
+        )
         if engine["digest"] is not None:
             yield "model", f"digest {engine['digest']}"
     if model["text"] is not None:

@@ -236,8 +236,20 @@ def test_the_doctor_on_the_demo_model() -> None:
     assert [one["name"] for one in report["engine"]["dtypes"] if one["chosen"]]
     assert report["machine"]["packages"]["torch"] == report["engine"]["torch"]
     told = render(report)
-    for part in (str(DEMO), "Qwen3ForCausalLM", "eager: in use", "ready to serve", "a chat template"):
+    for part in (str(DEMO), "Qwen3ForCausalLM", "eager: in use", "a chat template", "context 2,048 tokens"):
         assert part in told
+    assert told.splitlines()[0] == "verdict    ready to serve"
+    assert "not in use," not in told
+    assert len(told.splitlines()) < 20
+    assert render(report, everything=True).count("not in use,") > 8
+
+
+@pytest.mark.product
+def test_the_doctor_warns_of_a_context_that_has_no_room(engine: Engine) -> None:
+    engine("""printf '{"problems": [], "warnings": ["room for 9 tokens"]}'""")
+    report = doctor.examine(flags())
+    assert report["problems"] == []
+    assert render(report).splitlines()[:2] == ["verdict    ready to serve", "warning    room for 9 tokens"]
 
 
 @pytest.mark.proof
@@ -263,7 +275,7 @@ def test_the_doctor_on_a_broken_folder(tmp_path: Path) -> None:
     problems = [line for line in done.stdout.splitlines() if str(tmp_path) in line and "; " in line]
     assert any("config.json" in line for line in problems)
     assert any("tokenizer.json" in line for line in problems)
-    assert done.stdout.splitlines()[-1] == "verdict    serving is impossible"
+    assert done.stdout.splitlines()[0] == "verdict    serving is impossible"
 
 
 Engine = Callable[[str], None]
@@ -286,7 +298,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
 def test_the_doctor_says_where_code_is_kept(engine: Engine, tmp_path: Path) -> None:
     engine("""printf '{"problems": []}'""")
     kept = tmp_path / "kept"
-    told = render(doctor.examine(flags(cache_dir=kept)))
+    told = render(doctor.examine(flags(cache_dir=kept)), everything=True)
     assert re.search(rf"^cache-dir  {kept}$", told, re.MULTILINE)
     assert re.search(r"^compiler   (/.*cc|/.*clang|no C compiler: .*)$", told, re.MULTILINE)
     assert not kept.exists()
@@ -294,7 +306,7 @@ def test_the_doctor_says_where_code_is_kept(engine: Engine, tmp_path: Path) -> N
     kept.chmod(0o777)
     (problem,) = doctor.examine(flags(cache_dir=kept))["problems"]
     assert f"{kept} can be written by others" in problem
-    told = render(doctor.examine(flags(prebuilt_dir=tmp_path)))
+    told = render(doctor.examine(flags(prebuilt_dir=tmp_path)), everything=True)
     assert re.search(rf"^prebuilt   {tmp_path}$", told, re.MULTILINE)
     (problem,) = doctor.examine(flags(prebuilt_dir=kept))["problems"]
     assert problem.startswith(f"prebuilt-dir: {kept} can be written by others")
@@ -330,7 +342,8 @@ def test_problems_of_the_engine_and_missing_packages_count(engine: Engine, monke
     monkeypatch.setattr(machine, "PACKAGES", ("no-such-package",))
     report = doctor.examine(flags())
     assert report["problems"] == ["package no-such-package is not installed", "broken card"]
-    assert "no-such-package MISSING" in render(report)
+    assert "package no-such-package is not installed" in render(report)
+    assert "no-such-package MISSING" in render(report, everything=True)
 
 
 @pytest.mark.product
@@ -349,7 +362,9 @@ def test_the_doctor_takes_the_settings_of_a_server() -> None:
     """It reads them without pydantic, whose absence it would report."""
     known = {leaf.path[0]: leaf.default for leaf in leaves(Settings) if len(leaf.path) == 1}
     given = {
-        name: value for name, value in vars(doctor._parser().parse_args([])).items() if name not in ("json", "digest")
+        name: value
+        for name, value in vars(doctor._parser().parse_args([])).items()
+        if name not in ("json", "digest", "all")
     }
     assert len(given) == 13
     assert given == {name: known[name] for name in given}
