@@ -51,6 +51,7 @@ def greedy(request: pb.GenerateRequest) -> pb.GenerateRequest:
     whole = pb.GenerateRequest()
     whole.CopyFrom(request)
     whole.sampling.temperature = 0
+    whole.sampling.repetition_penalty = 1  # the demo model in four bits has another default
     whole.stopping.max_tokens = 24
     whole.output.logprobs = 2
     whole.output.token_ids = True
