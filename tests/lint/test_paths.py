@@ -164,3 +164,10 @@ def test_a_link_to_nothing_is_found(text: str, tmp_path: Path) -> None:
 def test_what_is_there_passes() -> None:
     modules = "`engine/{scheduling,kv}` `docs/*.md` `engine.settings.EngineSettings.model`"
     assert names(f"{modules} `cache.redis-url` `cache.response.ttl` `--limits.live-requests`") == []
+
+
+def test_the_tour_leads_to_ten_files_of_the_code() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text("utf-8")
+    files = {target for target in LINK.findall(tour) if target.endswith(".py")}
+    assert len(files) == 10
+    assert len(tour.split()) <= 1_000  # two pages
