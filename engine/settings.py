@@ -109,7 +109,7 @@ class ExecutionSwitches:
 
     batching: bool = setting(True, "run several sequences in one step")
     graphs: bool = setting(True, "launch whole steps on a GPU at once; off, kernel by kernel", needs="fused_kernels")
-    fused_kernels: bool = setting(True, "decode with kernels of our own where they fit the GPU")
+    fused_kernels: bool = setting(True, "decode with kernels of our own where they fit the GPU or CPU")
     speculation: bool = setting(True, "verify several guessed tokens in one step where that is faster")
     two_pass_head: bool = setting(
         True, "read half of a large head's bytes a step, for a copy of half its size", needs="fused_kernels"

@@ -43,7 +43,6 @@ class Eager:
 
     lookahead_tokens = 0
     max_tokens_per_row = 1
-    switches: Mapping[str, str | None] = MappingProxyType({})
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -56,8 +55,17 @@ class Eager:
         """Every row."""
         return rows
 
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """On a CPU `fused_kernels` is the walk in C of a few tokens; off, they go by torch's as all others do."""
+        model = self._parts.model
+        return {"fused_kernels": model.why_not_fused} if model.placement.device.type == "cpu" else {}
+
     def switch(self, name: str, enabled: bool) -> None:
-        """There is nothing that could be turned off."""
+        """Turns the walk in C on or off, that of a draft model too."""
+        self._parts.model.fused = enabled
+        if self._parts.draft is not None:
+            self._parts.draft.model.fused = enabled
 
     def close(self) -> None:
         """There is nothing to give back."""

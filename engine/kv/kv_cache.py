@@ -130,6 +130,11 @@ class KvCache:
             self._storage.index_copy_(2, pages, content.permute(1, 2, 0, 3, 4, 5))
 
     @property
+    def storage(self) -> torch.Tensor:
+        """All of it: [layers, 2, kv_heads, pages, 16, head_dim] with heads outside, else pages before heads."""
+        return self._storage
+
+    @property
     def placement(self) -> Placement:
         """Where it lies, and in what torch is told."""
         return Placement(self._storage.dtype, self._storage.device)

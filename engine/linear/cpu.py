@@ -23,8 +23,8 @@ class Int4Cpu:
 
     products: CpuProducts
     q: torch.Tensor
-    scale: torch.Tensor  # [groups, blocks · block], as the checkpoint has it
-    zero: torch.Tensor  # uint8 [groups, blocks · block]; or minima, in the type of the scale
+    scale: torch.Tensor  # [blocks, groups, block], in the checkpoint's type
+    zero: torch.Tensor  # uint8 [blocks, groups, block]; or minima, in the type of the scale
     shape: tuple[int, int, int]  # outputs, inputs, inputs a group
     bias: torch.Tensor | None  # float32 [outputs]
 
@@ -76,7 +76,9 @@ def _pack_int4(
         values = _padded(unpack_nibbles(weight.packed[block * size : (block + _BLOCKS_AT_ONCE) * size]), size)
         low, high = values.view(-1, 2, size // 2, inputs).unbind(1)
         q[block : block + _BLOCKS_AT_ONCE] = (low | (high << 4)).transpose(1, 2)
-    scale, zero = (_padded(part, size).T.contiguous() for part in (weight.scale, zero))
+    scale, zero = (
+        _padded(part, size).view(len(q), size, -1).transpose(1, 2).contiguous() for part in (weight.scale, zero)
+    )
     return Int4Cpu(products, q, scale, zero, (outputs, inputs, weight.group), bias)
 
 

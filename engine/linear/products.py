@@ -1,5 +1,5 @@
-"""The products of `products.c`: compiled ahead or at the first start for the units that the processor has, kept beside
-the kernels' machine code, called with the addresses of tensors."""
+"""The products of `products.c` and the walk of `walk.c` in one library: compiled ahead or at the first start for the
+units that the processor has, kept beside the kernels' machine code, called with the addresses of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ import torch
 from engine.kernels.build import default_cache, prebuilt_folder
 from engine.kernels.keeping import keep
 
-SOURCE: Final = Path(__file__).with_suffix(".c")
+_HERE: Final = Path(__file__).parent
+SOURCES: Final = (_HERE / "products.c", _HERE / "walk.c")
+_READ: Final = (_HERE / "tiles.h", *SOURCES)
 TYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of a scale
 PATIENCE: Final = 120.0  # seconds for the compiler
 SHARE: Final = 1 << 17  # products that a thread should have: some 10 µs, less does not pay for waking it
@@ -40,24 +42,23 @@ class NoProducts(Exception):
 class _Product(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         *(("x", _pointer), ("y", _pointer)),
-        *(("rows", _long), ("inputs", _long), ("outputs", _long)),
+        *(("rows", _long), ("inputs", _long), ("outputs", _long), ("stride", _long)),
         ("threads", ctypes.c_int),
     ]
 
 
-class _Int4(ctypes.Structure):
+class Int4(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         *(("q", _pointer), ("scale", _pointer), ("zero", _pointer), ("minimum", _pointer)),
-        *(("group", _long), ("width", _long)),
-        ("type", ctypes.c_int),
+        *(("group", _long), ("type", ctypes.c_int)),
     ]
 
 
-class _Int8(ctypes.Structure):
+class Int8(ctypes.Structure):
     _fields_: ClassVar[Any] = [("q", _pointer), ("scale", _pointer)]
 
 
-class _Plain(ctypes.Structure):
+class Plain(ctypes.Structure):
     _fields_: ClassVar[Any] = [("w", _pointer), ("type", ctypes.c_int)]
 
 
@@ -65,57 +66,59 @@ class CpuProducts:
     """x float32 [rows, inputs], contiguous, and a weight → a new float32 [rows, outputs]. A row's result is the same
     bits whatever rows stand beside it. At most as many threads as torch has."""
 
-    def __init__(self, library: Path) -> None:
-        self._library: Any = ctypes.CDLL(str(library))
-        self.block = int(self._library.outputs_a_block())  # outputs that lie together
+    def __init__(self, library: Path, walkers: int = 1) -> None:
+        """`walkers`: how many threads a walk of `engine.linear.walk` may have."""
+        self.library: Any = ctypes.CDLL(str(library))
+        self.block = int(self.library.outputs_a_block())  # outputs that lie together
+        self.walkers = walkers
 
     def int4(
         self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int, int]
     ) -> torch.Tensor:
-        """Multiplies by four-bit weights. q is uint8 [blocks, inputs, block / 2], scale and zero are [groups, blocks ·
+        """Multiplies by four-bit weights. q is uint8 [blocks, inputs, block / 2], scale and zero are [blocks, groups,
         block]; `zero` holds uint8 zero points, or minima in the type of the scale. shape: outputs, inputs, inputs a
         group."""
         outputs, inputs, group = shape
         points, minima = (zero.data_ptr(), None) if zero.dtype == torch.uint8 else (None, zero.data_ptr())
-        weight = _Int4(q.data_ptr(), scale.data_ptr(), points, minima, group, scale.shape[1], TYPES[scale.dtype])
+        weight = Int4(q.data_ptr(), scale.data_ptr(), points, minima, group, TYPES[scale.dtype])
         y, product = self._product(x, outputs)
         room = x.new_empty(x.shape[0], inputs // group)
-        self._library.multiply4(ctypes.byref(product), ctypes.byref(weight), _pointer(room.data_ptr()))
+        self.library.multiply4(ctypes.byref(product), ctypes.byref(weight), _pointer(room.data_ptr()))
         return y
 
     def int8(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, outputs: int) -> torch.Tensor:
         """q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
         y, product = self._product(x, outputs)
-        weight = _Int8(q.data_ptr(), scale.data_ptr())
-        self._library.multiply8(ctypes.byref(product), ctypes.byref(weight))
+        weight = Int8(q.data_ptr(), scale.data_ptr())
+        self.library.multiply8(ctypes.byref(product), ctypes.byref(weight))
         return y
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """weight bfloat16 or float16 [outputs, inputs], contiguous."""
         y, product = self._product(x, weight.shape[0])
-        held = _Plain(weight.data_ptr(), TYPES[weight.dtype])
+        held = Plain(weight.data_ptr(), TYPES[weight.dtype])
         half = weight.dtype == torch.float16
-        multiply = self._library.multiply_float16 if half else self._library.multiply_bfloat16
+        multiply = self.library.multiply_float16 if half else self.library.multiply_bfloat16
         multiply(ctypes.byref(product), ctypes.byref(held))
         return y
 
     def _product(self, x: torch.Tensor, outputs: int) -> tuple[torch.Tensor, _Product]:
         y = x.new_empty(x.shape[0], outputs)
         threads = max(1, min(torch.get_num_threads(), x.numel() * outputs // SHARE))
-        return y, _Product(x.data_ptr(), y.data_ptr(), *x.shape, outputs, threads)
+        return y, _Product(x.data_ptr(), y.data_ptr(), *x.shape, outputs, outputs, threads)
 
 
-def open_products(flags: Collection[str], folder: Path | None = None) -> CpuProducts:
+def open_products(flags: Collection[str], folder: Path | None = None, walkers: int = 1) -> CpuProducts:
     """For a processor with these units, named as in /proc/cpuinfo: compiled ahead, or kept in `folder`, or compiled
     now. Raises NoProducts."""
     units = next(level for level in LEVELS if all(unit in flags for unit in level))
     ahead = prebuilt_folder() if folder is None else None
     if ahead is not None:
         try:
-            return CpuProducts(ahead / _file(units))
+            return CpuProducts(ahead / _file(units), walkers)
         except OSError as error:
             _log.warning("products of narrow weights are compiled here: %s", error)
-    return _open(units, folder or default_cache())
+    return _open(units, folder or default_cache(), walkers)
 
 
 def build_ahead(folder: Path) -> tuple[Path, ...]:
@@ -124,24 +127,25 @@ def build_ahead(folder: Path) -> tuple[Path, ...]:
         return tuple(_keep(_compile(units, room), folder / _file(units)) for units in LEVELS)
 
 
-def _open(units: tuple[str, ...], folder: Path) -> CpuProducts:
+def _open(units: tuple[str, ...], folder: Path, walkers: int) -> CpuProducts:
     kept = folder / _file(units)
     try:
         if kept.is_file():
-            return CpuProducts(kept)
+            return CpuProducts(kept, walkers)
         with _room(folder) as room:
-            return CpuProducts(_keep(_compile(units, room), kept))
+            return CpuProducts(_keep(_compile(units, room), kept), walkers)
     except OSError as error:
         raise NoProducts(f"the library cannot be used: {error}") from error
 
 
 def _options(units: tuple[str, ...]) -> tuple[str, ...]:
-    return ("-O3", "-std=gnu11", "-shared", "-fPIC", *(f"-m{unit}" for unit in units))
+    return ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", *(f"-m{unit}" for unit in units))
 
 
 def _file(units: tuple[str, ...]) -> str:
     """Named by what it is made of, but for the compiler: where it was made ahead there may be none."""
-    made_from = "\0".join((platform.machine(), *_options(units))).encode() + SOURCE.read_bytes()
+    read = b"".join(one.read_bytes() for one in _READ)
+    made_from = "\0".join((platform.machine(), *_options(units))).encode() + read
     return f"products-{hashlib.sha256(made_from).hexdigest()[:32]}.so"
 
 
@@ -167,7 +171,7 @@ def _compile(units: tuple[str, ...], room: str) -> Path:
     compiler, fresh = _compiler(), Path(room) / "products.so"
     failure, environment = "", {**os.environ, "TMPDIR": room}
     for threads in (("-fopenmp",), ()):
-        command = [compiler, *_options(units), str(SOURCE), "-o", str(fresh), *threads]
+        command = [compiler, *_options(units), *map(str, SOURCES), "-o", str(fresh), *threads]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False

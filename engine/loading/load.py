@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.linear import LinearLoader, Placement, load_dense
+from engine.linear.huge_pages import lay_in_order
 from engine.linear.quantized import loader_of, quantized_loader
 from engine.loading.border import checkpoint_errors
 from engine.loading.dummy import DummyLinears, DummyWeights
@@ -50,9 +51,11 @@ class Loading:
 def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> Loaded:
     """Raises InvalidModel, one line that names the file."""
     with returning(what.placement.device):
-        return (
-            _dummy(settings.seed, folder, what) if settings.load_format == "dummy" else _folder(folder, what, progress)
-        )
+        dummy = settings.load_format == "dummy"
+        loaded = _dummy(settings.seed, folder, what) if dummy else _folder(folder, what, progress)
+        if what.placement.device.type == "cpu":
+            lay_in_order(loaded.weights.in_order())
+        return loaded
 
 
 def check(folder: Path, config: ModelConfig, form: Format) -> None:

@@ -185,21 +185,32 @@ class ReadGathered:
 
 
 class StepAttention:
-    """Key ranges and masks of a step, made once for all layers. Rows of one token come first in the flat batch."""
+    """Key ranges and masks of a step, made once for all layers, when the first of them attends: a walk in C makes its
+    own. Rows of one token come first in the flat batch."""
 
     def __init__(
         self, spans: Sequence[RowSpan], windows: Sequence[Window], cache: KvCache, device: torch.device
     ) -> None:
-        singles = [span for span in spans if span.count == 1]
-        if [span.count for span in spans[: len(singles)]] != [1] * len(singles):
+        self._count = sum(span.count == 1 for span in spans)
+        if any(span.count != 1 for span in spans[: self._count]):
             raise ValueError("rows of one token must come first")
-        read = ReadInPlace if cache.heads_outside else ReadGathered
-        self._singles = read(singles, windows, cache, device) if singles else None
-        self._count = len(singles)
-        self._chunks = [PrefillChunk(span, windows, cache, device) for span in spans[len(singles) :]]
+        self.spans = spans
+        self._windows, self._cache, self._device = windows, cache, device
+        self._singles: ReadInPlace | ReadGathered | None = None
+        self._chunks: list[PrefillChunk] = []
+        self._made = False
+
+    def _make(self) -> None:
+        self._made = True
+        singles, chunks = self.spans[: self._count], self.spans[self._count :]
+        read = ReadInPlace if self._cache.heads_outside else ReadGathered
+        self._singles = read(singles, self._windows, self._cache, self._device) if singles else None
+        self._chunks = [PrefillChunk(span, self._windows, self._cache, self._device) for span in chunks]
 
     def __call__(self, layer: int, window: Window, queries: torch.Tensor) -> torch.Tensor:
         """queries [tokens, heads, head_dim], keys and values of the step already in the cache → the same shape."""
+        if not self._made:
+            self._make()
         if self._singles is not None and not self._chunks:
             return self._singles.attend(layer, window, queries)
         found = [] if self._singles is None else [self._singles.attend(layer, window, queries[: self._count])]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.linear import Placement
 from engine.model.attention import StepAttention
+from engine.model.few_rows import MOST_ROWS, FewRows, open_few_rows
 from engine.model.weights import Layer, Weights
 from quant.checkpoint.config import ModelConfig
 
@@ -35,25 +36,38 @@ class StepInput:
 
 
 class Transformer:
-    """The model: weights, and the angles of its positions."""
+    """The model: weights, and the angles of its positions. A few tokens on a CPU go by the walk in C, while `fused`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> None:
         self.config = config
         self.weights = weights
         self.rope = rope  # [positions, 2, head_dim]
         self.placement = placement
+        self.fused = True
+        few_rows = open_few_rows(config, weights, rope, placement)
+        self._few_rows = few_rows if isinstance(few_rows, FewRows) else None
+        self.why_not_fused = None if isinstance(few_rows, FewRows) else few_rows
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
         """Writes keys and values to the cache. Hidden states [sampled, hidden] before the last norm, float32."""
         x = functional.embedding(step.token_ids, self.weights.embedding).float()
+        spans = step.attention.spans
+        if self.fused and self._few_rows is not None and self._few_rows.takes(spans, cache):
+            self._few_rows.forward(x, spans, step.positions, step.slots, cache)
+        else:
+            self._eager(x, step, cache)
+        return x if step.sampled is None else x.index_select(0, step.sampled)
+
+    def _eager(self, x: torch.Tensor, step: StepInput, cache: KvCache) -> None:
         cos, sin = self.rope.index_select(0, step.positions).unsqueeze(1).unbind(2)  # [tokens, 1, head_dim]
         for index, layer in enumerate(self.weights.layers):
             x.add_(self._attend(index, layer, x, (cos, sin), step, cache))
             x.add_(self._feed(layer, x))
-        return x if step.sampled is None else x.index_select(0, step.sampled)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, vocab], float32."""
+        if self.fused and self._few_rows is not None and hidden.shape[0] <= MOST_ROWS:
+            return self._few_rows.logits(hidden)
         weights = self.weights
         return weights.head(weights.norm(hidden).to(self.placement.activations.dtype)).float()
 

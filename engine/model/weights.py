@@ -46,10 +46,15 @@ class Weights:
     norm: RmsNorm
     head: Linear
 
+    def in_order(self) -> list[Linear]:
+        """All linears, as a step reads them."""
+        layers = [one for layer in self.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [*layers, self.head]
+
     @property
     def nbytes(self) -> int:
         """Bytes held; a tied head counts once."""
-        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        linears = self.in_order()[:-1]
         norms = [layer.input_norm for layer in self.layers] + [layer.mlp_norm for layer in self.layers] + [self.norm]
         norms += [layer.head_norm for layer in self.layers if layer.head_norm is not None]
         tied = isinstance(self.head, DenseLinear) and self.head.weight is self.embedding

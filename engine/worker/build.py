@@ -46,6 +46,7 @@ from engine.worker.hardware import (
     pick_device,
     pick_dtype,
     pick_threads,
+    pick_walkers,
     with_pages,
 )
 from quant.checkpoint.config import ModelConfig
@@ -140,7 +141,9 @@ def _loading(
     cpu, quantized = cpu_features(), form.in_memory is not None
     dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
     narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
-    return Loading(config, form.on(device.type), Placement(dtype, device, _products(cpu, progress) if narrow else None))
+    return Loading(
+        config, form.on(device.type), Placement(dtype, device, _products(settings, cpu, progress) if narrow else None)
+    )
 
 
 def _check_size(folder: Path, what: Loading) -> None:
@@ -154,10 +157,10 @@ def _check_size(folder: Path, what: Loading) -> None:
         raise Unsupported(_no_room(folder, placement.device, f"the weights take {least} bytes, {free} are free"))
 
 
-def _products(cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
+def _products(settings: EngineSettings, cpu: CpuFeatures, progress: Progress) -> CpuProducts | None:
     progress("compiling", 0, 1)
     try:
-        return open_products(cpu.flags)
+        return open_products(cpu.flags, walkers=pick_walkers(settings.threads))
     except NoProducts as failure:
         _log.warning("weights of fewer than 32 bits are slow here: %s; install gcc or clang", failure)
         return None

@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -25,8 +25,10 @@ from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import make_room
 from engine.linear import Placement
+from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import check, weights_digest
+from engine.model.few_rows import why_not_few_rows
 from engine.model.rope import rope_table
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
@@ -36,7 +38,7 @@ from engine.worker.draft import read_draft
 from engine.worker.shapes import shape_weights
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_model, of_texts
-from quant.checkpoint.formats import FORMATS
+from quant.checkpoint.formats import DENSE, FORMATS
 from quant.checkpoint.tensors import dense_tensors
 
 
@@ -221,9 +223,22 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
+        if report.device == "cpu":
+            reasons["fused_kernels"] = why_not_few_rows(_with_products(parts.model.placement, report))
     else:
         reasons = {"two_pass_head": weights.why_one_pass(parts)}
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
+
+
+def _with_products(placement: Placement, report: Report) -> Placement:
+    """As a server would have them, compiled now if they never were."""
+    plain = any(one.chosen and one.name == DENSE for one in report.formats)
+    if plain and placement.dtype == torch.float32:
+        return placement
+    try:
+        return replace(placement, products=open_products(hardware.cpu_features().flags))
+    except NoProducts:
+        return placement
 
 
 def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) -> Parts | None:

@@ -84,6 +84,11 @@ def pick_threads(wanted: int | None) -> int:
     return wanted if wanted is not None else max(1, usable_cores() - 1)
 
 
+def pick_walkers(wanted: int | None) -> int:
+    """All cores: a thread of the walk in C that is off its core holds up nobody (`engine/linear/walk.c`)."""
+    return wanted if wanted is not None else usable_cores()
+
+
 def most_sequences(device: torch.device) -> int:
     """That run at once, unless the settings say."""
     return CUDA_SEQUENCES if device.type == "cuda" else CPU_SEQUENCES

@@ -113,6 +113,7 @@ def test_switches_that_do_nothing_on_a_cpu_say_so_and_may_be_set(settings: Engin
     runner = build(replace(settings, graphs=False), progress)
     reasons = {one.name: one.reason for one in runner.info.unused}
     assert reasons.keys() == {"fused_kernels", "graphs", "two_pass_head"}
+    assert reasons.pop("fused_kernels") == "weights of 32 bits are multiplied by torch"
     assert all("the eager decoder" in reason and "needs a CUDA device" in reason for reason in reasons.values())
     runner.set_optimization("graphs", True)
     with pytest.raises(Unsupported, match="warp"):
