@@ -37,7 +37,7 @@ def pages(folder: Path) -> dict[int, tuple[str, str]]:
     for path in sorted(folder.glob("[0-9]*.md")):
         name, title = PAGE.fullmatch(path.name), TITLE.match(path.read_text("utf-8"))
         if name is None or title is None or int(name[1]) != int(title[1]):
-            raise ValueError(f"{path.name}: its name and its heading need the same number")
+            raise ValueError(f"{path.name}: its name and its heading (`# N. Title`) need the same number")
         if int(name[1]) in found:
             raise ValueError(f"{path.name}: another page has this number")
         found[int(name[1])] = (path.name, title[2])

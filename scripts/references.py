@@ -37,8 +37,12 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a page differs")
-    wrong = stale(ROOT)
-    if not parser.parse_args().check:
+    check = parser.parse_args().check
+    try:
+        wrong = stale(ROOT)
+    except ValueError as error:
+        sys.exit(str(error))
+    if not check:
         for name in wrong:
             (ROOT / name).write_text(PAGES[name](), "utf-8")
     elif wrong:
