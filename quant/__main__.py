@@ -37,6 +37,9 @@ _CONVERT = (
     "appears whole or not at all."
 )
 _MAKER_CODES = "Exit code: 0 made; 1 impossible, one line says why; 2 wrong usage; 130 ctrl-C."
+_QUANTIZER_CODES = (
+    "Exit code: 0 made, and all bars are met; 1 impossible, or made and a bar is missed; 2 wrong usage; 130 ctrl-C."
+)
 _JUDGE_CODES = "Exit code: 0 judged; 1 impossible, or a bar was missed; 2 wrong usage; 130 ctrl-C."
 _ON_STOP = {"quantize": "; the same command goes on from here"}
 
@@ -87,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress.close()
     sys.stdout.write(text)
     if misses:
-        sys.stderr.write(f"{given.model} misses the bar: {'; '.join(misses)}\n")
+        judged = given.out if "out" in given else given.model
+        sys.stderr.write(f"{judged} misses the bar: {'; '.join(misses)}\n")
         return 1
     return 0
 
@@ -110,7 +114,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _quantize(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple[str, ...]]:
-    """What to print, and the bars that were missed, which only an evaluation says."""
+    """What to print, and the bars that were missed."""
     from quant.quantizer import QuantizeOptions, quantize
 
     options = QuantizeOptions(
@@ -118,13 +122,15 @@ def _quantize(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple
         engine=given.engine,
         group=given.group,
         text=given.text,
+        own_text=given.own_text,
         samples=given.samples,
         held_out=given.held_out,
         length=given.length,
         seed=given.seed,
         device=given.device,
     )
-    return quantize(given.model, given.out, options, progress).markdown(), ()
+    report = quantize(given.model, given.out, options, progress)
+    return report.markdown(), report.misses()
 
 
 def _evaluate(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple[str, ...]]:
@@ -160,7 +166,7 @@ def _count(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whippet", description="Quantize a model folder, judge or convert one.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_quantize(commands.add_parser("quantize", description=_QUANTIZE, epilog=_MAKER_CODES, allow_abbrev=False))
+    _add_quantize(commands.add_parser("quantize", description=_QUANTIZE, epilog=_QUANTIZER_CODES, allow_abbrev=False))
     _add_evaluate(commands.add_parser("evaluate", description=_EVALUATE, epilog=_JUDGE_CODES, allow_abbrev=False))
     change = commands.add_parser("convert", description=_CONVERT, epilog=_MAKER_CODES, allow_abbrev=False)
     change.add_argument(
@@ -178,10 +184,10 @@ def _add_quantize(make: argparse.ArgumentParser) -> None:
     )
     engines = "who does it; autoawq and bitsandbytes are packages to install; default: %(default)s"
     make.add_argument("--engine", choices=("own", "autoawq", "bitsandbytes"), default="own", help=engines)
-    make.add_argument("--group", type=int, default=128, metavar="N", help="inputs that share a scale: 32, 64 or 128")
-    make.add_argument(
-        "--text", type=Path, metavar="FILE", help="calibration text; default: the model writes its own, slowly"
-    )
+    groups = "inputs that share a scale: 32, 64 or 128; default: the largest that fits the model"
+    make.add_argument("--group", type=int, metavar="N", help=groups)
+    make.add_argument("--text", type=Path, metavar="FILE", help="calibration text; default: English text that ships")
+    make.add_argument("--own-text", action="store_true", help="have the model write the calibration text, slowly")
     make.add_argument("--samples", type=int, default=128, metavar="N", help="calibration windows; default: %(default)s")
     make.add_argument(
         "--held-out", type=int, default=32, metavar="N", help="windows that only judge the result; default: %(default)s"

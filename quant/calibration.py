@@ -1,11 +1,14 @@
-"""Token windows to calibrate on and to judge with: from a text file, or sampled from the model itself."""
+"""Token windows to calibrate on and to judge with: from a text file, or sampled from the model itself.
+
+calibration.txt is what is taken where no text is named. SmolLM2-135M-Instruct wrote it (`scripts/calibration_text.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +22,8 @@ from quant.errors import CannotQuantize
 _TEXT_LIMIT: Final = 64 << 20  # bytes
 _ENCODE_AT_ONCE: Final = 1 << 20  # characters
 _KEPT_BYTES: Final = 512 << 20  # keys and values of the sequences that are written together
+_TOGETHER: Final = 16  # sequences that are written together at most: so many are lost where a run is stopped
+SHIPPED: Final = Path(__file__).with_name("calibration.txt")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +32,14 @@ class Windows:
 
     calibration: torch.Tensor
     held_out: torch.Tensor
+
+
+class Kept(Protocol):
+    """Tensors that outlive a run that is stopped, by name."""
+
+    def kept(self, name: str) -> torch.Tensor | None: ...
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None: ...
 
 
 def text_windows(model: Path, text: Path, length: int, count: int | None = None) -> torch.Tensor:
@@ -46,11 +59,17 @@ def text_windows(model: Path, text: Path, length: int, count: int | None = None)
 
 
 def own_windows(
-    decoder: Decoder, config: Mapping[str, object], length: int, count: int, seed: int, done: Callable[[int, int], None]
+    decoder: Decoder,
+    config: Mapping[str, object],
+    length: int,
+    count: int,
+    seed: int,
+    kept: Kept,
+    done: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """Text that the model writes at temperature 1, from its own first token. `done` gets the number of
-    tokens that are written, of how many."""
-    random = torch.Generator().manual_seed(seed)
+    """Text that the model writes at temperature 1, from its own first token. Sequences that are whole are kept, and not
+    written again. `done` gets the number of tokens that are written, of how many."""
+    random = torch.Generator()
     written, total = 0, count * (length - 1)
 
     def pick(logits: torch.Tensor) -> torch.Tensor:
@@ -61,11 +80,20 @@ def own_windows(
         return torch.multinomial(chances, 1, generator=random).squeeze(1).to(logits.device)
 
     first = _first_token(config)
-    together = max(1, _KEPT_BYTES // (kept_bytes(decoder.config) * length))
+    together = min(_TOGETHER, max(1, _KEPT_BYTES // (kept_bytes(decoder.config) * length)))
     parts = []
     for start in range(0, count, together):
-        prompts = torch.full((min(together, count - start), 1), first)
-        parts.append(decoder.generate(prompts, length - 1, pick).cpu())
+        name = f"own-{start:05}"
+        part = kept.kept(name)
+        if part is None:
+            random.manual_seed(seed + (start << 32))  # of its own, whatever was written before
+            prompts = torch.full((min(together, count - start), 1), first)
+            part = decoder.generate(prompts, length - 1, pick).cpu()
+            kept.keep(name, part)
+        else:
+            written += part.shape[0] * (length - 1)
+            done(written, total)
+        parts.append(part)
     return torch.cat(parts)
 
 

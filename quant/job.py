@@ -40,16 +40,18 @@ class Job:
 
     @staticmethod
     def open(out: Path, key: str) -> Job:
-        """A new job, or the unfinished one of the same key."""
+        """A new job, or the unfinished one of the same key. One of another key is in the way once a layer is done."""
         path = out / ".partial" / "state.json"
         if path.is_file():
             state: dict[str, Any] = read_json(path, "remove the folder and start again")
-            if state.get("key") != key:
+            if state.get("key") == key:
+                return Job(out, state)
+            if state.get("layers") != [] or state.get("assembled"):
                 raise CannotQuantize(
                     f"{out.name} holds an unfinished job of another model or other options: "
                     "repeat that one, or remove the folder"
                 )
-            return Job(out, state)
+            shutil.rmtree(path.parent)  # it had not begun
         if out.exists() and (not out.is_dir() or any(entry != path.parent for entry in out.iterdir())):
             raise CannotQuantize(f"{out.name} is there already and is not an unfinished job: name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)

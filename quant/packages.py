@@ -52,6 +52,6 @@ def _load(module: str, package: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise CannotQuantize(
-            f"the package {package} cannot be imported ({error}): pip install 'whippet-serve[{extra}]', "
-            "or leave the engine out"
+            f"the package {package} cannot be imported ({error}): in a checkout pip install -e '.[{extra}]', for a "
+            f"wheel pip install 'FILE.whl[{extra}]', or leave the engine out"
         ) from error

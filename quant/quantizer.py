@@ -6,14 +6,14 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 
-from quant.calibration import Windows, own_windows, split, text_windows
-from quant.checkpoint.config import ModelConfig, read_config
+from quant.calibration import SHIPPED, Windows, own_windows, split, text_windows
+from quant.checkpoint.config import ModelConfig, load_config, read_config
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.safetensors import Checkpoint
@@ -30,7 +30,7 @@ from quant.report import Report
 Target = Literal["awq", "int8"]
 Engine = Literal["own", "autoawq", "bitsandbytes"]
 
-_GROUPS: Final = (32, 64, 128)  # what other readers of the layout take
+_GROUPS: Final = (128, 64, 32)  # what other readers of the layout take
 _PACKAGE_FORMAT: Final[Mapping[str, Target]] = {"autoawq": "awq", "bitsandbytes": "int8"}
 _OUTSIDE: Final = (EMBEDDING, FINAL_NORM, f"{HEAD}.weight")
 _DERIVED: Final = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_emb\.inv_freq")  # older files have it
@@ -38,12 +38,14 @@ _DERIVED: Final = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """text: calibration text; None: the model writes its own. samples and held_out: windows of `length` tokens."""
+    """group: None takes the largest that fits. text: calibration text; None: the one that ships. own_text: the model
+    writes it instead. samples and held_out: windows of `length` tokens."""
 
     format: Target = "awq"
     engine: Engine = "own"
-    group: int = 128
+    group: int | None = None
     text: Path | None = None
+    own_text: bool = False
     samples: int = 128
     held_out: int = 32
     length: int = 512
@@ -54,7 +56,7 @@ class QuantizeOptions:
 def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progress) -> Report:
     """Makes `out`, or goes on with it where an earlier run was stopped. The source is never written to."""
     source = Checkpoint(model)
-    _check(source, options)
+    options = _checked(source, options)
     decoder = Decoder.open(model, torch.device(options.device))
     about = _about(options)
     job = Job.open(out, job_key(source, about))
@@ -86,22 +88,46 @@ def _run_own(
 
 def _run_package(model: Path, out: Path, options: QuantizeOptions, windows: Windows) -> None:
     if options.engine == "autoawq":
-        run_autoawq(model, out, options.group, windows.calibration)
+        run_autoawq(model, out, _group(options), windows.calibration)
     else:
         run_bitsandbytes(model, out)
 
 
-def _check(source: Checkpoint, options: QuantizeOptions) -> None:
+def _checked(source: Checkpoint, options: QuantizeOptions) -> QuantizeOptions:
+    """The options, with a group where the format has any. Raises CannotQuantize before any work is done."""
     if read_spec(source.folder, source.names()) is not None:
         raise CannotQuantize(f"{source.folder.name} is quantized already: start from the original")
-    if options.format == "awq" and options.group not in _GROUPS:
-        raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
+    if options.text is not None and options.own_text:
+        raise CannotQuantize("a text that is given is not written: choose one of --text and --own-text")
     if options.engine != "own" and _PACKAGE_FORMAT[options.engine] != options.format:
         raise CannotQuantize(
             f"{options.engine} does not write {options.format}: it writes {_PACKAGE_FORMAT[options.engine]}"
         )
     if min(options.samples, options.held_out) < 1 or options.length < 2:
         raise CannotQuantize("calibration needs one window at least, so does judging; a window needs two tokens")
+    return options if options.format != "awq" else replace(options, group=_fitting(load_config(source.folder), options))
+
+
+def _fitting(config: ModelConfig, options: QuantizeOptions) -> int:
+    """The group that was asked for, or else the largest that all linears divide into. Raises CannotQuantize."""
+    if options.group is not None and options.group not in _GROUPS:
+        raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
+    linears = layer_linears(config)
+    fitting = [group for group in _GROUPS if all(inputs % group == 0 for inputs, _ in linears.values())]
+    if options.group in fitting:
+        return options.group
+    if fitting and options.group is None:
+        return fitting[0]
+    wanted = options.group or _GROUPS[-1]
+    name, inputs = next((name, inputs) for name, (inputs, _) in linears.items() if inputs % wanted)
+    instead = f"--group {fitting[0]}" if fitting else "--format int8"
+    raise CannotQuantize(f"{name} has {inputs} inputs, not whole groups of {wanted}: {instead} fits this model")
+
+
+def _group(options: QuantizeOptions) -> int:
+    if options.group is None:
+        raise CannotQuantize("no group was chosen")
+    return options.group
 
 
 def _run_layers(recipe: Recipe, layers: int, job: Job, progress: Progress) -> None:
@@ -122,7 +148,7 @@ def _recipe(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, wind
         if job.layers:
             raise CannotQuantize("the unfinished job lost its calibration state: remove the folder and start again")
         hidden = decoder.embed(windows.calibration)
-    return AwqRecipe(decoder, options.group, hidden.to(decoder.device))
+    return AwqRecipe(decoder, _group(options), hidden.to(decoder.device))
 
 
 def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job: Job, progress: Progress) -> Windows:
@@ -132,17 +158,18 @@ def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job
         return Windows(calibration, held_out)
     length = min(options.length, decoder.config.max_context)
     count = options.held_out + (options.samples if options.format == "awq" else 0)
-    if options.text is not None:
-        drawn = text_windows(source.folder, options.text, length, count)
-    else:
+    if options.own_text:
         drawn = own_windows(
             decoder,
             read_config(source.folder),
             length,
             count,
             options.seed,
+            job,
             lambda done, total: progress("samples", done, total),
         )
+    else:
+        drawn = text_windows(source.folder, options.text or SHIPPED, length, count)
     if options.format == "int8":
         windows = Windows(drawn[:0], drawn)
     else:
@@ -154,20 +181,21 @@ def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job
 
 def _about(options: QuantizeOptions) -> dict[str, Any]:
     """The options that decide the result, for the report and the job's key."""
-    text = None
-    if options.text is not None:
-        try:
-            text = f"{options.text.name}, SHA-256 {hashlib.sha256(options.text.read_bytes()).hexdigest()[:16]}"
-        except OSError as error:
-            raise BadFile(options.text, error.strerror or "cannot be read", "give a text file") from error
     about = {
         "format": options.format,
         "engine": options.engine,
         "group": options.group if options.format == "awq" else None,
-        "text": text,
+        "text": "written by the model" if options.own_text else _named(options.text or SHIPPED),
     }
     sizes = {"samples": options.samples, "held_out": options.held_out, "length": options.length, "seed": options.seed}
     return {**about, **sizes}
+
+
+def _named(text: Path) -> str:
+    try:
+        return f"{text.name}, SHA-256 {hashlib.sha256(text.read_bytes()).hexdigest()[:16]}"
+    except OSError as error:
+        raise BadFile(text, error.strerror or "cannot be read", "give a text file") from error
 
 
 def _outside(source: Checkpoint, config: ModelConfig) -> tuple[str, ...]:

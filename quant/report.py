@@ -29,6 +29,21 @@ class Report:
         write_text(folder / f"{NAME}.json", json.dumps(asdict(self), indent=2) + "\n")
         write_text(folder / f"{NAME}.md", self.markdown())
 
+    def misses(self) -> tuple[str, ...]:
+        """The bars that the model does not meet, in words."""
+        return self.evaluation.comparison.misses() if self.evaluation.comparison else ()
+
+    def _advice(self) -> list[str]:
+        """What loses less than this did, where a bar was missed."""
+        if not self.misses():
+            return []
+        if self.options["format"] != "awq":
+            return ["", "Eight bits are the most that a quantized model has here: serve the original, or judge both on",
+                    "text of the kind that you serve (`whippet evaluate`)."]  # fmt: skip
+        smaller = [group for group in (64, 32) if group < self.options["group"]]
+        groups = f"Smaller groups (--group {' or '.join(map(str, smaller))}), or " if smaller else ""
+        return ["", f"{groups}8 bits (--format int8) lose less."]
+
     def markdown(self) -> str:
         options = ", ".join(f"{name} {value}" for name, value in self.options.items() if value is not None)
         lines = [
@@ -38,6 +53,7 @@ class Report:
             f"Weights: {_mib(self.source_bytes)} before, {_mib(self.bytes)} after.",
             "",
             *evaluation_lines(self.evaluation),
+            *self._advice(),
         ]
         return "\n".join([*lines, *_layer_lines(self.layers)]) + "\n"
 
@@ -68,7 +84,7 @@ def _verdict(found: Comparison) -> str:
     misses = found.misses()
     if not misses:
         return "All bars are met."
-    return f"Missed: {'; '.join(misses)}. A smaller group or 8 bits loses less."
+    return f"Missed: {'; '.join(misses)}."
 
 
 def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -131,7 +131,9 @@ def test_transformers_reads_what_we_write(tmp_path):
     python = os.environ.get("WHIPPET_GPTQMODEL_PYTHON")
     assert python, f"WHIPPET_GPTQMODEL_PYTHON is not set. {__doc__}"
     out = tmp_path / "out"
-    quantize(ROOT / "models" / "demo", out, QuantizeOptions(group=64, samples=16, length=128), lambda *_: None)
+    quantize(
+        ROOT / "models" / "demo", out, QuantizeOptions(group=64, own_text=True, samples=16, length=128), lambda *_: None
+    )
     subprocess.run([python, "-c", READER, str(out), str(tmp_path / "theirs")], check=True, timeout=1200)
     theirs = load_file(tmp_path / "theirs")
     decoder = Decoder.open(out)

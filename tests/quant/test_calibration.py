@@ -89,6 +89,32 @@ def test_a_split_that_leaves_nothing_is_refused(count, held_out):
         split(torch.arange(count).unsqueeze(1), held_out)
 
 
+class Memory(dict):
+    """Keeps what is written, as a job does."""
+
+    def kept(self, name):
+        return self.get(name)
+
+    def keep(self, name, tensor):
+        self[name] = tensor
+
+
+@pytest.mark.product
+@torch.inference_mode()
+def test_what_a_model_has_written_is_not_written_again(stored, monkeypatch):
+    decoder = Decoder.open(stored / "awq-tiny")
+    config = json.loads((stored / "awq-tiny" / "config.json").read_text())
+    monkeypatch.setattr("quant.calibration._TOGETHER", 2)
+    whole, part = Memory(), Memory()
+    windows = own_windows(decoder, config, 8, 5, 3, whole, lambda done, total: None)
+    assert sorted(whole) == ["own-00000", "own-00002", "own-00004"]
+    part.keep("own-00000", whole["own-00000"])
+    heard: list[tuple[int, int]] = []
+    assert torch.equal(own_windows(decoder, config, 8, 5, 3, part, lambda *one: heard.append(one)), windows)
+    assert heard[:2] == [(2 * 7, 5 * 7), (2 * 7 + 2, 5 * 7)]
+    assert len(heard) == 1 + 2 * 7
+
+
 @pytest.mark.product
 @torch.inference_mode()
 def test_a_model_writes_its_own_text(stored, monkeypatch):
@@ -99,16 +125,16 @@ def test_a_model_writes_its_own_text(stored, monkeypatch):
     def hear(done, total):
         heard.append((done, total))
 
-    windows = own_windows(decoder, config, 24, 6, 1, hear)
+    windows = own_windows(decoder, config, 24, 6, 1, Memory(), hear)
     assert windows.shape == (6, 24)
     assert windows[:, 0].tolist() == [1] * 6  # the begin token
     assert heard == [(6 * token, 6 * 23) for token in range(1, 24)]
     assert len({tuple(row) for row in windows.tolist()}) == 6
-    assert torch.equal(own_windows(decoder, config, 24, 6, 1, hear), windows)
-    assert not torch.equal(own_windows(decoder, config, 24, 6, 2, hear), windows)
+    assert torch.equal(own_windows(decoder, config, 24, 6, 1, Memory(), hear), windows)
+    assert not torch.equal(own_windows(decoder, config, 24, 6, 2, Memory(), hear), windows)
     monkeypatch.setattr("quant.calibration._KEPT_BYTES", 4 * 24 * kept_bytes(decoder.config))
     heard.clear()
-    assert own_windows(decoder, config, 24, 6, 1, hear).shape == (6, 24)
+    assert own_windows(decoder, config, 24, 6, 1, Memory(), hear).shape == (6, 24)
     assert heard[22:24] == [(4 * 23, 6 * 23), (4 * 23 + 2, 6 * 23)]
     assert heard[-1] == (6 * 23, 6 * 23)
     # text at temperature 1 is about as likely as the model's own entropy says: far likelier than chance
@@ -122,9 +148,9 @@ def test_a_model_writes_its_own_text(stored, monkeypatch):
 )
 def test_without_a_begin_token_the_end_token_begins(stored, config, first):
     decoder = Decoder.open(stored / "awq-tiny")
-    assert int(own_windows(decoder, config, 2, 1, 0, lambda done, total: None)[0, 0]) == first
+    assert int(own_windows(decoder, config, 2, 1, 0, Memory(), lambda done, total: None)[0, 0]) == first
 
 
 def test_without_either_a_text_is_asked_for(stored):
     with pytest.raises(CannotQuantize, match="calibration text"):
-        own_windows(Decoder.open(stored / "awq-tiny"), {}, 2, 1, 0, lambda done, total: None)
+        own_windows(Decoder.open(stored / "awq-tiny"), {}, 2, 1, 0, Memory(), lambda done, total: None)

@@ -49,6 +49,17 @@ def test_quantize_refuses_in_one_line(model, tmp_path, capsys):
     assert out.err.strip() == "m is quantized already: start from the original"
 
 
+def test_quantize_ends_with_one_where_a_bar_is_missed(model, tmp_path, capsys, monkeypatch):
+    given = ["quantize", str(model), str(tmp_path / "out")]
+    for misses, code in (((), 0), (("KL 0.0500, bar 0.02",), 1)):
+        monkeypatch.setitem(command._COMMANDS, "quantize", lambda *_, misses=misses: ("made\n", misses))
+        assert main(given) == code
+        out = capsys.readouterr()
+        assert out.out == "made\n"
+        assert ("misses the bar: KL 0.0500" in out.err) is bool(misses)
+        assert (str(tmp_path / "out") in out.err) is bool(misses)
+
+
 def test_quantize_says_what_it_made(stored, model, tmp_path, capsys):
     """From an 8-bit config over float weights: the simplest source there is, refused as quantized."""
     (model / "config.json").unlink()

@@ -71,5 +71,5 @@ def test_bitsandbytes_loads_in_eight_bits_and_saves(installed, tmp_path):
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, module, package, call):
     monkeypatch.setitem(sys.modules, module, None)  # as an import finds a package that is not there
-    with pytest.raises(CannotQuantize, match=rf"{package} cannot be imported.*pip install 'whippet-serve\["):
+    with pytest.raises(CannotQuantize, match=rf"{package} cannot be imported.*pip install -e '\.\["):
         call(tmp_path)

@@ -18,8 +18,10 @@ from quant.checkpoint.safetensors import Checkpoint
 from quant.checkpoint.spec import AwqSpec, Int8Spec
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
-from quant.evaluate import evaluate
+from quant.evaluate import Comparison, Evaluation, evaluate
+from quant.metrics import Interval
 from quant.quantizer import QuantizeOptions, quantize
+from quant.report import Report
 from quant.rounding import round_groups
 
 pytestmark = pytest.mark.product
@@ -221,9 +223,16 @@ def test_a_write_that_fails_loses_at_most_its_layer(source, unstopped, tmp_path,
     assert (out / "model.safetensors").read_bytes() == (unstopped[0] / "model.safetensors").read_bytes()
 
 
+def test_a_job_without_a_layer_gives_way_to_other_options(source, unstopped, tmp_path):
+    with pytest.raises(Stop):
+        quantize(source, tmp_path / "out", small(source, group=128), StopAt("layers", 0))
+    quantize(source, tmp_path / "out", small(source), quiet)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (unstopped[0] / "model.safetensors").read_bytes()
+
+
 def test_other_options_do_not_go_on(source, tmp_path):
     with pytest.raises(Stop):
-        quantize(source, tmp_path / "out", small(source), StopAt("layers", 0))
+        quantize(source, tmp_path / "out", small(source), StopAt("layers", 1))
     with pytest.raises(CannotQuantize, match="unfinished job"):
         quantize(source, tmp_path / "out", small(source, group=32), quiet)
     state = tmp_path / "out" / ".partial" / "state.json"
@@ -235,7 +244,7 @@ def test_other_options_do_not_go_on(source, tmp_path):
 def test_a_source_that_changed_is_another_job(source, tmp_path):
     model = copy_with(source, tmp_path / "m", {})
     with pytest.raises(Stop):
-        quantize(model, tmp_path / "out", small(source), StopAt("layers", 0))
+        quantize(model, tmp_path / "out", small(source), StopAt("layers", 1))
     save_file({**load_file(model / "model.safetensors")}, model / "model.safetensors")  # the same, written again
     with pytest.raises(CannotQuantize, match="unfinished job"):
         quantize(model, tmp_path / "out", small(source), quiet)
@@ -302,7 +311,7 @@ def test_every_family_by_its_own_text(tmp_path, family):
             tensor.data.normal_(0, 0.5)
     model.save_pretrained(tmp_path / "source")
     write_tokenizer(tmp_path / "source", 64)
-    asked = QuantizeOptions(group=32, samples=24, held_out=8, length=64, seed=5)
+    asked = QuantizeOptions(group=32, own_text=True, samples=24, held_out=8, length=64, seed=5)
     heard: list[str] = []
     report = quantize(tmp_path / "source", tmp_path / "out", asked, lambda stage, done, total: heard.append(stage))
     assert heard.index("samples") < heard.index("layers") < heard.index("greedy")
@@ -354,9 +363,64 @@ def test_damaged_weights_stop_the_job(source, tmp_path):
         quantize(model, tmp_path / "out", small(source), quiet)
 
 
+def test_text_that_the_model_writes_is_written_once(source, tmp_path):
+    asked = small(source, text=None, own_text=True, length=16)
+    with pytest.raises(Stop):
+        quantize(source, tmp_path / "out", asked, StopAt("layers", 0))
+    again = StopAt("never", 0)
+    quantize(source, tmp_path / "out", asked, again)
+    assert "samples" not in {stage for stage, _ in again.heard}
+
+
+def test_without_group_and_text_the_largest_that_fits_and_the_text_that_ships(source, tmp_path):
+    report = quantize(source, tmp_path / "out", small(source, group=None, text=None), quiet)
+    assert report.options["group"] == 128
+    assert report.options["text"].startswith("calibration.txt, SHA-256 ")
+
+
+@pytest.mark.parametrize(
+    ("width", "group", "said"),
+    [
+        (96, 64, "mlp.down_proj has 96 inputs, not whole groups of 64: --group 32 fits this model"),
+        (100, None, "mlp.down_proj has 100 inputs, not whole groups of 32: --format int8 fits this model"),
+        (100, 128, "mlp.down_proj has 100 inputs, not whole groups of 128: --format int8 fits this model"),
+    ],
+)
+def test_a_group_that_does_not_fit_is_refused_before_work(source, tmp_path, width, group, said):
+    model = copy_with(source, tmp_path / "m", {})
+    config = json.loads((source / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": width}))
+    with pytest.raises(CannotQuantize, match=said):
+        quantize(model, tmp_path / "out", small(source, group=group), quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def comparison(kl: float) -> Comparison:
+    return Comparison(9.0, Interval(0.01, 0.0, 0.02), kl, 0.98, 30.0, 32)
+
+
+@pytest.mark.parametrize(
+    ("kept", "advised", "not_advised"),
+    [
+        ({"format": "awq", "group": 128}, "--group 64 or 32), or 8 bits", "original"),
+        ({"format": "awq", "group": 32}, "8 bits (--format int8) lose less", "maller groups"),
+        ({"format": "int8", "group": None}, "serve the original", "8 bits"),
+    ],
+)
+def test_what_is_advised_loses_less_than_what_was_made(kept, advised, not_advised):
+    missed = Report(kept, 2, 1, (), Evaluation(3, 9, 9.1, comparison(0.5)))
+    assert missed.misses()
+    assert advised in missed.markdown()
+    assert not_advised not in missed.markdown()
+    met = Report(kept, 2, 1, (), Evaluation(3, 9, 9.1, comparison(0.001)))
+    assert met.misses() == ()
+    assert advised not in met.markdown()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"own_text": True}, "choose one of --text and --own-text"),
         ({"group": 16}, "groups of 16"),
         ({"group": -1}, "groups of -1"),
         ({"samples": 0}, "one window"),
