@@ -195,6 +195,12 @@ class _Ports:
         return [*handlers, Strangers(inbox, self._observers)]
 
 
+def _tokenizer(settings: Settings) -> Tokenizer:
+    if settings.model is None:
+        return Tokenizer.of_bytes()
+    return Tokenizer.load(settings.model, only_plain=True, template=settings.chat_template)
+
+
 def _use_cases(
     settings: Settings,
     texts: str,
@@ -207,7 +213,7 @@ def _use_cases(
 ) -> tuple[UseCases, EngineClient]:
     """What protocols call, around an engine that is not started yet."""
     cache_options = checked(settings.cache)
-    tokenizer = Tokenizer.of_bytes() if settings.model is None else Tokenizer.load(settings.model, only_plain=True)
+    tokenizer = _tokenizer(settings)
     if tokenizer.digest != processes.digest:
         raise InvalidModel(f"{settings.model}: has changed while it was read; start the server again")
     vocab_size = None if settings.model is None else tokenizer.vocab_size
@@ -236,7 +242,9 @@ def _use_cases(
         processes=processes,
         generator=Generator(model, sources, admission),
         tokenization=Tokenization(model, admission),
-        tokenizer_files=TokenizerArchive(settings.model, lambda: texts == texts_digest(settings.model or "")),
+        tokenizer_files=TokenizerArchive(
+            settings.model, lambda: texts == texts_digest(settings.model or ""), settings.chat_template
+        ),
         admission=admission,
         drain=Drain(admission, settings.drain.delay),
         switches=switches,

@@ -47,7 +47,7 @@ async def _serve(settings: Settings, again: Callable[[], Settings], begun: Begun
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(Signals(asyncio.get_running_loop()))
         refusals = Counter[str]()
-        processes = TextProcesses(settings.model, refusals=refusals)
+        processes = TextProcesses(settings.model, refusals=refusals, template=settings.chat_template)
         stack.push_async_callback(processes.close)
         if not await stop.before(processes.start()):  # reads the tokenizer first, under limits
             return STOPPED

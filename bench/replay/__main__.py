@@ -113,7 +113,7 @@ def _blocks(path: Path, capacities: list[int] | None, limit: int | None) -> list
 async def _questions(path: Path, flags: argparse.Namespace) -> list[str]:
     questions = read_labelled(path, tuple(flags.part or ("test",)))[: flags.limit]
     if absent := missing(flags.model):
-        raise ExportFailed(f"{', '.join(absent)} is not installed: pip install 'whippet-serve[embed]'")
+        raise ExportFailed(f"{', '.join(absent)} is not installed: in a checkout pip install -e '.[embed]'")
     embedder = open_embedder(exported(flags.model))
     settings = SemanticSettings(
         mode=Mode(flags.mode),

@@ -16,7 +16,7 @@ def open_tier(settings: BlockSettings, layout: BlockLayout) -> tuple[BlockStore,
         from cache.open.counters import Counters
     except ModuleNotFoundError as error:
         raise Unsupported(
-            f"a shared tier of keys and values needs {error.name}: install whippet-serve with its dependencies"
+            f"a shared tier of keys and values needs {error.name}: install Whippet with its dependencies"
         ) from None
     counters = Counters()
     try:

@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization), help=_AS_SERVE)
     parser.add_argument("--kv-dtype", default=model.kv_dtype, choices=get_args(KvDtype), help=_AS_SERVE)
     parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="as for `whippet serve`")
     parser.add_argument("--draft-model", metavar="FOLDER", help="say whether it can guess for that of --model")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT", help=_PORT)
@@ -77,7 +78,7 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
     machine = machines.look()
     missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
     engine = _engine_report(flags)
-    text, text_problems = _text_report(flags.model)
+    text, text_problems = _text_report(flags.model, flags.chat_template)
     addresses = (flags.listen, flags.admin_listen, flags.health_listen, flags.metrics_listen)
     kept, unsafe = _kept(flags.cache_dir)
     ahead, unsafe_ahead = _ahead(flags.prebuilt_dir)
@@ -144,14 +145,14 @@ def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
     return {"problems": [f"the engine cannot be asked (exit code {done.returncode}): {last.strip()}"]}
 
 
-def _text_report(folder: str | None) -> tuple[dict[str, Any] | None, list[str]]:
+def _text_report(folder: str | None, template: Path | None) -> tuple[dict[str, Any] | None, list[str]]:
     """Facts of the tokenizer and the chat template, and problems with them."""
     if folder is None:
         return None, []
     from service.core.text import Tokenizer
 
     try:
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder, template=template)
     except InvalidModel as error:
         return None, [str(error)]
     found = {

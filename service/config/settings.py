@@ -206,6 +206,7 @@ class ServedOptions:
     model_name: str | None = setting(
         None, "what requests call it; unset: the folder's name, or the file's without .gguf", min_length=1
     )
+    chat_template: Path | None = setting(None, "Jinja file; unset: the chat template that the model comes with")
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
@@ -246,6 +247,8 @@ class Settings(ModelOptions, ServedOptions):
             raise ValueError("--model is needed: a folder, or a GGUF file")
         if self.model is None and self.model_digest is not None:
             raise ValueError("model-digest needs a model")
+        if self.model is None and self.chat_template is not None:
+            raise ValueError("chat-template needs a model")
 
     @property
     def served_name(self) -> str:

@@ -15,7 +15,7 @@ from service.version import version
 if TYPE_CHECKING:
     from service.tracing.exporter import TraceExporter
 
-_EXTRA = "pip install 'whippet-serve[otel]'"
+_EXTRA = "in a checkout pip install -e '.[otel]', for a wheel pip install 'FILE.whl[otel]'"
 
 
 class Traces:

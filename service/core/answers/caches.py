@@ -21,7 +21,7 @@ from service.config.settings import BadSettings
 
 _log = logging.getLogger(__name__)
 _MOST_BESIDE = 256  # tasks beside requests; what comes on top is dropped, and counted
-_EXTRA = "pip install 'whippet-serve[embed]'"
+_EXTRA = "in a checkout pip install -e '.[embed]', for a wheel pip install 'FILE.whl[embed]'"
 
 
 def checked(options: CacheOptions) -> CacheOptions:
@@ -107,7 +107,7 @@ class AnswerCaches:
         """Why a cache that is turned on does nothing now, by the name of its switch."""
         reason = "" if self._open is None else self._open[2].why_no_semantic
         if self.semantic_mode is Mode.OFF:
-            reason = f"it needs {_EXTRA}" if self._lacking else "cache.semantic.mode is off"
+            reason = f"it lacks packages: {_EXTRA}" if self._lacking else "cache.semantic.mode is off"
         return {"semantic_cache": reason} if reason else {}
 
     def buckets(self) -> SharedBuckets | None:

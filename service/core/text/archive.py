@@ -37,9 +37,11 @@ class Archive:
 class TokenizerArchive:
     """Made when somebody first asks, in a thread, and kept: a few megabytes where the vocabulary is large."""
 
-    def __init__(self, folder: str | None, unchanged: Callable[[], bool]) -> None:
-        """`unchanged`: whether the folder's files are still those that the server has read."""
+    def __init__(self, folder: str | None, unchanged: Callable[[], bool], template: Path | None = None) -> None:
+        """`unchanged`: whether the folder's files are still those that the server has read. `template`: as in
+        ModelFiles."""
         self._folder = folder
+        self._template = template
         self._unchanged = unchanged
         self._thread = ThreadPoolExecutor(1, "tokenizer-archive")  # started when it is first used
         self._making = asyncio.Lock()
@@ -55,7 +57,7 @@ class TokenizerArchive:
             return self._made
 
     def _make(self, folder: str) -> Archive:
-        files = ModelFiles(Path(folder))
+        files = ModelFiles(Path(folder), self._template)
         there = {name: files.read(name) for name in FILES if files.has(name)}
         if not self._unchanged():
             raise InvalidModel(f"{folder}: has changed since the server started; start the server again")

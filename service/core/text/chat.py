@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from service.core.text.conversation import ChatTemplateError
 from service.core.text.plain_template import MAX_SOURCE, is_plain
+from service.core.text.template_needs import looks_into_content, mentions_tools
 
 MAX_CHARS = 4 * 2**20  # twice the largest chat
 MAX_MESSAGE = 500  # characters of an error that the caller is told
@@ -64,7 +65,8 @@ def _tojson(
 
 
 class ChatTemplate:
-    """One template. `plain`: it may be rendered on the event loop, for a short chat."""
+    """One template. `plain`: it may be rendered on the event loop, for a short chat. `takes_tools`, `takes_lists`: what
+    it would leave out, or could not render, is known beforehand; of one that is too large to look at, nothing is."""
 
     def __init__(self, source: str, special: dict[str, str], only_plain: bool = False) -> None:
         """With `only_plain`, another is not compiled, which runs what is constant in it. Raises ValueError where the
@@ -76,7 +78,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self.plain = len(source) <= MAX_SOURCE and is_plain(environment.parse(source))
+            parsed = environment.parse(source) if len(source) <= MAX_SOURCE else None
+            self.plain = parsed is not None and is_plain(parsed)
+            self.takes_tools = parsed is None or mentions_tools(parsed)
+            self.takes_lists = parsed is None or looks_into_content(parsed)
             compiled = self.plain or not only_plain
             self._template = environment.from_string(source) if compiled else None
         except (TemplateSyntaxError, RecursionError) as error:

@@ -25,6 +25,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
     model: str | None  # folder; None: bytes are tokens
     kinds: tuple[str, ...]
     memory: int  # bytes for loading
+    template: str | None = None  # file instead of the folder's chat templates
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=2):

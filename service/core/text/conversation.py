@@ -77,8 +77,9 @@ def sent_texts(messages: Sequence[ChatMessage], options: ChatOptions) -> Iterato
         yield from (options.tools, options.arguments)
 
 
-def template_variables(messages: Sequence[ChatMessage], options: ChatOptions) -> dict[str, Any]:
-    """What a template is rendered with. Raises ChatTemplateError where something is no JSON."""
+def template_variables(messages: Sequence[ChatMessage], options: ChatOptions, lists: bool = True) -> dict[str, Any]:
+    """What a template is rendered with. Without `lists`, parts of a message are one text. Raises ChatTemplateError
+    where something is no JSON."""
     if not messages:
         raise ChatTemplateError("a chat needs at least one message")
     tools = _json(options.tools, "tools") if options.tools else None
@@ -87,7 +88,7 @@ def template_variables(messages: Sequence[ChatMessage], options: ChatOptions) ->
     return {
         "documents": None,
         **(_object(options.arguments, "template_arguments") if options.arguments else {}),
-        "messages": [_message(message, index) for index, message in enumerate(messages)],
+        "messages": [_message(message, index, lists) for index, message in enumerate(messages)],
         "tools": tools or None,
         "add_generation_prompt": options.add_generation_prompt,
     }
@@ -141,11 +142,13 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _message(message: ChatMessage, index: int) -> dict[str, Any]:
+def _message(message: ChatMessage, index: int, lists: bool) -> dict[str, Any]:
     content: Any = message.content
     if message.simple:
         return {"role": message.role, "content": content}
-    if message.parts:
+    if message.parts and not lists:
+        content = "".join(message.parts)
+    elif message.parts:
         content = [{"type": "text", "text": text} for text in message.parts]
     elif message.tool_calls and not content:
         content = None  # as OpenAI's API writes it: some templates tell calls by it

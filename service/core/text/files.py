@@ -15,6 +15,8 @@ from engine.errors import InvalidModel
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.gguf.file import gguf_file, is_gguf
 
+TEMPLATE = "chat_template.jinja"
+TOOLS_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 MAX_BYTES = 64 * 2**20  # twice what the largest vocabularies take
 REMEDY = "copy it again from where the model came from"
 
@@ -27,15 +29,19 @@ def one_line(error: object) -> str:
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """Reads the text files of one model folder. Where `folder` is a GGUF file, reads the equivalent texts that are
-    derived from its metadata."""
+    derived from its metadata. `template` is a file that takes the place of all chat templates."""
 
     folder: Path
+    template: Path | None = None
 
     def refuse(self, name: str, problem: str, remedy: str = REMEDY) -> NoReturn:
-        raise InvalidModel(f"{self.folder / name}: {problem}; {remedy}")
+        path = self.folder / name if self.template is None or name != TEMPLATE else self.template
+        raise InvalidModel(f"{path}: {problem}; {remedy}")
 
     def read(self, name: str, remedy: str = REMEDY) -> bytes:
         """A regular file of at most MAX_BYTES; a pipe or a device would never end."""
+        if self.template is not None and name == TEMPLATE:
+            return ModelFiles(self.template.parent).read(self.template.name, "name a file that holds a Jinja template")
         if is_gguf(self.folder):
             found = self._within()
             return found[name] if name in found else self.refuse(name, "no such text in this file", remedy)
@@ -65,6 +71,8 @@ class ModelFiles:
         return self.text(name) if self.has(name) else None
 
     def has(self, name: str) -> bool:
+        if self.template is not None and name in (TEMPLATE, TOOLS_TEMPLATE):
+            return name == TEMPLATE
         return name in self._within() if is_gguf(self.folder) else (self.folder / name).exists()
 
     def _within(self) -> Mapping[str, bytes]:

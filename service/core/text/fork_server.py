@@ -14,6 +14,7 @@ import importlib
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.constraints.forks import MAX_PACKET, ForkServer, confine, die_with_parent, limit_memory
 from engine.errors import InvalidModel
@@ -53,7 +54,7 @@ def _serve(front: socket.socket) -> None:
     limit_memory(configure.memory)
     _silence()
     try:
-        tokenizer = Tokenizer.of_bytes() if configure.model is None else Tokenizer.load(configure.model)
+        tokenizer = _tokenizer(configure)
         jobs = tuple(_found(kind) for kind in configure.kinds)
     except InvalidModel as error:
         front.send(encode(Unloadable(str(error))))
@@ -69,6 +70,12 @@ def _serve(front: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # a collection in a worker would copy every page of it
     _Server(front, tokenizer, jobs).run()
+
+
+def _tokenizer(configure: Configure) -> Tokenizer:
+    if configure.model is None:
+        return Tokenizer.of_bytes()
+    return Tokenizer.load(configure.model, template=None if configure.template is None else Path(configure.template))
 
 
 def _broken(model: str | None, problem: str) -> str:

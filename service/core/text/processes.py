@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.cores import usable_cores
 from engine.errors import DeadlineExceeded
@@ -75,10 +76,13 @@ class TextProcesses:
         large: Limits = LARGE_LIMITS,
         constraints: Limits = CONSTRAINT_LIMITS,
         refusals: Counter[str] | None = None,  # by reason
+        template: Path | None = None,  # file instead of the model's chat templates
     ) -> None:
         counted = Counter[str]() if refusals is None else refusals
         self._numbers = {kind: number for number, kind in enumerate(kinds)}
-        self._server = ForkServer(Configure(model, tuple(kinds.values()), _LOAD_MEMORY))
+        self._server = ForkServer(
+            Configure(model, tuple(kinds.values()), _LOAD_MEMORY, None if template is None else str(template))
+        )
         self._small = _Pool(self._server, small, counted)
         self._large = _Pool(self._server, large, counted)
         self._constraints = _Pool(self._server, constraints, counted)

@@ -24,7 +24,15 @@ from service.core.text.conversation import (
     texts_in,
     with_texts,
 )
-from service.core.text.files import ModelFiles, SamplingDefaults, one_line, read_eos, read_sampling
+from service.core.text.files import (
+    TEMPLATE,
+    TOOLS_TEMPLATE,
+    ModelFiles,
+    SamplingDefaults,
+    one_line,
+    read_eos,
+    read_sampling,
+)
 from service.core.text.pieces import OpaquePieces, Pieces, byte_letters, read_pieces, read_tokens, with_special
 from service.core.text.special import CONFIG, apply_special
 from service.core.text.steps import is_plain, longest_token
@@ -36,7 +44,10 @@ NO_VOCABULARY = "write it with transformers: AutoTokenizer.from_pretrained(MODEL
 SHORT = 2048  # characters or ids; a millisecond or two
 MESSAGE = 64  # characters that a template is taken to put around a message
 MOST_TEXT = 2 * 2**20  # bytes of a text, or of all messages of a chat: what a text process has memory for
-BYTES_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+BYTES_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+)
 
 
 class Tokenizer:
@@ -71,9 +82,10 @@ class Tokenizer:
         self._plain = is_plain(backend)
 
     @classmethod
-    def load(cls, folder: str | Path, only_plain: bool = False) -> Self:
-        """With `only_plain`, a chat template that is not plain is not compiled. Raises InvalidModel."""
-        files = ModelFiles(Path(folder))
+    def load(cls, folder: str | Path, only_plain: bool = False, template: Path | None = None) -> Self:
+        """With `only_plain`, a chat template that is not plain is not compiled. `template` is a file that takes the
+        place of the folder's own. Raises InvalidModel."""
+        files = ModelFiles(Path(folder), template)
         vocabulary = files.read(VOCABULARY, NO_VOCABULARY)
         try:
             backend = Backend.from_buffer(vocabulary)
@@ -133,7 +145,9 @@ class Tokenizer:
         template = self._tools_template if options.tools else self._template
         if template is None:
             raise ChatTemplateError("the model has no chat template; send text or token ids")
-        variables = template_variables(messages, options)
+        if options.tools and not template.takes_tools:
+            raise ChatTemplateError("tools: the model's chat template has no place for them, so it would not see any")
+        variables = template_variables(messages, options, template.takes_lists)
         if options.tools or options.arguments or not all(message.simple for message in messages):
             texts = list(texts_in(variables))
         else:
@@ -227,7 +241,7 @@ def _read_templates(
     used."""
     name = CONFIG
     try:
-        written = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+        written = {"default": TEMPLATE, "tool_use": TOOLS_TEMPLATE}
         found = {key: files.text_or_none(path) for key, path in written.items()}
         sources = {key: text for key, text in found.items() if text is not None}
         if not sources:

@@ -215,6 +215,7 @@ def flags(**given: Any) -> argparse.Namespace:
             "prebuilt_dir": None,
             "digest": False,
             "draft_model": None,
+            "chat_template": None,
             **ports,
             **given,
         }
@@ -366,5 +367,5 @@ def test_the_doctor_takes_the_settings_of_a_server() -> None:
         for name, value in vars(doctor._parser().parse_args([])).items()
         if name not in ("json", "digest", "all")
     }
-    assert len(given) == 13
+    assert len(given) == 14
     assert given == {name: known[name] for name in given}

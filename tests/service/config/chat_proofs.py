@@ -9,7 +9,7 @@ from service.core.parsing.formats import choose
 from service.core.text import Tokenizer
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
-from tests.service.conftest import ask
+from tests.service.conftest import ROOT, ask
 
 
 async def thinks(settings: Settings, tools: Tools) -> bool:
@@ -32,7 +32,24 @@ async def calls(settings: Settings, tools: Tools) -> str | None:
     return None if form is None else form.name
 
 
+async def prompt(settings: Settings, tools: Tools) -> str:
+    """What a server makes of a chat, without its special tokens."""
+    (tools.folder / "short.jinja").write_text("{{ messages[0].content }}, in short")
+    request = pb.TokenizeRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")]))
+
+    def render() -> str:
+        with tools.serve(*tools.flags) as server:
+            ids = server.generation.Tokenize(request, timeout=60).token_ids
+            return str(server.generation.Detokenize(pb.DetokenizeRequest(token_ids=ids), timeout=60).text)
+
+    return await asyncio.to_thread(render)
+
+
+SMALL = (f"--model={ROOT / 'models' / 'demo'}", "--engine=fake")
 PROOFS = {
+    "chat-template": Proof(
+        "{folder}/short.jinja", prompt, becomes("user\nhello\nassistant\n", "hello, in short"), SMALL
+    ),
     "chat.reasoning-format": Proof("think", thinks, becomes(False, True), FAKE),
     "chat.tool-format": Proof("mistral", calls, becomes(None, "mistral"), FAKE),
 }

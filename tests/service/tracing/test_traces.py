@@ -256,7 +256,7 @@ def test_an_authority_without_tls_is_refused() -> None:
 def test_without_the_extra_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.tracing.start.find_spec", lambda name: None)
     assert not start(TraceOptions(), "m").observers
-    with pytest.raises(BadSettings, match=r"pip install 'whippet-serve\[otel\]'"):
+    with pytest.raises(BadSettings, match=r"pip install -e '\.\[otel\]'"):
         start(TraceOptions(endpoint="http://127.0.0.1:4317"), "m")
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import InvalidModel
 from service.core.text import ChatMessage, ChatOptions, ChatTemplateError, Tokenizer, ToolCall
 from service.core.text import chat as chat_module
 from tests.properties import example_count
@@ -285,3 +286,64 @@ def test_the_demo_model() -> None:
             assert ours.encode(message.content) == reference(message.content)["input_ids"]
     assert ours.chat
     assert reference.eos_token_id in ours.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "lists"),
+    [
+        ("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}", False, False),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %} no tools here", False, False),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}", True, False),
+        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", False, True),
+        ("{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
+         False, True),
+        ("{% macro show(c) %}{% if c is string %}{{ c }}{% else %}{{ c[0].text }}{% endif %}{% endmacro %}"
+         "{% for m in messages %}{{ show(m.content) }}{% endfor %}", False, True),
+        ("{% set tools = 3 %}{{ messages[0].content }}", False, False),
+        ("{# " + "x" * 70_000 + " #}{{ messages[0].content }}", True, True),
+    ],
+)  # fmt: skip
+def test_what_a_template_takes_is_seen_in_its_syntax(template: str, tools: bool, lists: bool) -> None:
+    found = chat_module.ChatTemplate(template, {}, only_plain=True)
+    assert (found.takes_tools, found.takes_lists) == (tools, lists)
+
+
+def test_tools_that_would_be_left_out_are_refused(folder: Folder) -> None:
+    tools = ChatOptions(tools='[{"type": "function"}]')
+    hello = [ChatMessage("user", "hello")]
+    deaf = Tokenizer.load(folder("byte-level", {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}))
+    assert deaf.encode_chat(hello)
+    with pytest.raises(ChatTemplateError, match=r"^tools: the model's chat template has no place for them"):
+        deaf.encode_chat(hello, tools)
+    assert Tokenizer.load(
+        folder("byte-level", {"chat_template": "{{ tools | tojson }}{{ messages[0].content }}"})
+    ).encode_chat(hello, tools)
+
+
+@pytest.mark.parametrize("template", ["{{ 'user: ' + messages[0].content }}", "user: {{ messages[0]['content'] }}"])
+def test_parts_are_one_text_where_a_template_knows_no_lists(folder: Folder, template: str) -> None:
+    tokenizer = Tokenizer.load(folder("byte-level", {"chat_template": template}))
+    whole = tokenizer.encode_chat([ChatMessage("user", "one, two")])
+    assert tokenizer.encode_chat([ChatMessage("user", "", parts=("one, ", "two"))]) == whole
+    continued = ChatOptions(continue_final_message=True)
+    assert tokenizer.encode_chat([ChatMessage("user", "", parts=("one, ", "two"))], continued) == whole
+
+
+def test_a_template_of_another_file_takes_the_place_of_all(folder: Folder, tmp_path: Path) -> None:
+    path = folder("byte-level", {"chat_template": "the model's own"})
+    (path / "chat_template.jinja").write_text("the model's own file")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("the model's own file for tools")
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ tools }}{{ messages[0].content }}")
+    mine = Tokenizer.load(path, template=own)
+    assert mine.encode_chat([ChatMessage("user", "hello")]) == mine.encode("Nonehello")
+    assert mine.digest != Tokenizer.load(path).digest
+    mine.encode_chat([ChatMessage("user", "hello")], ChatOptions(tools='[{"a": 1}]'))
+    assert "for tools" not in mine.template_source
+    for text, said in (("{% if %}", "own.jinja: the chat template is broken"), (None, "own.jinja: no such file")):
+        own.unlink(missing_ok=True)
+        if text is not None:
+            own.write_text(text)
+        with pytest.raises(InvalidModel, match=said):
+            Tokenizer.load(path, template=own)

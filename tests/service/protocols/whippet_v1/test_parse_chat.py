@@ -153,7 +153,7 @@ def test_over_the_wire(server: Server) -> None:
     """The fake model's template prints roles and contents alone; parts and tools get there, and wrong ones do not."""
     rich = chat({"role": "user", "parts": [{"text": "a"}]}, tools=[{"name": "f"}], template_arguments={"x": [1]})
     ids = server.generation.Tokenize(pb.TokenizeRequest(chat=rich), timeout=60).token_ids
-    assert bytes(ids).decode() == "user: [{'type': 'text', 'text': 'a'}]\nassistant: "
+    assert bytes(ids).decode() == '[{"name": "f"}]\nuser: a\nassistant: '
     goes_on = chat({"role": "user", "content": "go o"}, continue_final_message=True)
     assert bytes(server.generation.Tokenize(pb.TokenizeRequest(chat=goes_on), timeout=60).token_ids) == b"user: go o"
     calls = [{"name": "f", "arguments": '{"a": "\\ud800"}'}]

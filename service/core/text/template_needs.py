@@ -1,0 +1,38 @@
+"""What a chat template takes beside messages that are a role and a text, as its syntax shows."""
+
+from __future__ import annotations
+
+from jinja2 import nodes
+
+_TOOLS = "tools"
+_CONTENT = "content"
+_KINDS = frozenset({"string", "iterable", "sequence", "mapping"})  # tests that tell a text from a list of parts
+
+
+def mentions_tools(template: nodes.Template) -> bool:
+    """Whether the variable `tools` is read anywhere. Where it is not, tools would be left out in silence."""
+    return any(name.name == _TOOLS and name.ctx == "load" for name in template.find_all(nodes.Name))
+
+
+def looks_into_content(template: nodes.Template) -> bool:
+    """Whether a message's content may be a list of parts: the template loops over one, or asks what a value is. Without
+    either, a template joins content to other texts, which fails for a list, or prints the list as Python does."""
+    if any(test.name in _KINDS for test in template.find_all(nodes.Test)):
+        return True
+    held = {_CONTENT} | {
+        node.target.name
+        for node in template.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _reads(node.node, {_CONTENT})
+    }
+    return any(_reads(loop.iter, held) for loop in template.find_all(nodes.For))
+
+
+def _reads(node: nodes.Node, names: set[str]) -> bool:
+    """Whether an expression is or contains one of the names, as a variable, an attribute or a key."""
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, nodes.Getattr) and node.attr in names:
+        return True
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value in names:
+        return True
+    return any(_reads(child, names) for child in node.iter_child_nodes())
