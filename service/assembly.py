@@ -33,6 +33,7 @@ from service.observability.instruments import Instruments
 from service.observability.metrics import Metrics
 from service.observability.record import Observers
 from service.observability.scrape import MetricsPort
+from service.protocols.console.site import Console
 from service.protocols.open_inference.services import OpenInference
 from service.protocols.seam import Services, UseCases, WireProtocol
 from service.protocols.vllm_engine.services import VllmEngine
@@ -45,7 +46,7 @@ from service.transport.evictor import Evictor
 from service.transport.health import SERVICE as HEALTH
 from service.transport.health import Health
 from service.transport.http2 import PortBounds
-from service.transport.identity import Identity
+from service.transport.identity import Identity, closed_console
 from service.transport.inbox import SMALL, Inbox, InboxBounds
 from service.transport.ports import SIDE_BOUNDS, Port, open_port, open_shared_port
 from service.transport.relays.relays import RelayCounts, RelayOptions
@@ -147,11 +148,29 @@ def build(
         admin=ports.open("admin-listen", settings.admin_listen, operators, orders, narrow),
         probes=ports.open("health-listen", settings.health_listen, [], Inbox(SMALL, refusals), narrow),
         instruments=instruments,
-        metrics=MetricsPort("metrics-listen", settings.metrics_listen, metrics.families)
-        if settings.metrics_listen
-        else None,
+        metrics=_metrics_port(settings, metrics, cases, identity, [*data[0].handlers, *operators[0].handlers]),
         traces=traces,
     )
+
+
+def _metrics_port(
+    settings: Settings,
+    metrics: Metrics,
+    cases: UseCases,
+    identity: Identity,
+    handlers: list[grpc.GenericRpcHandler[bytes, bytes]],
+) -> MetricsPort | None:
+    """`handlers`: of whippet.v1, which the console calls."""
+    if not settings.metrics_listen:
+        return None
+    console = certificates = None
+    if settings.console.enabled:
+        certificates = identity.certificates
+        hosts = [name.strip() for name in settings.console.hosts.split(",")]
+        closed, secure = closed_console(settings), certificates is not None
+        console = Console(cases, identity.guard, handlers, hosts, closed=closed, secure=secure)
+    tls = None if certificates is None else certificates.context
+    return MetricsPort("metrics-listen", settings.metrics_listen, metrics.families, console, tls)
 
 
 class _Ports:

@@ -103,6 +103,14 @@ class ProtocolOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConsoleOptions:
+    """The page on the metrics port."""
+
+    enabled: bool = setting(True, "the page at / of the metrics port; beyond this machine for known callers alone")
+    hosts: str = setting("", "host names that lead to it, commas between; addresses and localhost always do")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamOptions:
     """What a reader that is slow may cost."""
 
@@ -218,7 +226,9 @@ class Settings(ModelOptions, ServedOptions):
     listen: Address = setting("127.0.0.1:50051", "data port")
     admin_listen: Address = setting("127.0.0.1:50052", "admin port")
     health_listen: Address = setting("127.0.0.1:50053", "health alone, plaintext")
-    metrics_listen: AddressOrNone = setting("127.0.0.1:9090", "Prometheus metrics over plain HTTP; empty: none")
+    metrics_listen: AddressOrNone = setting(
+        "127.0.0.1:9090", "Prometheus metrics over HTTP, and the console; empty: none"
+    )
     insecure: bool = setting(False, "anybody may call, beyond this machine too, where there are no tokens")
     log_level: LogLevel = setting("info", "of both processes")
     cache_dir: Path | None = setting(
@@ -232,6 +242,7 @@ class Settings(ModelOptions, ServedOptions):
     scheduler: SchedulerOptions = SchedulerOptions()
     limits: LimitOptions = LimitOptions()
     protocols: ProtocolOptions = ProtocolOptions()
+    console: ConsoleOptions = ConsoleOptions()
     stream: StreamOptions = StreamOptions()
     chat: ChatSettings = ChatSettings()
     drain: DrainOptions = DrainOptions()

@@ -11,6 +11,7 @@ from service.observability.access_log import AccessLog
 from service.observability.calls import CallCounts
 from service.observability.loop_lag import LoopLag
 from service.observability.progress import Progress
+from service.observability.recent import RecentErrors
 from service.observability.record import Observer, Observers, Sample
 
 
@@ -29,9 +30,10 @@ class Instruments:
         self.started_at = time.monotonic()
         self.calls = CallCounts()
         self.access = AccessLog(log_tenants)
+        self.recent = RecentErrors()
         self.lag = LoopLag()
         self.progress = Progress()
         self.traces = traces
         self.reloads = Counter({"reloads": 0, "failures": 0})  # of the settings
         self.relays = Counter({"listening": 0, "deaths": 0})  # processes that speak gRPC beside the front
-        self.observers = Observers([self.calls, self.access, *others], self.calls.between, sample)
+        self.observers = Observers([self.calls, self.access, self.recent, *others], self.calls.between, sample)

@@ -1,4 +1,5 @@
-"""The metrics port: plain HTTP that answers GET /metrics, with bounds on what its clients can cost.
+"""The metrics port: plain HTTP that answers GET /metrics, with bounds on what its clients can cost. All other paths are
+answered by the site that the port is given, such as the console; with certificates, over TLS as well.
 
 Runs on the server's own event loop, so that all values are of one moment; only the text is made in a thread, which
 nothing else uses.
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
@@ -19,123 +20,219 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from service.transport.descriptors import SIDE_PORT
+from service.transport.http1 import MAX_HEAD, Exchange, Refused, Request, Site, parse_head, response
 from service.transport.ports import cannot_listen
 from service.transport.surplus import Host, first_to_go
 
 PATH = "/metrics"
 _MAX_CONNECTIONS = SIDE_PORT
-_MAX_HEAD = 8192  # bytes of a request
-_TIMEOUT_HEAD = 2.0  # seconds until it has come
-_TIMEOUT = 5.0  # seconds for one connection
-_TEXT = "text/plain; charset=utf-8"
-_REASONS = {
-    200: "OK",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-}
+_MAX_STREAMS = SIDE_PORT // 4  # connections whose response may last; all others stay for scrapes and pages
+_TIMEOUT_HEAD = 2.0  # seconds until a request has come
+_TIMEOUT = 5.0  # seconds for one response
+_PAUSE = 0.1  # seconds after which a connection is accepted again where descriptors are short
+_TLS_RECORD = b"\x16"  # first byte of what a TLS client sends
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Client:
-    """Holds one connection of the metrics port. It may be closed for a new connection in any state, because a scrape
-    takes milliseconds and a scraper tries again."""
+    """Holds one connection of the metrics port. It may be closed for a new connection in any state but one, because a
+    scrape takes milliseconds and a scraper tries again: a response that may last is not cut for others."""
 
-    task: asyncio.Task[None]
-    host: Host
-    idle_since: float  # when it was accepted; seconds, the loop's clock
+    def __init__(self, task: asyncio.Task[None], host: Host, accepted: float, streams: set[_Client]) -> None:
+        self.task = task
+        self.host = host
+        self.opened = False  # whether streams own the socket
+        self.limit: asyncio.Timeout | None = None  # of the whole exchange
+        self.accepted = accepted  # or answered last; seconds, the loop's clock
+        self._streams = streams
+
+    @property
+    def idle_since(self) -> float | None:
+        return None if self in self._streams else self.accepted
+
+    def take(self) -> bool:
+        """See Hold.take."""
+        if len(self._streams) >= _MAX_STREAMS:
+            return False
+        self._streams.add(self)
+        self.wait(None)
+        return True
+
+    def end(self) -> None:
+        """See Hold.end."""
+        self._streams.discard(self)
+        self.wait(asyncio.get_running_loop().time() + _TIMEOUT)
+
+    def wait(self, until: float | None) -> None:
+        """Bounds what follows on the connection."""
+        if self.limit is not None:
+            self.limit.reschedule(until)
 
 
 class MetricsPort:
     """Bound when it is made, listening from `start` on. Raises PortTaken or BadSettings."""
 
-    def __init__(self, setting: str, address: str, families: Callable[[], Iterable[Metric]]) -> None:
+    def __init__(
+        self,
+        setting: str,
+        address: str,
+        families: Callable[[], Iterable[Metric]],
+        site: Site | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
+        """`site` answers what is not PATH. `tls`: the context for a new connection that begins with TLS."""
         self._families = families
+        self._site = site
+        self._tls = tls
         self._process = ProcessCollector(registry=None)
         self._socket = _bound(setting, address)
-        self._server: asyncio.Server | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._silent: dict[asyncio.Task[None], _Client] = {}  # clients whose request has not arrived
+        self._streams: set[_Client] = set()  # clients whose response may last
         self._encoder = ThreadPoolExecutor(1, "metrics")
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
         """Accepts connections from now on."""
-        self._server = await asyncio.start_server(self._accept, sock=self._socket, limit=_MAX_HEAD)
+        self._socket.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept_all(), name="metrics port")
 
     async def stop(self) -> None:
         """Cuts off scrapes that are under way."""
         self._encoder.shutdown(wait=False)
-        if self._server is None:
-            self._socket.close()
-            return
-        self._server.close()
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+        self._socket.close()
         for task in self._clients:
             task.cancel()
         if self._clients:
             await asyncio.wait(tuple(self._clients))
-        await self._server.wait_closed()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, peer = await loop.sock_accept(self._socket)
+            except OSError:  # no descriptor is left, or the client has gone again
+                await asyncio.sleep(_PAUSE)
+                continue
+            self._accept(accepted, Host.of(peer[0]), loop)
+
+    def _accept(self, accepted: socket.socket, host: Host, loop: asyncio.AbstractEventLoop) -> None:
         """Serves a new connection. At the bound, first closes one: a connection that has sent no request, because a
         scraper sends its request at once; where there is none, a connection that is slow to read its response."""
         if len(self._clients) >= _MAX_CONNECTIONS:
             gone = first_to_go(self._silent.values()) or first_to_go(self._clients.values())
-            assert gone is not None
+            assert gone is not None, "streams are fewer than connections"
             gone.task.cancel()
             self._ended(gone.task)
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._serve(reader, writer), name="metrics")
-        peer = writer.get_extra_info("peername")
-        client = _Client(task, Host.of(peer[0] if peer else "::"), loop.time())
+        task = loop.create_task(self._serve(accepted), name="metrics")
+        client = _Client(task, host, loop.time(), self._streams)
         self._clients[task] = self._silent[task] = client
         task.add_done_callback(self._ended)
-        task.add_done_callback(lambda _: writer.close())  # also where it is cancelled before it begins
+        # Also where the task is cancelled before it begins.
+        task.add_done_callback(lambda _: None if client.opened else accepted.close())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._clients.pop(task, None)
+        client = self._clients.pop(task, None)
         self._silent.pop(task, None)
+        if client is not None:
+            self._streams.discard(client)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(_TIMEOUT):
-                writer.write(await self._answer(reader))
-                await writer.drain()
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client has gone, or is too slow
-        except asyncio.CancelledError:
-            writer.transport.abort()
-
-    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        try:
-            async with asyncio.timeout(_TIMEOUT_HEAD):
-                head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            return _response(431, _TEXT, b"too long\n")
+    async def _serve(self, accepted: socket.socket) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._silent.pop(task, None)
-        method, path, accept = _read(head)
-        if path != PATH:
-            return _response(404, _TEXT, b"there is /metrics\n")
-        if method not in ("GET", "HEAD"):
-            return _response(405, _TEXT, b"GET it\n")
+        client, writer = self._clients[task], None
         try:
-            kind, body = await self._page(accept)
+            async with asyncio.timeout(_TIMEOUT) as client.limit:
+                async with asyncio.timeout(_TIMEOUT_HEAD):
+                    reader, writer = await _opened(accepted, self._tls)
+                    client.opened = True
+                    request = await _head(reader)
+                while await self._answered(request, reader, writer, client):
+                    request = await _head(reader)
+                writer.close()
+                await writer.wait_closed()
+        except Refused as refusal:
+            if writer is not None:
+                writer.write(refusal.response())
+                writer.close()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            if writer is not None:  # the client has gone, is too slow, or has to go
+                writer.transport.abort()
+
+    async def _answered(
+        self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: _Client
+    ) -> bool:
+        """Whether another request may come on the connection."""
+        now = asyncio.get_running_loop().time
+        self._silent.pop(client.task, None)
+        client.wait(now() + (2 if request.keeps else 1) * _TIMEOUT)  # of what is kept, until the next request is there
+        exchange = Exchange(request, reader, writer, client)
+        await self._answer(request, exchange)
+        await writer.drain()
+        if exchange.keeps:
+            client.accepted = now()
+            self._silent[client.task] = client
+        return exchange.keeps
+
+    async def _answer(self, request: Request, exchange: Exchange) -> None:
+        if request.path != PATH:
+            if self._site is None:
+                raise Refused(404, "there is /metrics")
+            await self._site.answer(exchange)
+            return
+        if request.method not in ("GET", "HEAD"):
+            raise Refused(405, "GET it")
+        try:
+            kind, body = await self._page(request.headers.get("accept", ""))
         except Exception as error:
             _log.error("the metrics could not be read: %s", type(error).__name__)
-            return _response(500, _TEXT, b"see the log\n")
-        return _response(200, kind, body, bodiless=method == "HEAD")
+            raise Refused(500, "see the log") from None
+        exchange.writer.write(response(200, kind, body, bodiless=request.method == "HEAD"))
 
     async def _page(self, accept: str) -> tuple[str, bytes]:
+        accept = accept.lower() if accept.isascii() and accept.isprintable() else ""
         try:
             encode, kind = choose_encoder(accept)
         except (TypeError, ValueError):  # a version that is none
             encode, kind = choose_encoder("")
         snapshot = _Snapshot([*self._families(), *self._process.collect()])
         return kind, await asyncio.get_running_loop().run_in_executor(self._encoder, encode, snapshot)
+
+
+async def _opened(
+    accepted: socket.socket, tls: Callable[[], ssl.SSLContext] | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams over a new connection; over TLS where there is a context and the client speaks it."""
+    loop = asyncio.get_running_loop()
+    context = tls() if tls is not None and await _first_byte(accepted) == _TLS_RECORD else None
+    reader = asyncio.StreamReader(MAX_HEAD)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol, accepted, ssl=context, ssl_shutdown_timeout=None if context is None else _TIMEOUT_HEAD
+    )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+async def _first_byte(accepted: socket.socket) -> bytes:
+    """The first byte that comes, which stays to be read; empty where the client has gone."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(accepted, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(accepted)
+    return accepted.recv(1, socket.MSG_PEEK)
+
+
+async def _head(reader: asyncio.StreamReader) -> Request:
+    try:
+        return parse_head(await reader.readuntil(b"\r\n\r\n"))
+    except asyncio.LimitOverrunError:
+        raise Refused(431, "too long") from None
 
 
 class _Snapshot(Collector):
@@ -157,17 +254,3 @@ def _bound(setting: str, address: str) -> socket.socket:
         return socket.create_server(where[:2], family=family, dualstack_ipv6=both)
     except OSError:
         raise cannot_listen(setting, address) from None
-
-
-def _read(head: bytes) -> tuple[str, str, str]:
-    """Method, path and the Accept header; empty where they are missing."""
-    first, *rest = head.decode("latin-1").split("\r\n")
-    method, target, *_ = [*first.split(" "), "", ""]
-    headers = dict(line.lower().split(":", 1) for line in rest if ":" in line)
-    accept = headers.get("accept", "").strip()
-    return method, target.partition("?")[0], accept if accept.isascii() and accept.isprintable() else ""
-
-
-def _response(code: int, kind: str, body: bytes, bodiless: bool = False) -> bytes:
-    head = f"HTTP/1.1 {code} {_REASONS[code]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}Connection: close\r\n\r\n".encode() + (b"" if bodiless else body)

@@ -75,6 +75,17 @@ def refuse_strangers(settings: Settings) -> None:
         )
 
 
+def closed_console(settings: Settings) -> str:
+    """Why nobody may use the console; empty where somebody may. --insecure does not open it: it changes switches, and
+    whoever opens a port for scrapers does not mean that."""
+    if not _strangers(settings) or _loopback("metrics-listen", settings.metrics_listen):
+        return ""
+    return (
+        "the console is closed: this port is open to others than this machine's programs, and nobody has to say who "
+        "calls (auth.tokens-file, tls.client-ca)"
+    )
+
+
 def _strangers(settings: Settings) -> bool:
     """Whether callers need not say who they are."""
     return settings.auth.tokens_file is None and settings.tls.client_ca is None
@@ -82,13 +93,21 @@ def _strangers(settings: Settings) -> bool:
 
 def _open_ports(settings: Settings) -> Iterator[tuple[str, str]]:
     """Settings and addresses of ports that others than this machine's own programs reach."""
-    for name, address in (("listen", settings.listen), ("admin-listen", settings.admin_listen)):
-        if not _loopback(name, address):
-            yield name, address
+    yield from _open_port("listen", settings.listen)
+    yield from _open_port("admin-listen", settings.admin_listen)
+
+
+def _open_port(name: str, address: str) -> Iterator[tuple[str, str]]:
+    """The same, of one port."""
+    if not _loopback(name, address):
+        yield name, address
 
 
 def _tell_exposure(settings: Settings) -> None:
-    for name, address in _open_ports(settings):
+    open_ports = [*_open_ports(settings)]
+    if settings.console.enabled and settings.metrics_listen and not closed_console(settings):
+        open_ports += _open_port("metrics-listen", settings.metrics_listen)
+    for name, address in open_ports:
         if _strangers(settings):
             _log.warning("%s: anybody who reaches %s may call (--insecure)", name, address)
         elif settings.tls.cert is None:

@@ -11,6 +11,7 @@ import ipaddress
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 _LARGEST_SHARE = 3, 4  # of a port's connections, for one address
@@ -26,6 +27,7 @@ class Host:
     local: bool  # whether it is a loopback address
 
     @classmethod
+    @lru_cache(1024)
     def of(cls, address: str) -> Host:
         """Parses an address as getpeername returns it. An IPv4-mapped IPv6 address counts as IPv4."""
         found = ipaddress.ip_address(address.partition("%")[0])

@@ -6,6 +6,8 @@ Connections that are there keep what they began with. Each new one is shown what
 from __future__ import annotations
 
 import logging
+import os
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,6 +65,7 @@ class Certificates:
         self._tls = tls
         self._clock = clock
         self._subscribers: list[Callable[[], object]] = []
+        self._context: tuple[Identification, ssl.SSLContext] | None = None
         paths = [path for path in (tls.cert, tls.key, tls.client_ca) if path is not None]
         self._watch = FileWatch("certificates", paths, self._read_again, self._remind)
         self._pair = read_pair(tls)
@@ -85,6 +88,13 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         """For one port: each asks for news at every new connection."""
         return credentials(self.current)
+
+    def context(self) -> ssl.SSLContext:
+        """For a new connection of a port that is not gRPC's."""
+        shown = self.current()
+        if self._context is None or self._context[0] != shown:
+            self._context = shown, _context(shown)
+        return self._context[1]
 
     @property
     def failures(self) -> int:
@@ -110,6 +120,21 @@ class Certificates:
             _log.error("tls.cert is valid from %s to %s, not now", _date(pair.begins), _date(pair.expires))
         elif pair.expires_soon(now):
             _log.warning("tls.cert expires at %s", _date(pair.expires))
+
+
+def _context(shown: Identification) -> ssl.SSLContext:
+    """Python reads certificates and keys from files alone: this one lies in memory."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    pem = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(pem, shown.key + b"\n" + shown.chain)
+        context.load_cert_chain(f"/proc/self/fd/{pem}")
+    finally:
+        os.close(pem)
+    if shown.client_ca is not None:
+        context.load_verify_locations(cadata=shown.client_ca.decode("ascii"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def read_pair(tls: TlsOptions) -> Pair:

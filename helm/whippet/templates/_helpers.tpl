@@ -153,6 +153,7 @@ true
       "cache-dir" "/var/cache/whippet/kept"
       "log-level" .Values.logLevel
       "log" (dict "format" .Values.logFormat)
+      "console" (dict "enabled" .Values.console.enabled)
       "drain" (dict "delay" .Values.drain.delaySeconds "timeout" (include "whippet.drainTimeout" . | int)) -}}
 {{- if include "whippet.insecure" . }}{{ $_ := set $ours "insecure" true }}{{ end -}}
 {{- with .Values.model.name }}{{ $_ := set $ours "model-name" . }}{{ end -}}

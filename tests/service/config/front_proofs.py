@@ -37,6 +37,7 @@ from service.transport.ports import SIDE_BOUNDS, open_port
 from service.transport.tenants_file import TenantsFile
 from service.transport.writer import StallWatch
 from tests.service.asked import chat
+from tests.service.browsed import browse
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
 from tests.service.conftest import Server, ask
@@ -108,6 +109,19 @@ def look_at(tools: Tools) -> Seen:
             objects='{"time": ' in text,
             names=" tenant=default" in text,
         )
+
+
+def page_by(name: str) -> Callable[[Settings, Tools], Any]:
+    """What the console answers to a browser that knows the server by this name."""
+
+    def asked(tools: Tools) -> int:
+        with tools.serve(*tools.flags) as one:
+            return browse(one.metrics, "/", headers={"Host": name}).status
+
+    async def effect(settings: Settings, tools: Tools) -> Any:
+        return await asyncio.to_thread(asked, tools)
+
+    return effect
 
 
 def answered_from_cache(one: Server) -> bool:
@@ -360,6 +374,8 @@ PROOFS = {
         lambda before, after: before > after,
         (*FAKE, "--server.fronts=2", "--server.hang-timeout=4"),
     ),
+    "console.enabled": Proof("false", page_by("localhost"), becomes(200, 404)),
+    "console.hosts": Proof("models.example", page_by("models.example"), becomes(421, 200)),
     "protocols.vllm-engine": Proof("off", speaks(VllmEngine), becomes(True, False)),
     "protocols.open-inference": Proof("off", speaks(OpenInference), becomes(True, False)),
     "log.format": Proof("json", server("objects"), becomes(False, True)),

@@ -14,7 +14,7 @@ from service.config.settings import BadSettings
 from service.config.sources import load
 from service.pb.whippet.v1 import admin_pb2, generation_pb2, model_pb2
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION, MODEL, RIGHTS
-from service.transport.identity import Identity, refuse_strangers
+from service.transport.identity import Identity, closed_console, refuse_strangers
 from tests.service.conftest import Server, all_flags, ask, refused
 from tests.service.forked import Template
 from tests.service.tenants import metadata
@@ -63,6 +63,20 @@ def test_a_host_that_nobody_knows_is_not_taken_for_this_machine(host: str) -> No
         refuse_strangers(load([f"--listen={host}:0", "--engine=fake"], {}))
 
 
+def test_the_console_is_closed_where_others_reach_its_port_and_nobody_says_who_calls() -> None:
+    def closed(*flags: str) -> bool:
+        return bool(closed_console(load(["--engine=fake", *flags], {})))
+
+    elsewhere, certificate = "--metrics-listen=0.0.0.0:0", ("--tls.cert=c", "--tls.key=k")
+    assert not closed()
+    assert not closed("--metrics-listen=[::1]:0")
+    assert closed(elsewhere)
+    assert closed(elsewhere, "--insecure")
+    assert closed(elsewhere, *certificate)
+    assert not closed(elsewhere, "--auth.tokens-file=t")
+    assert not closed(elsewhere, *certificate, "--tls.client-ca=a")
+
+
 def test_health_and_metrics_are_open_to_probes(template: Template) -> None:
     ports = ("health-listen", "metrics-listen")
     refuse_strangers(load([*(f"--{port}=0.0.0.0:0" for port in ports), "--engine=fake"], {}))
@@ -90,6 +104,9 @@ def test_a_line_says_what_is_open(tmp_path: Path, certificates: Path, caplog: py
         (["--insecure"], []),
         (["--admin-listen=[::]:0", tokens], ["admin-listen: tokens come to [::]:0 in plain text"]),
         ([tokens], []),
+        (["--metrics-listen=0.0.0.0:0", tokens], ["metrics-listen: tokens come to 0.0.0.0:0 in plain text"]),
+        (["--metrics-listen=0.0.0.0:0", tokens, "--console.enabled=false"], []),
+        (["--metrics-listen=0.0.0.0:0", "--insecure"], []),
         (["--listen=0.0.0.0:0", tokens, *pair], []),
     ):
         caplog.clear()

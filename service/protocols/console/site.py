@@ -1,0 +1,141 @@
+"""Which path is answered with what, and which requests are refused before anything is done for them.
+
+A page of another site can make a browser send requests here. It cannot set a header of our own, since that takes a
+permission that nothing here gives; and where its own host name leads here (DNS rebinding), requests carry that name. So
+each request that reads or changes anything must carry HEADER, come from our own origin, and name a host that is ours.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection, Mapping, Sequence
+from importlib import resources
+
+import grpc
+import msgspec
+
+from service.core.errors import ServiceError
+from service.protocols.console.calls import JSON, ROUTES, SAFE, Calls, Presented, failure, refusal
+from service.protocols.console.state import State
+from service.protocols.seam import UseCases
+from service.protocols.whippet_v1.rights import ADMIN, RIGHTS
+from service.transport.auth import ALL_RIGHTS
+from service.transport.http1 import Exchange, Refused, Request
+from service.transport.rpc import Guard
+from service.transport.status import failure_of
+
+HEADER = "x-whippet-console"
+STATE = "/api/state"
+_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/console.js": ("console.js", "text/javascript; charset=utf-8"),
+    "/console.css": ("console.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253})(:\d{1,5})?")
+
+
+class Console:
+    """A Site."""
+
+    def __init__(
+        self,
+        cases: UseCases,
+        guard: Guard,
+        handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]],
+        hosts: Collection[str] = (),
+        *,
+        closed: str = "",
+        secure: bool = False,
+    ) -> None:
+        """`hosts`: names that the page may be reached by, beside addresses and localhost. `closed`: why nobody may use
+        it, if that is so. `secure`: it is served over TLS alone."""
+        self._guard = guard
+        self._calls = Calls(handlers)
+        self._state = State(cases)
+        self._hosts = frozenset(name.lower() for name in hosts)
+        self._closed = closed
+        self._secure = secure
+        folder = resources.files(__package__).joinpath("static")
+        self._files = {path: (kind, folder.joinpath(name).read_bytes()) for path, (name, kind) in _FILES.items()}
+
+    async def answer(self, exchange: Exchange) -> None:
+        """See Site.answer."""
+        request = exchange.request
+        self._check_connection(exchange)
+        if request.path in self._files:
+            _check_method(request, "GET", "HEAD")
+            kind, body = self._files[request.path]
+            exchange.respond(kind, body, SAFE, bodiless=request.method == "HEAD")
+        elif request.path == STATE:
+            _check_method(request, "GET")
+            _check_script(request)
+            self._show_state(exchange)
+        elif (route := ROUTES.get(request.path)) is not None:
+            _check_method(request, "POST")
+            _check_script(request)
+            if request.headers.get("content-type", "").partition(";")[0].strip() != JSON:
+                raise Refused(415, f"send {JSON}")
+            await self._calls.run(exchange, route)
+        else:
+            raise Refused(404, "there are / and /metrics")
+
+    def _show_state(self, exchange: Exchange) -> None:
+        """A caller that may not look at the server learns what else it may."""
+        try:
+            rights = self._guard.authorize(Presented(exchange), ALL_RIGHTS).rights
+        except ServiceError as error:
+            found = failure_of(error, None)
+            exchange.writer.write(refusal(found.code, failure(found.code, found.message, found.trailers)))
+            return
+        looks = not RIGHTS[ADMIN]["GetLoad"].isdisjoint(rights)
+        state = self._state.json() if looks else b"null"
+        body = b'{"rights":%b,"state":%b}' % (msgspec.json.encode(sorted(rights)), state)
+        exchange.respond(JSON, body, SAFE)
+
+    def _check_connection(self, exchange: Exchange) -> None:
+        """Raises Refused for whoever came by another way than the page's own."""
+        request = exchange.request
+        host = request.headers.get("host", "")
+        if not self._is_ours(host):
+            raise Refused(421, "the console is not known by this host name; see console.hosts")
+        if self._closed:
+            raise Refused(403, self._closed)
+        if self._secure and not exchange.secure:
+            location = {"Location": f"https://{host}/"} if request.path == "/" else {}
+            raise Refused(308 if location else 403, "the console is served over TLS", location)
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a name is an address, localhost or one of ours: a name of somebody else's that leads here is an
+        attack, DNS rebinding."""
+        match = _HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = match[1].lower().rstrip(".")
+        return name == "localhost" or name in self._hosts or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _check_method(request: Request, *methods: str) -> None:
+    if request.method not in methods:
+        raise Refused(405, f"use {methods[0]}", {"Allow": ", ".join(methods)})
+
+
+def _check_script(request: Request) -> None:
+    """Raises Refused unless our own page's script, or a program that is no browser, sends the request."""
+    headers: Mapping[str, str] = request.headers
+    origin = headers.get("origin")
+    if HEADER not in headers:
+        raise Refused(403, f"send the header {HEADER}")
+    if origin is not None and origin.partition("://")[2] != headers.get("host"):
+        raise Refused(403, "another site's page may not ask")
+    if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        raise Refused(403, "another site's page may not ask")
