@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
@@ -28,7 +29,7 @@ PATH = "/metrics"
 _MAX_CONNECTIONS = SIDE_PORT
 _MAX_STREAMS = SIDE_PORT // 4  # connections whose response may last; all others stay for scrapes and pages
 _TIMEOUT_HEAD = 2.0  # seconds until a request has come
-_TIMEOUT = 5.0  # seconds for one response
+_TIMEOUT = 5.0  # seconds for one response; up to four times as long on a connection that is kept
 _PAUSE = 0.1  # seconds after which a connection is accepted again where descriptors are short
 _TLS_RECORD = b"\x16"  # first byte of what a TLS client sends
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class _Client:
         self.host = host
         self.opened = False  # whether streams own the socket
         self.limit: asyncio.Timeout | None = None  # of the whole exchange
-        self.accepted = accepted  # or answered last; seconds, the loop's clock
+        self.accepted = accepted  # or sent its last request; seconds, the loop's clock
         self._streams = streams
 
     @property
@@ -63,10 +64,30 @@ class _Client:
         self._streams.discard(self)
         self.wait(asyncio.get_running_loop().time() + _TIMEOUT)
 
+    def go_on(self, now: float) -> None:
+        """Bounds what follows where that is bounded too soon: a timer is not set anew for each request."""
+        until = None if self.limit is None else self.limit.when()
+        if until is None or until - now < _TIMEOUT:
+            self.wait(now + 4 * _TIMEOUT)
+
     def wait(self, until: float | None) -> None:
         """Bounds what follows on the connection."""
         if self.limit is not None:
             self.limit.reschedule(until)
+
+
+class _Streams(asyncio.StreamReaderProtocol):
+    """Lets a request that a page repeats be answered without waking the connection's task: pages poll, and waking it
+    costs several times what the response does."""
+
+    head = b""  # of that request
+    repeat: Callable[[], bool] | None = None  # whether it was answered
+
+    def data_received(self, data: bytes) -> None:
+        if self.repeat is not None and data == self.head and self.repeat():
+            return
+        self.repeat = None  # the task is at work, and what comes now is not to overtake it
+        super().data_received(data)
 
 
 class MetricsPort:
@@ -150,9 +171,9 @@ class MetricsPort:
                 async with asyncio.timeout(_TIMEOUT_HEAD):
                     reader, writer = await _opened(accepted, self._tls)
                     client.opened = True
-                    request = await _head(reader)
-                while await self._answered(request, reader, writer, client):
-                    request = await _head(reader)
+                    head = await _head(reader)
+                while await self._answered(head, reader, writer, client):
+                    head = await _head(reader)
                 writer.close()
                 await writer.wait_closed()
         except Refused as refusal:
@@ -162,20 +183,28 @@ class MetricsPort:
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             if writer is not None:  # the client has gone, is too slow, or has to go
                 writer.transport.abort()
+        except Exception as error:
+            _log.error("a request of the metrics port raised %s", type(error).__name__)
+            if writer is not None:
+                writer.transport.abort()
 
     async def _answered(
-        self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: _Client
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: _Client
     ) -> bool:
         """Whether another request may come on the connection."""
-        now = asyncio.get_running_loop().time
         self._silent.pop(client.task, None)
-        client.wait(now() + (2 if request.keeps else 1) * _TIMEOUT)  # of what is kept, until the next request is there
+        now = asyncio.get_running_loop().time()
+        client.go_on(now)
+        request = parse_head(head)
         exchange = Exchange(request, reader, writer, client)
         await self._answer(request, exchange)
         await writer.drain()
         if exchange.keeps:
-            client.accepted = now()
+            client.accepted = now
             self._silent[client.task] = client
+            protocol = writer.transport.get_protocol()
+            assert isinstance(protocol, _Streams)
+            protocol.head, protocol.repeat = head, partial(_repeat, exchange, client)
         return exchange.keeps
 
     async def _answer(self, request: Request, exchange: Exchange) -> None:
@@ -203,6 +232,19 @@ class MetricsPort:
         return kind, await asyncio.get_running_loop().run_in_executor(self._encoder, encode, snapshot)
 
 
+def _repeat(exchange: Exchange, client: _Client) -> bool:
+    """Whether the response was sent once more. A client that is slow to read has to wait for the task."""
+    if exchange.again is None or exchange.writer.transport.get_write_buffer_size():
+        return False
+    found = exchange.again()
+    if found is None:
+        return False
+    exchange.writer.write(found)
+    client.accepted = asyncio.get_running_loop().time()
+    client.go_on(client.accepted)
+    return True
+
+
 async def _opened(
     accepted: socket.socket, tls: Callable[[], ssl.SSLContext] | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -210,7 +252,7 @@ async def _opened(
     loop = asyncio.get_running_loop()
     context = tls() if tls is not None and await _first_byte(accepted) == _TLS_RECORD else None
     reader = asyncio.StreamReader(MAX_HEAD)
-    protocol = asyncio.StreamReaderProtocol(reader)
+    protocol = _Streams(reader)
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol, accepted, ssl=context, ssl_shutdown_timeout=None if context is None else _TIMEOUT_HEAD
     )
@@ -228,9 +270,9 @@ async def _first_byte(accepted: socket.socket) -> bytes:
     return accepted.recv(1, socket.MSG_PEEK)
 
 
-async def _head(reader: asyncio.StreamReader) -> Request:
+async def _head(reader: asyncio.StreamReader) -> bytes:
     try:
-        return parse_head(await reader.readuntil(b"\r\n\r\n"))
+        return await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
         raise Refused(431, "too long") from None
 

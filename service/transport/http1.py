@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 MAX_HEAD = 8192  # bytes of a request without its body
 MAX_BODY = 65_536  # bytes
 TEXT = "text/plain; charset=utf-8"
+KEPT = {"Connection": "keep-alive"}
 _REASONS = {
     200: "OK",
     308: "Permanent Redirect",
@@ -86,6 +87,8 @@ class Exchange:
         self.writer = writer
         self._reader = reader
         self.keeps = False  # whether the connection outlives the response
+        # Makes the response for a client that repeats the request; None: it has to be answered as if it were new.
+        self.again: Callable[[], bytes | None] | None = None
         self._hold = hold
         tls = writer.get_extra_info("ssl_object")
         self.secure = tls is not None  # whether the connection is TLS
@@ -100,8 +103,7 @@ class Exchange:
     def respond(self, kind: str, body: bytes, headers: Mapping[str, str], *, bodiless: bool = False) -> None:
         """Answers well, and keeps the connection where the client can use it."""
         self.keeps = self.request.keeps
-        headers = {**headers, "Connection": "keep-alive"} if self.keeps else headers
-        self.writer.write(response(200, kind, body, bodiless, headers))
+        self.writer.write(response(200, kind, body, bodiless, {**headers, **KEPT} if self.keeps else headers))
 
     def hold(self) -> None:
         """Takes a place for a response that may last. Raises Refused where all are taken."""

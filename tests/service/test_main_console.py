@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,3 +295,19 @@ def test_over_tls_certificates_say_who_looks_and_scrapes_go_on_in_plain_text(ser
 def test_beside_relays(serve: Serve) -> None:
     with serve("--server.fronts=2") as one:
         assert browse(one.metrics, "/api/generate", question("x", 3)).lines()[-1]["finish"]
+
+
+def test_a_reader_that_takes_nothing_is_given_up(serve: Serve) -> None:
+    flags = ("--stream.stall-timeout=0.5", "--fake.step-time=0.0005")
+    with serve(*flags) as one, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, _, port = one.metrics.rpartition(":")
+        slow.connect((host, int(port)))
+        # Eight megabytes, more than the kernel holds for it.
+        body = json.dumps(question("x", 4000, output={"logprobs": 20}, request_id="slow")).encode()
+        head = (
+            f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nX-Whippet-Console: 1\r\nContent-Length: {len(body)}\r\n"
+        )
+        slow.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        until(lambda: "reason=STREAM_STALLED request_id=slow" in one.log.read_text())
+        assert one.idle().live_requests == 0

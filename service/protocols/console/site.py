@@ -10,16 +10,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from importlib import resources
 
 import grpc
-import msgspec
 
 from service.core.errors import ServiceError
 from service.protocols.console.calls import JSON, ROUTES, SAFE, Calls, Presented, failure, refusal
 from service.protocols.console.state import State
 from service.protocols.seam import UseCases
-from service.protocols.whippet_v1.rights import ADMIN, RIGHTS
 from service.transport.auth import ALL_RIGHTS
 from service.transport.http1 import Exchange, Refused, Request
 from service.transport.rpc import Guard
@@ -82,17 +81,21 @@ class Console:
             raise Refused(404, "there are / and /metrics")
 
     def _show_state(self, exchange: Exchange) -> None:
-        """A caller that may not look at the server learns what else it may."""
         try:
             rights = self._guard.authorize(Presented(exchange), ALL_RIGHTS).rights
         except ServiceError as error:
             found = failure_of(error, None)
             exchange.writer.write(refusal(found.code, failure(found.code, found.message, found.trailers)))
             return
-        looks = not RIGHTS[ADMIN]["GetLoad"].isdisjoint(rights)
-        state = self._state.json() if looks else b"null"
-        body = b'{"rights":%b,"state":%b}' % (msgspec.json.encode(sorted(rights)), state)
-        exchange.respond(JSON, body, SAFE)
+        exchange.respond(JSON, self._state.json(rights), SAFE)
+        exchange.again = partial(self._state_again, Presented(exchange))
+
+    def _state_again(self, who: Presented) -> bytes | None:
+        """The response for a page that polls. It may have lost its rights since."""
+        try:
+            return self._state.response(self._guard.authorize(who, ALL_RIGHTS).rights)
+        except ServiceError:
+            return None
 
     def _check_connection(self, exchange: Exchange) -> None:
         """Raises Refused for whoever came by another way than the page's own."""

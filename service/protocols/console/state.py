@@ -11,8 +11,12 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from engine.api import EngineState
+from service.protocols.console.calls import JSON, SAFE
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1 import render, render_load
+from service.protocols.whippet_v1.rights import ADMIN, RIGHTS
+from service.transport.auth import Rights
+from service.transport.http1 import KEPT, response
 
 _LASTS = 1.0  # seconds
 
@@ -23,15 +27,30 @@ class State:
     def __init__(self, cases: UseCases, clock: Callable[[], float] = time.monotonic) -> None:
         self._cases = cases
         self._clock = clock
-        self._made = b""
+        self._whole = b""
+        self._made: dict[Rights, bytes] = {}  # of it
+        self._responses: dict[Rights, bytes] = {}  # of that
         self._made_at = float("-inf")
 
-    def json(self) -> bytes:
-        """As of now, or of less than a second ago."""
+    def json(self, rights: Rights) -> bytes:
+        """For callers with these rights, as of now or of less than a second ago. Who may not look at the server learns
+        what else is permitted."""
         now = self._clock()
         if now - self._made_at >= _LASTS:
-            self._made, self._made_at = msgspec.json.encode(self._read()), now
-        return self._made
+            self._made_at, self._whole = now, msgspec.json.encode(self._read())
+            self._made, self._responses = {}, {}
+        if rights not in self._made:
+            looks = not RIGHTS[ADMIN]["GetLoad"].isdisjoint(rights)
+            shown = self._whole if looks else b"null"
+            self._made[rights] = b'{"rights":%b,"state":%b}' % (msgspec.json.encode(sorted(rights)), shown)
+        return self._made[rights]
+
+    def response(self, rights: Rights) -> bytes:
+        """The same as a response that keeps its connection."""
+        body = self.json(rights)
+        if rights not in self._responses:
+            self._responses[rights] = response(200, JSON, body, headers={**SAFE, **KEPT})
+        return self._responses[rights]
 
     def _read(self) -> dict[str, object]:
         cases = self._cases

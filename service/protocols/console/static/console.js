@@ -192,12 +192,12 @@ function showServing({ load, model, objection }) {
   text($("model"), load.model);
   text($("up"), `version ${load.version}, up ${span(seconds(load.uptime))}`);
   chats = model?.chat ?? chats;
-  const entries = [["Path", model ? model.decoder : "nothing is loaded yet"]];
+  const entries = [["Decoder", model ? model.decoder : "nothing is loaded yet"]];
   if (model) {
     entries.push(
       ["Device", model.device], ["Architecture", model.architecture], ["Weights", `${model.weight_format}, ${model.dtype}`],
       ["Keys and values", model.kv_dtype], ["Context", `${count(model.limits.max_context_tokens)} tokens`],
-      ["Guessing", model.draft_model || model.proposers.filter((one) => !one.why_not).map((one) => one.name).join(", ") || "none"],
+      ["Speculation", model.draft_model || model.proposers.filter((one) => !one.why_not).map((one) => one.name).join(", ") || "none"],
       ["Weights' digest", model.weights_digest.slice(0, 16)],
     );
   }
@@ -222,7 +222,7 @@ function showRates(now) {
     ["Prompt tokens", perSecond(rate(now, (load) => load.prompt_tokens))],
     ["of them cached", perSecond(rate(now, (load) => load.cached_tokens))],
     ["Steps", perSecond(rate(now, (load) => load.steps))],
-    ["Guessed tokens", proposed ? `${perSecond(proposed)}, ${percent(accepted, proposed)} right` : "–"],
+    ["Draft tokens", proposed ? `${perSecond(proposed)}, ${percent(accepted, proposed)} accepted` : "–"],
     ["Calls that ended", perSecond(rate(now, (load) => sum(load.ended_calls)))],
   ]);
 }
@@ -253,7 +253,7 @@ function showRequests(load) {
     { name: "Running", value: `${load.running} of ${load.max_sequences}`, used: share(load.running, load.max_sequences) },
     { name: "Queued", value: `${load.queued_requests} of ${load.queue_limit}`, used: share(load.queued_requests, load.queue_limit) },
   ]);
-  const entries = [["Live", count(load.live_requests)], ["Asking caches", count(load.looking_requests)], ["Waiting for readers", count(load.paused)]];
+  const entries = [["Live", count(load.live_requests)], ["In cache lookup", count(load.looking_requests)], ["Waiting for readers", count(load.paused)]];
   for (const [code, number] of Object.entries(load.ended_calls)) entries.push([`Ended ${code}`, count(number)]);
   for (const [reason, number] of Object.entries(load.refused_requests)) entries.push([`Refused ${reason}`, count(number)]);
   pairs($("ended"), entries);
@@ -268,8 +268,8 @@ function showPages(load) {
   const counts = load.cache_counts, hit = Number(counts["block_chunks.hit"] ?? 0), asked = sum(counts, "block_chunks.");
   pairs($("tiers"), [
     ["Device in all", `${count(total)} of ${load.page_size} tokens`],
-    ["Redis, runs found", asked ? `${count(hit)} of ${count(asked)}` : "–"],
-    ["Redis, runs written", count(counts.block_written ?? 0)],
+    ["Redis, chunks found", asked ? `${count(hit)} of ${count(asked)}` : "–"],
+    ["Redis, chunks written", count(counts.block_written ?? 0)],
     ["Redis, fetched and written", `${bytes(Number(counts["block_bytes.fetched"] ?? 0))}, ${bytes(Number(counts["block_bytes.written"] ?? 0))}`],
     ["Preemptions", count(load.preemptions)],
   ]);
@@ -282,7 +282,7 @@ function showCaches({ load, cache_bytes: held }, now) {
     ["Response, found", line(found(["response_lookup.hit"]), "response_lookup.")],
     ["Semantic, found", line(found(["semantic_lookup.strict", "semantic_lookup.learned"]), "semantic_lookup.")],
     ["Prefix, tokens found", `${count(load.cached_tokens)} of ${count(load.prompt_tokens)} (${percent(load.cached_tokens, load.prompt_tokens)})`],
-    ["Read along", `${count(counts["flight.follow"] ?? 0)}, ${perSecond(rate(now, (one) => one.cache_counts["flight.follow"] ?? 0))}`],
+    ["Shared generations", `${count(counts["flight.follow"] ?? 0)}, ${perSecond(rate(now, (one) => one.cache_counts["flight.follow"] ?? 0))}`],
   ];
   for (const [store, size] of Object.entries(held)) entries.push([`Held in ${store}`, bytes(size)]);
   for (const [pool, state] of Object.entries(load.cache_breakers)) entries.push([`Redis, ${pool.replaceAll("_", " ")}`, state === "closed" ? "asked" : state]);
@@ -353,7 +353,7 @@ const FIELDS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", 
 
 function question(message) {
   const sampling = Object.fromEntries(FIELDS.filter((name) => $(name).value !== "").map((name) => [name, Number($(name).value)]));
-  const asked = { stopping: { max_tokens: Number($("max_tokens").value) || 256 }, output: {}, sampling, priority: "PRIORITY_INTERACTIVE" };
+  const asked = { stopping: { max_tokens: Number($("max_tokens").value) || 256 }, output: {}, sampling };
   if ($("logprobs").value !== "") asked.output.logprobs = Number($("logprobs").value);
   if (!$("cached").checked) asked.cache = { response: "CACHE_MODE_OFF", semantic: "CACHE_MODE_UNSPECIFIED" };
   if (!chats) return { ...asked, text: message };
@@ -449,7 +449,7 @@ class Answer {
       ["First token here", this.first ? brief((this.first - this.begun) / 1000) : "–"],
       ["From a cache", source.replace("CACHE_SOURCE_", "").toLowerCase()],
     ];
-    if (usage.draft_proposed) figures.push(["Guessed right", `${usage.draft_accepted ?? 0} of ${usage.draft_proposed}`]);
+    if (usage.draft_proposed) figures.push(["Drafts accepted", `${usage.draft_accepted ?? 0} of ${usage.draft_proposed}`]);
     $("timings").replaceChildren(...figures.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
     $("timings").hidden = false;
   }

@@ -348,11 +348,13 @@ async def test_a_closed_console_and_one_for_tls_alone_do_nothing() -> None:
 
 
 class Tokens:
-    """The token `generate` may generate, and nobody may look."""
+    """The token `generate` may generate, until it expires, and nobody may look."""
+
+    expired = False
 
     def authorize(self, call: Presented, permitted: Rights) -> Caller:
         given = dict(call.invocation_metadata() or ()).get("authorization")
-        if given == "Bearer generate":
+        if given == "Bearer generate" and not self.expired:
             return Caller("a", frozenset((Right.GENERATE,)))
         raise Unauthenticated("a token is needed", Reason.TOKEN_MISSING)
 
@@ -360,7 +362,8 @@ class Tokens:
         return frozenset()
 
 
-async def test_the_state_is_for_those_who_may_look() -> None:
+async def test_the_state_is_for_those_who_may_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "_read", lambda self: {})
     async with console(guard=Tokens()) as port:
         answer = await exchange(port, get("/api/state", OURS))
         assert status(answer) == 401
@@ -369,15 +372,49 @@ async def test_the_state_is_for_those_who_may_look() -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"rights": ["generate"], "state": None}
 
 
+async def test_a_page_that_polls_is_answered_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where other requests come between, in pieces or at once, and where the token has expired meanwhile."""
+    monkeypatch.setattr(State, "_read", lambda self: {})
+    guard = Tokens()
+    look = get("/api/state", OURS, "Authorization: Bearer generate", last=False)
+    shown = {"rights": ["generate"], "state": None}
+    async with console(guard=guard) as port:
+        reader, writer = await connect(port)
+
+        async def body() -> bytes:
+            return (await answered(reader)).partition(b"\r\n\r\n")[2]
+
+        for _ in range(3):
+            writer.write(look)
+            assert json.loads(await body()) == shown
+        writer.write(get("/icon.svg", last=False))
+        assert (await body()).startswith(b"<svg")
+        writer.write(look[:20])
+        await writer.drain()
+        await asyncio.sleep(0)
+        writer.write(look[20:] + look)
+        assert [json.loads(await body()) for _ in range(2)] == [shown, shown]
+        writer.write(look)
+        assert json.loads(await body()) == shown
+        guard.expired = True
+        writer.write(look)
+        assert (await answered(reader)).startswith(b"HTTP/1.1 401 ")
+        assert await asyncio.wait_for(reader.read(), 60) == b""
+        writer.close()
+
+
 def test_the_state_is_made_once_a_second_for_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     now, made = [0.0], []
     state = State(cast(UseCases, None), lambda: now[0])
     monkeypatch.setattr(state, "_read", lambda: made.append(now[0]) or {"number": len(made)})
-    assert {state.json() for _ in range(50)} == {b'{"number":1}'}
+    everything, generate = ALL_RIGHTS, frozenset((Right.GENERATE,))
+    assert len({state.json(everything) for _ in range(50)}) == 1
     now[0] = 0.99
-    assert state.json() == b'{"number":1}'
+    assert json.loads(state.json(everything)) == {"rights": sorted(ALL_RIGHTS), "state": {"number": 1}}
+    assert json.loads(state.json(generate)) == {"rights": ["generate"], "state": None}
     now[0] = 1.0
-    assert state.json() == b'{"number":2}'
+    assert json.loads(state.json(everything))["state"] == {"number": 2}
+    assert json.loads(state.json(frozenset((Right.VIEW,))))["state"] == {"number": 2}
     assert made == [0.0, 1.0]
 
 
