@@ -1,9 +1,9 @@
 """Splits a question into words and normalizes the variations that cannot change its meaning.
 
 Two questions are equal if their words are the same in the same order. Only these variations are ignored: runs of
-blanks, the capital of a common word that begins a sentence, the final mark of a sentence whose words make it a question
-or a request, courtesies at the start or end, apostrophes (`whats`, `what’s`), the case of the pronoun `I`, and the case
-of names that have no other meaning. In a question about text, or with signs that may be code, no variation is ignored;
+blanks, a blank before the last question mark, the capital of a common word that begins a sentence, the final mark of a
+sentence whose words make it a question or a request, courtesies at the start or end, apostrophes (`whats`, `what’s`),
+the case of the pronoun `I`, and the case of names that have no other meaning. In a question about text, or with signs that may be code, no variation is ignored;
 if the question may mention words rather than use them, only the capital of its first word is.
 """
 
@@ -20,6 +20,7 @@ from cache.semantic import lexicon as lex
 
 _CHUNK = re.compile(r"([^\W_]+(?:[-'’.,:/][^\W_]+)*%?)([,;:.?!]?)")  # a word and the mark after it
 _MARKS = ",;:.?!"
+_APART = re.compile(r"(?<=[A-Za-z0-9]) +\?$")  # a question mark that a blank stands before
 _LETTERS = re.compile(r"[A-Za-z]+")
 _REQUEST = re.compile(r"(?:please |(?:can|could|would|will) you please )")
 _LAST = re.compile(r"[A-Za-z0-9]+(?:['-][A-Za-z]+)*%?")  # a word that a mark after it cannot belong to
@@ -50,9 +51,10 @@ class _Chunk:
 def words_of(text: str) -> Words:
     """Normalizes a question. The function is pure and memoized."""
     letters = "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text).casefold()))
-    chunks = _chunks(text.strip(" \r\n"))
     spoken = frozenset(_LETTERS.findall(text.lower()))
     mentioned = not lex.MENTIONING.isdisjoint(spoken)
+    stripped = text.strip(" \r\n")
+    chunks = _chunks(stripped if mentioned else _APART.sub("?", stripped))
     if not chunks or not lex.ABOUT_TEXT.isdisjoint(spoken) or (mentioned and "  " in text):
         return Words((text,), tuple(bare for word in text.split() if (bare := word.strip(_MARKS))), letters)
     if mentioned:
@@ -92,10 +94,12 @@ def _spell(chunks: list[_Chunk]) -> None:
 
 
 def _without_courtesies(chunks: list[_Chunk]) -> list[_Chunk]:
-    """Removes `Hi, `, `Please `, `Could you please `, `, please` and `. Thanks!`."""
+    """Removes `Hi, `, `Please `, `Please, ` before a question, `Could you please `, `, please` and `. Thanks!`."""
     chunks = _without_farewell(chunks)
     if len(chunks) > 2 and chunks[0].lower in lex.GREETINGS and chunks[0].mark == "," and _opens(chunks[1:]):
         chunks = chunks[1:]
+    if chunks[0].lower == "please" and chunks[0].mark == "," and _asks([each.lower for each in chunks[1:]]):
+        return chunks[1:]
     polite = _REQUEST.match(" ".join(each.lower + each.mark for each in chunks))
     count = polite[0].count(" ") if polite else 0
     if len(chunks) <= count or chunks[count].lower not in lex.REQUESTS:
