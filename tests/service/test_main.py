@@ -57,7 +57,7 @@ def test_a_start_says_in_three_lines_what_serves_on_what_and_how_to_call_it(serv
     with serve("--engine=fake", "--model-name=mine") as server:
         serving, call, ready = server.log.read_text().splitlines()[:3]
     assert serving.startswith("serving mine: ")
-    assert call.startswith("call it: grpcurl -plaintext -d '{\"chat\": ")
+    assert call.startswith('call it: grpcurl -plaintext -d \'{"chat": ')
     assert call.endswith(f"{server.data} whippet.v1.GenerationService/Generate")
     assert ready.startswith(f"ready: data {server.data} admin ")
     assert "metrics http://127.0.0.1:" in ready
