@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.nibbles import in_groups
+from quant.checkpoint.tensors import mlp_norm
 from quant.rotation import Rotation
 
 BlockWeights = dict[str, torch.Tensor]  # tensor names within the layer: "mlp.up_proj.weight", ...
@@ -45,8 +46,10 @@ class Block:
         self, weights: BlockWeights, x: torch.Tensor, past: KeyValues | None = None, observe: Observer | None = None
     ) -> torch.Tensor:
         """x [S, T, hidden] -> the same shape."""
-        x = x + self.attention(weights, self.norm(weights, "input_layernorm", x), past, observe)
-        return x + self.mlp(weights, self.norm(weights, "post_attention_layernorm", x), observe)
+        mixed = self.attention(weights, self.norm(weights, "input_layernorm", x), past, observe)
+        x = x + (self.norm(weights, "post_attention_layernorm", mixed) if self.config.output_norms else mixed)
+        fed = self.mlp(weights, self.norm(weights, mlp_norm(self.config), x), observe)
+        return x + (self.norm(weights, "post_feedforward_layernorm", fed) if self.config.output_norms else fed)
 
     def norm(self, weights: BlockWeights, name: str, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weights[f"{name}.weight"], self.config.norm_eps)
@@ -63,7 +66,7 @@ class Block:
         v = self._heads(weights, "v", h, config.kv_heads, observe)
         if "self_attn.q_norm.weight" in weights:
             q, k = self.norm(weights, "self_attn.q_norm", q), self.norm(weights, "self_attn.k_norm", k)
-        q, k = rotation.turn(q), rotation.turn(k)
+        q, k = rotation.turn(q) * config.query_scale, rotation.turn(k)
         if past is not None:
             k, v = past.extend(k, v)
         share = config.heads // config.kv_heads
@@ -72,7 +75,8 @@ class Block:
         return apply(weights, "self_attn.o_proj", mixed.transpose(1, 2).flatten(2), observe)
 
     def mlp(self, weights: BlockWeights, h: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
-        gate = functional.silu(apply(weights, "mlp.gate_proj", h, observe))
+        gate = apply(weights, "mlp.gate_proj", h, observe)
+        gate = functional.silu(gate) if self.config.activation == "silu" else functional.gelu(gate, approximate="tanh")
         return apply(weights, "mlp.down_proj", gate * apply(weights, "mlp.up_proj", h, observe), observe)
 
     def _heads(

@@ -51,10 +51,13 @@ class Decoder:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int [S, T] -> float32 [S, T, hidden]."""
-        return self._source.tensor(EMBEDDING)[ids.long().cpu()].float().to(self.device)
+        table = self._source.tensor(EMBEDDING)
+        scale = float(torch.tensor(self.config.embedding_scale, dtype=table.dtype))  # in the trained type
+        return table[ids.long().cpu()].float().mul_(scale).to(self.device)
 
     def layer(self, index: int) -> BlockWeights:
-        """One layer's tensors in float32, by their names within the layer."""
+        """One layer's tensors in float32, by their names within the layer. Norms are what they multiply by, though a
+        family may store them less one."""
         if index not in self._kept:
             weights = self._read_layer(index)
             if not self._keep:
@@ -63,7 +66,9 @@ class Decoder:
         return self._kept[index]
 
     def block(self, index: int, positions: int) -> Block:
-        return Block(self.config, self.config.windows[index], rotation(self.config.rope, positions, self.device))
+        window = self.config.windows[index]
+        rope = self.config.rope if window is None else self.config.window_rope or self.config.rope
+        return Block(self.config, window, rotation(rope, positions, self.device))
 
     def hidden(self, ids: torch.Tensor, progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
         """int [S, T] -> the head's input, float32 [S, T, hidden]. `progress` gets how much is done, of how much."""
@@ -80,7 +85,7 @@ class Decoder:
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         weight = fetch(self._source, FINAL_NORM, (self.config.hidden_size,), FLOATS)
-        return rms_norm(x, weight.float().to(self.device), self.config.norm_eps)
+        return rms_norm(x, weight.float().to(self.device) + self.config.norm_offset, self.config.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., hidden] -> float32 [..., vocab]."""
@@ -117,6 +122,7 @@ class Decoder:
         for name, size in layer_norms(self.config).items():
             weights[f"{name}.weight"] = (
                 fetch(self._source, f"{prefix}.{name}.weight", (size,), FLOATS).to(device).float()
+                + self.config.norm_offset
             )
         for name, linear in self.linears(index):
             weights[f"{name}.weight"] = linear.weight.dequantize(torch.float32).to(device)

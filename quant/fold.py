@@ -8,6 +8,7 @@ import torch
 
 from quant.block import BlockWeights
 from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.tensors import mlp_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def folds(config: ModelConfig) -> tuple[Fold, ...]:
     return (
         Fold(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm", config.hidden_size),
         Fold(("self_attn.o_proj",), "self_attn.v_proj", queries, config.heads // config.kv_heads, config.head_dim),
-        Fold(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm", config.hidden_size),
+        Fold(("mlp.gate_proj", "mlp.up_proj"), mlp_norm(config), config.hidden_size),
         Fold(("mlp.down_proj",), "mlp.up_proj", config.intermediate_size),
     )
 

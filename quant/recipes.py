@@ -10,9 +10,11 @@ import torch
 
 from quant.checkpoint.awq import write_gemm
 from quant.checkpoint.bnb import write_int8
+from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.forms import Int8Rows
 from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.source import TensorSource
+from quant.checkpoint.tensors import layer_norms
 from quant.decoder import Decoder, batches
 from quant.errors import CannotQuantize
 from quant.layer import LayerCalibration, LayerResult
@@ -60,7 +62,7 @@ class AwqRecipe:
         result = calibration.quantize(weights)
         lost = (block.forward(result.weights(), before) - after).norm() / (after - before).norm().clamp(min=1e-30)
         record = {"error": float(lost), "linears": [asdict(loss) for loss in result.losses]}
-        return LayerOutcome(_packed(index, result), hidden, record)
+        return LayerOutcome(_packed(index, result, self._decoder.config), hidden, record)
 
     def plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return _half(name, tensor)
@@ -110,9 +112,10 @@ class Int8Recipe:
         return {**config, "quantization_config": section}
 
 
-def _packed(index: int, result: LayerResult) -> dict[str, torch.Tensor]:
-    prefix = f"model.layers.{index}."
-    tensors = {prefix + name: _half(prefix + name, tensor) for name, tensor in result.dense.items()}
+def _packed(index: int, result: LayerResult, config: ModelConfig) -> dict[str, torch.Tensor]:
+    prefix, norms = f"model.layers.{index}.", {f"{name}.weight" for name in layer_norms(config)}
+    stored = {name: tensor - config.norm_offset if name in norms else tensor for name, tensor in result.dense.items()}
+    tensors = {prefix + name: _half(prefix + name, tensor) for name, tensor in stored.items()}
     for name, weight in result.quantized.items():
         tensors |= {f"{prefix}{name}.{stem}": tensor for stem, tensor in write_gemm(weight).items()}
     return tensors

@@ -19,6 +19,7 @@ from engine.kernels.build import Kernels
 from engine.kernels.launch import Enqueues, Launch, launcher_of
 from engine.kernels.weights import Format
 from engine.linear import DenseLinear, Linear
+from engine.model import features
 from engine.model.weights import Layer
 
 
@@ -27,6 +28,9 @@ def why_not(parts: Parts) -> str | None:
     model = parts.model
     config, placement = model.config, model.placement
     objection = no_gpu(parts)
+    if objection is not None:
+        return objection
+    objection = features.why_not(config)
     if objection is not None:
         return objection
     if placement.dtype != torch.bfloat16:

@@ -15,6 +15,7 @@ import torch
 from engine.kv.kv_cache import KvCache
 from engine.linear import Placement
 from engine.linear.walk import Unfit, Walk, WalkedLayer, WalkedModel, WalkedRows
+from engine.model import features
 from engine.model.attention import RowSpan
 from engine.model.weights import Layer, Weights
 from engine.settings import PAGE_SIZE
@@ -50,7 +51,7 @@ class FewRows:
 
 def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> FewRows | str:
     """The walk, or why there is none."""
-    reason = why_not_few_rows(placement)
+    reason = why_not_few_rows(config, placement)
     if reason is not None or placement.products is None:
         return reason or ""
     walked = WalkedModel(
@@ -72,14 +73,14 @@ def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, pla
         return str(unfit)
 
 
-def why_not_few_rows(placement: Placement) -> str | None:
+def why_not_few_rows(config: ModelConfig, placement: Placement) -> str | None:
     """Why this walk cannot be had for weights placed so, or None."""
     if placement.device.type != "cpu":
         return "the walk in C is for CPUs"
     if placement.products is None:
         narrow = placement.dtype != torch.float32
         return "there is no C compiler for the walk" if narrow else "weights of 32 bits are multiplied by torch"
-    return None
+    return features.why_not(config)
 
 
 def _walked(layer: Layer) -> WalkedLayer:

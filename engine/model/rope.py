@@ -1,11 +1,28 @@
-"""The table of rotary angles that the model and the kernels read."""
+"""The tables of rotary angles that the model and the kernels read."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from quant.checkpoint.angles import inverse_frequencies
+from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTables:
+    """Holds the angles of all layers, in tables as `rope_table` makes them."""
+
+    full: torch.Tensor
+    windowed: torch.Tensor | None = None  # of layers with a window, where theirs differ
+
+
+def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> RopeTables:
+    """Computes the angles of a model's layers for so many positions."""
+    windowed = None if config.window_rope is None else rope_table(config.window_rope, positions, device)
+    return RopeTables(rope_table(config.rope, positions, device), windowed)
 
 
 def rope_table(config: RopeConfig, positions: int, device: torch.device) -> torch.Tensor:

@@ -15,8 +15,11 @@ from engine.kv.kv_cache import KvCache, KvShape
 from engine.linear import Placement
 from engine.model.attention import StepAttention
 from engine.model.few_rows import MOST_ROWS, FewRows, open_few_rows
+from engine.model.rope import RopeTables
 from engine.model.weights import Layer, Weights
 from quant.checkpoint.config import ModelConfig
+
+Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
 
 def kv_shape(config: ModelConfig) -> KvShape:
@@ -38,19 +41,27 @@ class StepInput:
 class Transformer:
     """The model: weights, and the angles of its positions. A few tokens on a CPU go by the walk in C, while `fused`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ropes: RopeTables, placement: Placement) -> None:
         self.config = config
         self.weights = weights
-        self.rope = rope  # [positions, 2, head_dim]
+        self.ropes = ropes
         self.placement = placement
         self.fused = True
-        few_rows = open_few_rows(config, weights, rope, placement)
+        few_rows = open_few_rows(config, weights, ropes.full, placement)
         self._few_rows = few_rows if isinstance(few_rows, FewRows) else None
         self.why_not_fused = None if isinstance(few_rows, FewRows) else few_rows
+
+    @property
+    def rope(self) -> torch.Tensor:
+        """[positions, 2, head_dim]: the angles of layers without a window, and of all where `ropes` has no others."""
+        return self.ropes.full
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
         """Writes keys and values to the cache. Hidden states [sampled, hidden] before the last norm, float32."""
         x = functional.embedding(step.token_ids, self.weights.embedding).float()
+        if self.config.embedding_scale != 1.0:
+            # In the embedding's type, in which the model was trained to be scaled.
+            x.mul_(float(torch.tensor(self.config.embedding_scale, dtype=self.weights.embedding.dtype)))
         spans = step.attention.spans
         if self.fused and self._few_rows is not None and self._few_rows.takes(spans, cache):
             self._few_rows.forward(x, spans, step.positions, step.slots, cache)
@@ -59,9 +70,11 @@ class Transformer:
         return x if step.sampled is None else x.index_select(0, step.sampled)
 
     def _eager(self, x: torch.Tensor, step: StepInput, cache: KvCache) -> None:
-        cos, sin = self.rope.index_select(0, step.positions).unsqueeze(1).unbind(2)  # [tokens, 1, head_dim]
+        full = windowed = _angles(self.ropes.full, step.positions)
+        if self.ropes.windowed is not None:
+            windowed = _angles(self.ropes.windowed, step.positions)
         for index, layer in enumerate(self.weights.layers):
-            x.add_(self._attend(index, layer, x, (cos, sin), step, cache))
+            x.add_(self._attend(index, layer, x, full if layer.window is None else windowed, step, cache))
             x.add_(self._feed(layer, x))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -76,7 +89,7 @@ class Transformer:
         index: int,
         layer: Layer,
         x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: Angles,
         step: StepInput,
         cache: KvCache,
     ) -> torch.Tensor:
@@ -86,14 +99,23 @@ class Transformer:
         _rotate(turned, layer, angles)
         cache.write(index, step.slots, qkv[:, config.heads :])
         found = step.attention(index, layer.window, turned[:, : config.heads])
-        return layer.output(found.reshape(x.shape[0], -1))
+        output = layer.output(found.reshape(x.shape[0], -1))
+        return output if layer.output_norm is None else layer.output_norm(output.float())
 
     def _feed(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         gate, up = layer.gate_up(layer.mlp_norm(x).to(self.placement.activations.dtype)).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate).mul_(up))
+        gate = functional.silu(gate) if self.config.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        down = layer.down(gate.mul_(up))
+        return down if layer.down_norm is None else layer.down_norm(down.float())
 
 
-def _rotate(heads: torch.Tensor, layer: Layer, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _angles(table: torch.Tensor, positions: torch.Tensor) -> Angles:
+    """Returns cosines and sines of these positions, each [tokens, 1, head_dim]."""
+    cos, sin = table.index_select(0, positions).unsqueeze(1).unbind(2)
+    return cos, sin
+
+
+def _rotate(heads: torch.Tensor, layer: Layer, angles: Angles) -> None:
     """Normalises (where the model does) and rotates queries and keys [tokens, heads, head_dim] in place."""
     cos, sin = angles
     x = heads.float() if layer.head_norm is None else layer.head_norm(heads.float())

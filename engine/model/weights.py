@@ -10,7 +10,7 @@ from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projecti
 from engine.model.norm import RmsNorm
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.source import TensorSource, finite
-from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, has_bias, layer_linears, layer_prefix
+from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, has_bias, layer_linears, layer_prefix, mlp_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,13 @@ class Layer:
     gate_up: Linear
     down: Linear
     window: int | None
+    output_norm: RmsNorm | None = None  # of what attention computes
+    down_norm: RmsNorm | None = None  # of what the MLP computes
+
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        found = (self.input_norm, self.head_norm, self.output_norm, self.mlp_norm, self.down_norm)
+        return tuple(norm for norm in found if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +62,7 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes held; a tied head counts once."""
         linears = self.in_order()[:-1]
-        norms = [layer.input_norm for layer in self.layers] + [layer.mlp_norm for layer in self.layers] + [self.norm]
-        norms += [layer.head_norm for layer in self.layers if layer.head_norm is not None]
+        norms = [norm for layer in self.layers for norm in layer.norms] + [self.norm]
         tied = isinstance(self.head, DenseLinear) and self.head.weight is self.embedding
         head = 0 if tied else self.head.nbytes
         return self.embedding.nbytes + head + sum(part.nbytes for part in [*linears, *norms])
@@ -91,7 +97,7 @@ def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearL
     embedding = placement.matrix(config.vocab_size, config.hidden_size)
     embedding.copy_(finite(source.tensor(EMBEDDING), EMBEDDING))
     layers = tuple(_load_layer(config, index, source, load_linear, placement) for index in range(config.layers))
-    norm = RmsNorm(_copy32(source, FINAL_NORM, placement), config.norm_eps)
+    norm = RmsNorm(_gains(config, source, FINAL_NORM, placement), config.norm_eps)
     tied = DenseLinear(embedding, products=placement.products)
     head = tied if config.tied_head else load_linear(source, head_projection(config), placement)
     return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
@@ -101,23 +107,35 @@ def _load_layer(
     config: ModelConfig, index: int, source: TensorSource, load_linear: LinearLoader, placement: Placement
 ) -> Layer:
     prefix, parts = layer_prefix(index), layer_projections(config, index)
+
+    def gains(name: str) -> torch.Tensor:
+        return _gains(config, source, f"{prefix}.{name}.weight", placement)
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(gains(name), config.norm_eps)
+
     head_norm = None
     if config.qk_norm:
-        queries = _copy32(source, f"{prefix}.self_attn.q_norm.weight", placement).expand(config.heads, -1)
-        keys = _copy32(source, f"{prefix}.self_attn.k_norm.weight", placement).expand(config.kv_heads, -1)
+        # The scale of attention is a factor on queries, and rotation keeps it.
+        queries = gains("self_attn.q_norm").mul_(config.query_scale).expand(config.heads, -1)
+        keys = gains("self_attn.k_norm").expand(config.kv_heads, -1)
         head_norm = RmsNorm(torch.cat((queries, keys)), config.norm_eps)
     return Layer(
-        input_norm=RmsNorm(_copy32(source, f"{prefix}.input_layernorm.weight", placement), config.norm_eps),
+        input_norm=norm("input_layernorm"),
         qkv=load_linear(source, parts.qkv, placement),
         head_norm=head_norm,
         output=load_linear(source, parts.output, placement),
-        mlp_norm=RmsNorm(_copy32(source, f"{prefix}.post_attention_layernorm.weight", placement), config.norm_eps),
+        mlp_norm=norm(mlp_norm(config)),
         gate_up=load_linear(source, parts.gate_up, placement),
         down=load_linear(source, parts.down, placement),
         window=config.windows[index],
+        output_norm=norm("post_attention_layernorm") if config.output_norms else None,
+        down_norm=norm("post_feedforward_layernorm") if config.output_norms else None,
     )
 
 
-def _copy32(source: TensorSource, name: str, placement: Placement) -> torch.Tensor:
+def _gains(config: ModelConfig, source: TensorSource, name: str, placement: Placement) -> torch.Tensor:
+    """What a norm multiplies by, float32; some families store it less one."""
     found = torch.empty(source.shape(name), dtype=torch.float32, device=placement.device)
-    return found.copy_(finite(source.tensor(name), name))
+    found.copy_(finite(source.tensor(name), name))
+    return found.add_(config.norm_offset) if config.norm_offset else found

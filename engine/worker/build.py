@@ -29,7 +29,7 @@ from engine.loading.border import AGAIN
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import Loaded, Loading, load
 from engine.loading.progress import Progress
-from engine.model.rope import rope_table
+from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
@@ -188,7 +188,7 @@ def _assemble(
         _log.warning("%s", room.lacking)
     if settings.max_sequences is None and device.type == "cuda":
         sequences = with_pages(sequences, room.pages)
-    model = Transformer(config, weights, rope_table(config.rope, room.max_context, device), placement)
+    model = Transformer(config, weights, rope_tables(config, room.max_context, device), placement)
     stored = stored_as(settings.kv_dtype, placement.activations.dtype)
     pool = KvCache(shape, room.pages, placement.activations, device.type == "cpu", stored)
     sampler = Sampler(config.vocab_size, sequences, device, constraints)

@@ -29,7 +29,7 @@ from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import check, weights_digest
 from engine.model.few_rows import why_not_few_rows
-from engine.model.rope import rope_table
+from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
@@ -224,7 +224,9 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
         if report.device == "cpu":
-            reasons["fused_kernels"] = why_not_few_rows(_with_products(parts.model.placement, report))
+            reasons["fused_kernels"] = why_not_few_rows(
+                parts.model.config, _with_products(parts.model.placement, report)
+            )
     else:
         reasons = {"two_pass_head": weights.why_one_pass(parts)}
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
@@ -264,7 +266,7 @@ def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> 
 def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtype = "auto") -> Parts:
     """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
     model = Transformer(
-        config, shape_weights(config, form, placement.dtype), rope_table(config.rope, 1, placement.device), placement
+        config, shape_weights(config, form, placement.dtype), rope_tables(config, 1, placement.device), placement
     )
     shape = kv_shape(config)
     stored = stored_as(kept, placement.activations.dtype)

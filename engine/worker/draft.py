@@ -14,7 +14,7 @@ from engine.linear import Placement
 from engine.loading.border import checkpoint_errors
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import Loaded
-from engine.model.rope import rope_table
+from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from quant.checkpoint.config import ModelConfig
@@ -62,9 +62,7 @@ class Drafting:
     def make(self, room: Room, slots: int, constraints: Constraints) -> DraftModel:
         """With as many pages, tokens of context and slots as its target."""
         config, device = self.read.config, self.placement.device
-        model = Transformer(
-            config, self.loaded.weights, rope_table(config.rope, room.max_context, device), self.placement
-        )
+        model = Transformer(config, self.loaded.weights, rope_tables(config, room.max_context, device), self.placement)
         pool = KvCache(self._shape, room.pages, self.placement.activations, heads_outside=device.type == "cpu")
         return DraftModel(model, pool, Sampler(config.vocab_size, slots, device, constraints))
 

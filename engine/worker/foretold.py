@@ -24,6 +24,7 @@ from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.loading.formats import Format
+from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import CUDA_BATCH_TOKENS, CUDA_SEQUENCES, EngineSettings
@@ -77,8 +78,7 @@ def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) 
     sequences = settings.max_sequences or CUDA_SEQUENCES
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
     context = _context(settings, what, sequences, full.nbytes)
-    rope = torch.empty(context, 2, config.head_dim, device="meta")
-    model = Transformer(config, weights, rope, nowhere)
+    model = Transformer(config, weights, _angles(config, context), nowhere)
     shape = kv_shape(config)
     pool = KvCache(shape, 1, nowhere, heads_outside=False, stored=stored_as(settings.kv_dtype, nowhere.dtype))
     sampler = Sampler(config.vocab_size, 1, torch.device("cpu"))
@@ -90,11 +90,15 @@ def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) 
         yield Parts(model, pool, sampler, sequences, context, tokens, plain=plain, draft=draft, gpu=GpuKernels(wanted))
 
 
+def _angles(config: ModelConfig, context: int) -> RopeTables:
+    return RopeTables(torch.empty(context, 2, config.head_dim, device="meta"))
+
+
 def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
     """A draft model of shapes."""
     config, weights = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
-    model = Transformer(config, weights, torch.empty(context, 2, config.head_dim, device="meta"), nowhere)
+    model = Transformer(config, weights, _angles(config, context), nowhere)
     pool = KvCache(kv_shape(config), 1, nowhere, heads_outside=False)
     return DraftModel(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")))
 

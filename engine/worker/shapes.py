@@ -67,6 +67,8 @@ def _layer(config: ModelConfig, index: int, spec: QuantSpec | None, nowhere: Pla
         gate_up=_linear(spec, parts.gate_up, nowhere),
         down=_linear(spec, parts.down, nowhere),
         window=config.windows[index],
+        output_norm=_norm(config, config.hidden_size) if config.output_norms else None,
+        down_norm=_norm(config, config.hidden_size) if config.output_norms else None,
     )
 
 

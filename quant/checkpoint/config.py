@@ -1,6 +1,7 @@
 """What a model folder's config.json says, checked and put into one shape.
 
 Reads the spellings of transformers 4 (`torch_dtype`, `rope_theta`, `rope_scaling`) and 5 (`dtype`, `rope_parameters`).
+Of a model that also takes images, the config of its text part is read.
 A key that is left out has the value that the family's config class in transformers gives it. Whatever would be computed
 wrongly is refused here, by file, key and remedy.
 """
@@ -8,26 +9,31 @@ wrongly is refused here, by file, key and remedy.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from quant.checkpoint.errors import short
 from quant.checkpoint.fields import Fields, read_json
-from quant.checkpoint.rope import RopeConfig, context_limit, parse_rope
+from quant.checkpoint.rope import RopeConfig, context_limit, parse_rope, parse_ropes_by_kind
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+Activation = Literal["silu", "gelu"]  # of the gate; gelu is its approximation by tanh
 
 CONFIG: Final = "config.json"
 WEIGHT_DTYPES: Final = ("float32", "bfloat16", "float16")
 MAX_LAYERS: Final = 1024
 SLIDING_WINDOW: Final = 4096  # positions, where a family with windows states none
 FULL_LAYERS: Final = 28  # of Qwen: layers before the first with a window
+PATTERN: Final = 6  # of Gemma 3: every sixth layer has no window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FamilyRules:
-    """What differs between the families. None as `kv_heads` or `head_dim`: derived from other sizes."""
+    """What differs between the families. None as `kv_heads` or `head_dim`: derived from other sizes. `sizes` are those
+    that the family's config may leave out."""
 
     family: Family
     max_positions: int
@@ -37,6 +43,14 @@ class _FamilyRules:
     qkv_bias: bool = False  # whether queries, keys and values always have one
     mlp_bias: bool = False  # whether the config may switch it on
     qk_norm: bool = False
+    activation: Activation = "silu"
+    norm_offset: float = 0.0
+    output_norms: bool = False
+    scaled_embedding: bool = False
+    scaled_queries: bool = False  # whether the config states the scale of attention
+    ropes_by_kind: bool = False  # whether layers with a window have rotary angles of their own
+    tied_head: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 FAMILIES: Final = {
@@ -46,7 +60,33 @@ FAMILIES: Final = {
     "Qwen3ForCausalLM": _FamilyRules(
         family="qwen3", max_positions=32768, kv_heads=32, head_dim=128, attention_bias=True, qk_norm=True
     ),
+    "Gemma3ForCausalLM": _FamilyRules(
+        family="gemma3",
+        max_positions=131072,
+        kv_heads=4,
+        head_dim=256,
+        attention_bias=True,
+        qk_norm=True,
+        activation="gelu",
+        norm_offset=1.0,
+        output_norms=True,
+        scaled_embedding=True,
+        scaled_queries=True,
+        ropes_by_kind=True,
+        tied_head=True,
+        sizes={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+        },
+    ),
 }
+# Architectures with a text part in `text_config`: the architecture of that part.
+TEXT_PARTS: Final = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+# Keys that such a model states beside its text part.
+_BESIDE: Final = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +108,14 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    activation: Activation
+    norm_offset: float  # what is added to the stored weights of norms
+    output_norms: bool  # whether what attention and MLP compute is normalised before it is added to the residual
+    embedding_scale: float
+    query_scale: float  # of attention, beside the usual head_dim ** -0.5
     windows: tuple[int | None, ...]  # one a layer: how many positions back it sees, itself included; None: all
     rope: RopeConfig
+    window_rope: RopeConfig | None  # of layers with a window, where theirs differs
     dtype: str | None  # of the checkpoint, as it says
 
     @property
@@ -91,7 +137,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if is_gguf(folder):
         found: dict[str, Any] = json.loads(gguf_file(folder).texts[CONFIG])
         return found
-    return read_json(folder / CONFIG, "give the folder that holds the model's config.json")
+    return _text_part(read_json(folder / CONFIG, "give the folder that holds the model's config.json"))
+
+
+def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config of the text part of a model that also takes images, and other configs unchanged."""
+    names, text = raw.get("architectures"), raw.get("text_config")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_PARTS or not isinstance(text, dict):
+        return raw
+    beside = {key: raw[key] for key in _BESIDE if key in raw}
+    return {**text, **beside, "architectures": [TEXT_PARTS[names[0]]]}
 
 
 def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
@@ -99,31 +154,42 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
     fields = Fields(raw, file)
     architecture = _architecture(fields)
     rules = FAMILIES[architecture]
-    heads = fields.integer("num_attention_heads", minimum=1)
-    hidden = fields.integer("hidden_size", minimum=1)
+    sizes = rules.sizes
+    heads = fields.integer("num_attention_heads", default=sizes.get("num_attention_heads"), minimum=1)
+    hidden = fields.integer("hidden_size", default=sizes.get("hidden_size"), minimum=1)
     head_dim = _head_dim(fields, rules, hidden, heads)
-    _refuse_unknown_computation(fields)
+    _refuse_unknown_computation(fields, rules)
     attention_bias = _switch(fields, "attention_bias", rules.attention_bias, architecture)
     max_positions = fields.integer("max_position_embeddings", default=rules.max_positions, minimum=1)
-    rope = parse_rope(fields, head_dim, max_positions)
+    rope, window_rope = (
+        parse_ropes_by_kind(fields, head_dim, max_positions)
+        if rules.ropes_by_kind
+        else (parse_rope(fields, head_dim, max_positions), None)
+    )
     return ModelConfig(
         architecture=architecture,
         family=rules.family,
-        vocab_size=_vocabulary(fields),
+        vocab_size=_vocabulary(fields, sizes.get("vocab_size")),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", minimum=1),
+        intermediate_size=fields.integer("intermediate_size", default=sizes.get("intermediate_size"), minimum=1),
         heads=heads,
         kv_heads=_kv_heads(fields, rules, heads),
         head_dim=head_dim,
         norm_eps=fields.within("rms_norm_eps", 0.0, 1.0, default=1e-6),
         max_context=context_limit(max_positions, rope),
-        tied_head=fields.boolean("tie_word_embeddings", default=False),
+        tied_head=fields.boolean("tie_word_embeddings", default=rules.tied_head),
         qkv_bias=attention_bias or rules.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=_switch(fields, "mlp_bias", rules.mlp_bias, architecture),
         qk_norm=rules.qk_norm,
-        windows=_windows(fields, rules.family),
+        activation=rules.activation,
+        norm_offset=rules.norm_offset,
+        output_norms=rules.output_norms,
+        embedding_scale=math.sqrt(hidden) if rules.scaled_embedding else 1.0,
+        query_scale=_query_scale(fields, head_dim) if rules.scaled_queries else 1.0,
+        windows=_windows(fields, rules),
         rope=rope,
+        window_rope=window_rope,
         dtype=_dtype(fields),
     )
 
@@ -136,8 +202,8 @@ def _architecture(fields: Fields) -> str:
     return name
 
 
-def _vocabulary(fields: Fields) -> int:
-    size = fields.integer("vocab_size", minimum=1)
+def _vocabulary(fields: Fields, default: int | None) -> int:
+    size = fields.integer("vocab_size", default=default, minimum=1)
     ends = fields.raw.get("eos_token_id")
     for end in ends if isinstance(ends, list) else [ends]:
         if type(end) is int and end >= size:
@@ -173,10 +239,21 @@ def _switch(fields: Fields, key: str, known: bool, architecture: str) -> bool:
     return found
 
 
-def _refuse_unknown_computation(fields: Fields) -> None:
-    act = fields.raw.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        fields.refuse("hidden_act", f"{act!r} is not served", "use a model with silu")
+def _query_scale(fields: Fields, head_dim: int) -> float:
+    """Returns the factor from the usual scale of attention to the one that the config states."""
+    return math.sqrt(head_dim / fields.within("query_pre_attn_scalar", 0.0, 1e6, default=256.0))
+
+
+def _refuse_unknown_computation(fields: Fields, rules: _FamilyRules) -> None:
+    known: tuple[str, ...]
+    key, known = "hidden_act", ("silu", "swish")
+    if rules.activation == "gelu":
+        key, known = "hidden_activation", ("gelu_pytorch_tanh",)
+    act = fields.raw.get(key, known[0])
+    if act not in known:
+        fields.refuse(key, f"{short(act)} is not served", f"use a model with {known[0]}")
+    if fields.boolean("use_bidirectional_attention", default=False):
+        fields.refuse("use_bidirectional_attention", "is not served", "use a model that generates text")
     for key in ("num_local_experts", "num_experts", "attn_logit_softcapping", "final_logit_softcapping"):
         if fields.raw.get(key):
             fields.refuse(key, "is not served", "use a dense model without it")
@@ -185,8 +262,9 @@ def _refuse_unknown_computation(fields: Fields) -> None:
             fields.refuse(key, "is not served", f"use a model where it is {neutral}")
 
 
-def _windows(fields: Fields, family: Family) -> tuple[int | None, ...]:
-    layers = fields.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
+def _windows(fields: Fields, rules: _FamilyRules) -> tuple[int | None, ...]:
+    family, default = rules.family, rules.sizes.get("num_hidden_layers")
+    layers = fields.integer("num_hidden_layers", default=default, minimum=1, maximum=MAX_LAYERS)
     if family == "llama":
         return (None,) * layers
     window = fields.raw.get("sliding_window", SLIDING_WINDOW)
@@ -196,9 +274,15 @@ def _windows(fields: Fields, family: Family) -> tuple[int | None, ...]:
         if fields.raw.get("layer_types") is not None:
             fields.refuse("layer_types", "MistralForCausalLM has one window for all layers", "remove the key")
         return (window,) * layers
+    kinds = fields.raw.get("layer_types")
+    if family == "gemma3":
+        if kinds is None:
+            pattern = fields.integer("sliding_window_pattern", default=PATTERN, minimum=1)
+            every = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
+            kinds = [every[index % pattern] for index in range(layers)]
+        return _windows_of_kinds(fields, kinds, window, layers)
     if not fields.boolean("use_sliding_window", default=False):
         window = None
-    kinds = fields.raw.get("layer_types")
     if kinds is None:
         first = fields.integer("max_window_layers", default=FULL_LAYERS, minimum=0)
         return tuple(window if index >= first else None for index in range(layers))
@@ -210,7 +294,7 @@ def _windows_of_kinds(fields: Fields, kinds: object, window: int | None, layers:
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
         fields.refuse("layer_types", f"must name one of {list(known)} for each of {layers} layers", "mend the config")
     if "sliding_attention" in kinds and window is None:
-        fields.refuse("layer_types", "names sliding layers but no sliding_window is in use", "set use_sliding_window")
+        fields.refuse("layer_types", "names sliding layers but no sliding_window is in use", "set a sliding window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

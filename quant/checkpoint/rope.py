@@ -8,6 +8,7 @@ from typing import Final
 from quant.checkpoint.fields import Fields
 
 THETA: Final = 10000.0  # base of the angles where a config states none
+THETA_OF_FULL: Final = 1e6  # the same, of layers without a window in a model whose layers with one have their own
 MOST_THETA: Final = 1e30  # beyond it float32 has no angles
 MOST_FACTOR: Final = 1e6  # of any stretch: published ones are below 200
 
@@ -75,11 +76,30 @@ def context_limit(max_positions: int, rope: RopeConfig) -> int:
 
 def parse_rope(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
     """Reads `rope_parameters`, or `rope_theta` with `rope_scaling`; where both are stated, `rope_scaling` counts."""
+    section = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({}, fields.file)
+    return _rope(fields, section, "rope_theta", THETA, head_dim, max_positions)
+
+
+def parse_ropes_by_kind(fields: Fields, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
+    """Reads the angles of layers without and with a window: `rope_parameters` by kind of layer, or `rope_theta` with
+    `rope_scaling`, which is of layers without a window, and `rope_local_base_freq`."""
+    empty = Fields({}, fields.file)
+    kinds = fields.section("rope_parameters") or empty
+    full, windowed = kinds.section("full_attention") or empty, kinds.section("sliding_attention") or empty
+    scaling = fields.section("rope_scaling")
+    if scaling is not None:
+        full = Fields({**full.raw, **scaling.raw}, fields.file, "rope_scaling.")
+    return (
+        _rope(fields, full, "rope_theta", THETA_OF_FULL, head_dim, max_positions),
+        _rope(fields, windowed, "rope_local_base_freq", THETA, head_dim, max_positions),
+    )
+
+
+def _rope(fields: Fields, section: Fields, key: str, usual: float, head_dim: int, max_positions: int) -> RopeConfig:
+    """Reads the angles of a section. Its own theta wins; older configs hold it beside the section, under `key`."""
     if head_dim % 2:
         fields.refuse("head_dim", f"{head_dim} is odd, positions need pairs", "mend the config")
-    section = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({}, fields.file)
-    # The section's own theta wins; older configs hold it beside the section.
-    beside = fields.within("rope_theta", 1.0, MOST_THETA, default=THETA)
+    beside = fields.within(key, 1.0, MOST_THETA, default=usual)
     theta = section.within("rope_theta", 1.0, MOST_THETA, default=beside)
     for holder in (fields, section):
         if holder.number("partial_rotary_factor", default=1.0) != 1.0:

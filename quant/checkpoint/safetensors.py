@@ -16,6 +16,11 @@ from quant.checkpoint.mapped import MappedTensors, Progress
 from quant.checkpoint.named import CONVERT
 
 INDEX: Final = "model.safetensors.index.json"
+# Prefixes of the text part's tensors in a model that also takes images, and what replaces each.
+TEXT_PREFIXES: Final = {"language_model.": "", "model.language_model.": "model."}
+IMAGE_PREFIXES: Final = tuple(
+    f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+)
 PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -30,7 +35,20 @@ class Checkpoint(MappedTensors):
                 if name in entries:
                     raise BadFile(file, f"{name} is also in {entries[name].file.name}", "remove one of them")
                 entries[name] = entry
-        super().__init__(folder, files, entries, progress)
+        super().__init__(folder, files, _text_part(entries), progress)
+
+
+def _text_part(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Returns the tensors of the text part of a model that also takes images, under the names that they have in a model
+    of text alone. Returns the tensors of other models unchanged."""
+    for prefix, instead in TEXT_PREFIXES.items():
+        if any(name.startswith(prefix) for name in entries):
+            kept = {name: entry for name, entry in entries.items() if not name.startswith(IMAGE_PREFIXES)}
+            return {
+                instead + name.removeprefix(prefix) if name.startswith(prefix) else name: entry
+                for name, entry in kept.items()
+            }
+    return entries
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

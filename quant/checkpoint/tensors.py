@@ -43,9 +43,16 @@ def has_bias(config: ModelConfig, linear: str) -> bool:
 def layer_norms(config: ModelConfig) -> Mapping[str, int]:
     """The norms of a layer: name -> size."""
     norms = {"input_layernorm": config.hidden_size, "post_attention_layernorm": config.hidden_size}
+    if config.output_norms:
+        norms |= {"pre_feedforward_layernorm": config.hidden_size, "post_feedforward_layernorm": config.hidden_size}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     return norms
+
+
+def mlp_norm(config: ModelConfig) -> str:
+    """Returns the name of the norm whose output the MLP reads."""
+    return "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
 
 
 def linears(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int], bool]]:

@@ -42,6 +42,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"attention_bias": False},
+    "gemma3": {"sliding_window": 9, "rope_theta": 1e6, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+}
+OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -64,7 +70,7 @@ HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (2
 
 
 def model_type(family: str) -> str:
-    return "llama" if family.startswith("llama") else family
+    return {"gemma3": "gemma3_text"}.get(family, "llama" if family.startswith("llama") else family)
 
 
 def config_of(family: str, **more: Any) -> dict[str, Any]:
@@ -99,7 +105,9 @@ def write_model(
         if family.startswith(("llama", "mistral")) and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             data = by_turns(data, heads)
-        add(writer, file_name(name), data, kind)
+        if family == "gemma3" and name.endswith("norm.weight"):
+            data = data + np.float32(1)  # as the converter does
+        add(writer, file_name(name, family), data, kind)
     if "rope_scaling" in config and config["rope_scaling"]["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", factors(config))
     finish(writer)
@@ -129,12 +137,13 @@ def shapes(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     return {name: tuple(tensor.shape) for name, tensor in found.items() if name not in tied}
 
 
-def file_name(name: str) -> str:
+def file_name(name: str, family: str = "llama") -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
         return f"{NAMES[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{suffix}"
+    names = NAMES | OUTPUT_NORMS if family == "gemma3" else NAMES
+    return f"blk.{layer}.{names[part]}.{suffix}"
 
 
 def by_turns(data: np.ndarray, heads: int) -> np.ndarray:

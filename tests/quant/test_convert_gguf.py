@@ -39,13 +39,15 @@ def test_the_folder_is_the_model(family: str, tmp_path: Path) -> None:
     assert set(written) == set(held)
     for name, tensor in held.items():
         plain = tensor.dim() == 1 or "v_proj" in name
-        assert torch.equal(written[name].float(), tensor if plain else tensor.bfloat16().float()), name
+        expected = tensor if plain else tensor.bfloat16().float()
+        rounding = 1e-6 if family == "gemma3" and tensor.dim() == 1 else 0.0  # the file holds one more
+        assert torch.allclose(written[name].float(), expected, rtol=0, atol=rounding), name
     assert load_config(out) == load_config(path)
     assert of_texts(out) == of_texts(path)
     assert read_spec(out) is None
 
 
-@pytest.mark.parametrize("family", ["llama3-rope", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen3", "gemma3"])
 def test_transformers_reads_the_folder(family: str, tmp_path: Path) -> None:
     path, out = tmp_path / "m.gguf", tmp_path / "out"
     write_model(path, family, "F32")

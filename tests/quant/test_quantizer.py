@@ -294,6 +294,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 8},
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"tie_word_embeddings": False},
+    "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
 }
 
 

@@ -17,6 +17,7 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.step import ChainPlan, LayerWeights, Product, StepWeights
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
+from engine.model import features
 from engine.model.weights import Layer
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.forms import Dense
@@ -35,7 +36,7 @@ def why_not(parts: Parts) -> str | None:
         return "the page pool is laid out for a CPU"
     if model.config.vocab_size > MOST_TOKENS:
         return f"a vocabulary of {model.config.vocab_size}, the kernels know up to {MOST_TOKENS}"
-    objection = heads_of(model.config).why_not()
+    objection = heads_of(model.config).why_not() or features.why_not(model.config)
     if objection is not None:
         return objection
     for layer in model.weights.layers:

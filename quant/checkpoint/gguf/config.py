@@ -8,15 +8,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from quant.checkpoint.config import MAX_LAYERS
+from quant.checkpoint.config import MAX_LAYERS, PATTERN
 from quant.checkpoint.errors import MEND, short
 from quant.checkpoint.fields import Fields
 from quant.checkpoint.gguf.names import OUTPUT, ROPE_FACTORS
-from quant.checkpoint.rope import MOST_THETA, THETA
+from quant.checkpoint.rope import MOST_THETA, THETA, THETA_OF_FULL
 
 OTHER_MODEL: Final = "take another model"
 CONTEXT_OF_LLAMA3: Final = 8192  # tokens; Llama 3's training context before its RoPE was scaled
 LOW, HIGH = 1.0, 4.0  # rotations in that context between which Llama 3 ramps the scaling
+LAYERS_OF_GEMMA3_27B: Final = 62  # the one size whose attention is not scaled by the size of a head
 _FACTOR_TOLERANCE: Final = 1e-4
 
 
@@ -34,6 +35,7 @@ FAMILIES: Final = {
     "llama": Family("LlamaForCausalLM", "llama", paired_rows=True),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", pre="qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", pre="qwen2"),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text"),
 }
 _MISTRAL: Final = Family("MistralForCausalLM", "mistral", paired_rows=True)
 _READ: Final = frozenset(
@@ -46,6 +48,7 @@ _READ: Final = frozenset(
         "attention.value_length",
         "rope.dimension_count",
         "rope.freq_base",
+        "rope.freq_base_swa",
         "rope.scale_linear",
         "rope.scaling.factor",
         "rope.scaling.finetuned",
@@ -134,6 +137,8 @@ def config_of(fields: Fields, family: Family, positions: Positions) -> dict[str,
         "tie_word_embeddings": OUTPUT not in positions.names,
         "torch_dtype": positions.dtype,
     }
+    if family.model_type == "gemma3_text":
+        return config | _gemma3(fields, own, config)
     return config | _biases(family, positions.names) | _windows(fields, own, family)
 
 
@@ -211,6 +216,22 @@ def _windows(fields: Fields, own: str, family: Family) -> dict[str, Any]:
     if window:
         fields.refuse(f"{own}attention.sliding_window", "is not served in this family", OTHER_MODEL)
     return {"use_sliding_window": False} if family.model_type.startswith("qwen") else {}
+
+
+def _gemma3(fields: Fields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a config of Gemma 3 states beyond those of other families. llama.cpp knows the rest by the family's
+    name."""
+    hidden, heads, scalar = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    if config["num_hidden_layers"] == LAYERS_OF_GEMMA3_27B:
+        scalar = hidden // heads
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": fields.integer(f"{own}attention.sliding_window", minimum=1),
+        "sliding_window_pattern": PATTERN,
+        "rope_theta": shortest(fields.within(f"{own}rope.freq_base", 1.0, MOST_THETA, default=THETA_OF_FULL)),
+        "rope_local_base_freq": shortest(fields.within(f"{own}rope.freq_base_swa", 1.0, MOST_THETA, default=THETA)),
+    }
 
 
 def _scaling(fields: Fields, own: str, positions: Positions, head_dim: int) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ class FileTensor:
 
     tensor: Tensor
     heads: int | None = None  # heads whose two halves alternate row by row; None: in a folder's order
+    offset: float = 0.0  # what the file has added to the numbers of a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _places(file: Path, header: Header, config: ModelConfig, paired_rows: bool) 
     for tensor in header.tensors:
         if tensor.name == ROPE_FACTORS:
             continue
-        name = folder_name(tensor.name)
+        name = folder_name(tensor.name, output_norms=config.output_norms)
         if name is None or name not in expected:
             raise BadFile(file, f"tensor {tensor.name[:80]!r} has no place in this model", "take another model")
         if tensor.shape != expected[name]:
@@ -124,10 +125,11 @@ def _places(file: Path, header: Header, config: ModelConfig, paired_rows: bool) 
             raise BadFile(file, fault, AGAIN)
         if len(tensor.shape) == 1 and not tensor.kind.plain:
             raise BadFile(file, f"tensor {tensor.name} is in {tensor.kind.name}, which rows alone are not", AGAIN)
-        places[name] = FileTensor(tensor, _paired(name, config) if paired_rows else None)
+        offset = config.norm_offset if len(tensor.shape) == 1 and name.endswith("norm.weight") else 0.0
+        places[name] = FileTensor(tensor, _paired(name, config) if paired_rows else None, offset)
     missing = next((name for name in expected if name not in places), None)
     if missing is not None:
-        raise BadFile(file, f"tensor {file_name(missing)} is missing", AGAIN)
+        raise BadFile(file, f"tensor {file_name(missing, output_norms=config.output_norms)} is missing", AGAIN)
     return places
 
 

@@ -24,24 +24,31 @@ _PARTS: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# The same, in a model that also normalises what attention and MLP compute.
+_PARTS_OF_OUTPUT_NORMS: Final = _PARTS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OF_LAYER: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)", re.ASCII)
 
 
-def folder_name(name: str) -> str | None:
-    """Returns a tensor's name in a model folder, or None if no served model has such a tensor."""
+def folder_name(name: str, *, output_norms: bool) -> str | None:
+    """Returns a tensor's name in a model folder, or None if no such model has such a tensor."""
     if name in _WHOLE:
         return _WHOLE[name]
-    found = _OF_LAYER.fullmatch(name)
-    if found is None or found[2] not in _PARTS:
+    found, parts = _OF_LAYER.fullmatch(name), _PARTS_OF_OUTPUT_NORMS if output_norms else _PARTS
+    if found is None or found[2] not in parts:
         return None
-    return f"model.layers.{found[1]}.{_PARTS[found[2]]}.{found[3]}"
+    return f"model.layers.{found[1]}.{parts[found[2]]}.{found[3]}"
 
 
-def file_name(name: str) -> str:
+def file_name(name: str, *, output_norms: bool) -> str:
     """Returns the name in a GGUF file of a tensor with this name in a folder. Used in error texts."""
     whole = {folder: file for file, folder in _WHOLE.items()}
     if name in whole:
         return whole[name]
     _, _, layer, rest = name.split(".", 3)
     part, _, suffix = rest.rpartition(".")
-    return f"blk.{layer}.{ {folder: file for file, folder in _PARTS.items()}[part] }.{suffix}"
+    parts = _PARTS_OF_OUTPUT_NORMS if output_norms else _PARTS
+    return f"blk.{layer}.{ {folder: file for file, folder in parts.items()}[part] }.{suffix}"

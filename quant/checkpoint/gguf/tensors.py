@@ -40,12 +40,13 @@ class GgufTensors(MappedTensors):
         return self._widened_to if self._widens(name) else super().dtype(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a view of the file, which is valid until the next call, or a copy if rows are reordered or
-        widened."""
-        found = super().tensor(name)
-        heads = self._places[name].heads
-        if heads is not None:
-            found = found[_by_halves(len(found), heads)]
+        """Returns a view of the file, which is valid until the next call, or a copy if numbers are reordered or
+        changed."""
+        found, place = super().tensor(name), self._places[name]
+        if place.heads is not None:
+            found = found[_by_halves(len(found), place.heads)]
+        if place.offset:
+            found = found - place.offset
         if not self._widens(name):
             return found
         kind, shape = self._places[name].tensor.kind, self._places[name].tensor.shape

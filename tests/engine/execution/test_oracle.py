@@ -36,6 +36,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA = {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 24}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -67,6 +68,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn-factor": (
         "Qwen3Config",
         {"head_dim": 32, "rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}},
+    ),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "sliding_window": 9, "sliding_window_pattern": 2}),
+    "gemma3-wide-heads": (
+        "Gemma3TextConfig",
+        {**GEMMA, "head_dim": 256, "num_key_value_heads": 1, "query_pre_attn_scalar": 168, "sliding_window": 16},
+    ),
+    "gemma3-linear": (
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "tie_word_embeddings": False,
+            "sliding_window": 21,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
     ),
 }
 PROMPTS = (5, 40, 17, 33, 64, 3)  # tokens
@@ -190,3 +209,33 @@ def test_half_precision_is_no_worse_than_theirs(dtype: Any, tmp_path: Path, requ
         ids, values = zip(*one.top, strict=True)
         ours[place, list(ids)] = torch.tensor(values)
     assert float((ours - exact).square().mean()) <= 1.2 * float((theirs - exact).square().mean())
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["written by 5", "as published"])
+def test_the_text_part_of_a_model_that_also_takes_images_is_served(
+    published: bool, tmp_path: Path, request_of: Any, drive: Any
+) -> None:
+    """Its config is nested, and its tensors have other names beside those for images, which are not read."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(3)
+    text = {**SMALL, **GEMMA, "sliding_window": 9, "sliding_window_pattern": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.model.language_model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.5 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(tmp_path)
+    if published:
+        held = load_file(tmp_path / "model.safetensors")
+        names = {name: name.replace("model.language_model.", "language_model.model.") for name in held}
+        names |= {name: name.removeprefix("model.") for name in held if "language_model" not in name}
+        save_file({names[name]: tensor for name, tensor in held.items()}, tmp_path / "model.safetensors")
+    prompt = prompts()[1]
+    found = drive(load(tmp_path), [request_of(prompt, NEW)]).answers[0]
+    assert_greedy(model, prompt, found.token_ids)

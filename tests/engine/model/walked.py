@@ -16,7 +16,7 @@ from engine.linear.products import CpuProducts
 from engine.linear.quantized import place_weight
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.norm import RmsNorm
-from engine.model.rope import rope_table
+from engine.model.rope import rope_tables
 from engine.model.transformer import StepInput, Transformer, kv_shape
 from engine.model.weights import Layer, Weights
 from quant.checkpoint.config import ModelConfig, parse_config
@@ -90,7 +90,7 @@ class Made:
             for _ in range(shape.layers)
         )
         weights = Weights(embedding, layers, self._norm(shape.hidden), head)
-        self.model = Transformer(self.config, weights, rope_table(self.config.rope, 8192, CPU), self.placement)
+        self.model = Transformer(self.config, weights, rope_tables(self.config, 8192, CPU), self.placement)
         self.pool = KvCache(kv_shape(self.config), pages, self.placement.activations, True, shape.kv)
         held = torch.randn(self.pool.storage.shape, generator=self._random)
         narrow = shape.kv != torch.float32

@@ -24,6 +24,7 @@ from engine.linear import Placement
 from engine.linear.plain_copies import plain_copies
 from engine.loading.formats import read_folder
 from engine.loading.load import Loading, load
+from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import CUDA_SEQUENCES, EngineSettings, KvDtype
@@ -78,7 +79,9 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
     sequences, context = settings.max_sequences or CUDA_SEQUENCES, settings.max_context or config.max_context
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     parts = Parts(
-        model=Transformer(config, weights, torch.empty(context, 2, config.head_dim, device="meta"), nowhere),
+        model=Transformer(
+            config, weights, RopeTables(torch.empty(context, 2, config.head_dim, device="meta")), nowhere
+        ),
         pool=KvCache(
             kv_shape(config),
             1,

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from quant.checkpoint.angles import inverse_frequencies
 from quant.checkpoint.config import FAMILIES, ModelConfig, parse_config
+from quant.checkpoint.rope import RopeConfig
 from quant.checkpoint.tensors import dense_tensors
 from quant.decoder import Decoder
 
@@ -42,6 +43,16 @@ COMMON = {
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 BY_LAYER = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA = {
+    **{key: value for key, value in COMMON.items() if key not in ("hidden_act", "tie_word_embeddings")},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": False,
+    "head_dim": 6,
+    "attention_bias": True,
+    "query_pre_attn_scalar": 9,
+    "sliding_window": 5,
+    "rope_local_base_freq": 30.0,
+}
 OPTIONAL: dict[str, dict[str, Any]] = {
     "llama": {**COMMON, "head_dim": 6, "attention_bias": True, "mlp_bias": True},
     "mistral": {**COMMON, "head_dim": 6, "sliding_window": 5},
@@ -49,12 +60,18 @@ OPTIONAL: dict[str, dict[str, Any]] = {
     "qwen2-by-layer": {**COMMON, **WINDOWS, **BY_LAYER},
     "qwen3": {**COMMON, "head_dim": 6, "attention_bias": True, **WINDOWS},
     "qwen3-by-layer": {**COMMON, "head_dim": 6, "attention_bias": True, **WINDOWS, **BY_LAYER},
+    "gemma3": {**GEMMA, "sliding_window_pattern": 2},
+    "gemma3-by-layer": {**GEMMA, **BY_LAYER},
 }
 NULLABLE = ("num_key_value_heads", "sliding_window", "layer_types")
 REFUSED = {
     ("mistral", "null num_key_value_heads"),  # by the config class
     *((f"{family}-by-layer", "without use_sliding_window") for family in ("qwen2", "qwen3")),  # sliding layers without
     *((f"{family}-by-layer", "null sliding_window") for family in ("qwen2", "qwen3")),  # a window: by us at once
+    ("gemma3", "null sliding_window"),
+    ("gemma3-by-layer", "null sliding_window"),
+    ("gemma3", "null num_key_value_heads"),  # by the config class
+    ("gemma3-by-layer", "null num_key_value_heads"),
 }
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -74,6 +91,24 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of Gemma 3, whose layers with a window have angles of their own.
+SCALINGS_BY_KIND: dict[str, dict[str, Any]] = {
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "by-kind": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+        }
+    },
+    "full-alone": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 300.0}}},
+    "no-section": {"rope_parameters": None, "rope_scaling": None},
+}
+
+
+def scalings(family: str) -> dict[str, dict[str, Any]]:
+    return SCALINGS_BY_KIND if family.startswith("gemma3") else SCALINGS
+
+
 def architecture(family: str) -> str:
     return f"{family.partition('-')[0].capitalize()}ForCausalLM"
 
@@ -88,7 +123,7 @@ def config_of(family: str, case: str) -> dict[str, Any]:
         return {**whole, key: None}
     if how == "bare":
         return {"architectures": [architecture(family)], **SIZES}
-    return {**whole, **SCALINGS[key]}
+    return {**whole, **scalings(family)[key]}
 
 
 def cases() -> list[tuple[str, str]]:
@@ -98,7 +133,7 @@ def cases() -> list[tuple[str, str]]:
         found += [(family, f"null {key}") for key in optional if key in NULLABLE]
         found.append((family, "bare"))
         if not family.endswith("by-layer"):
-            found += [(family, f"scaled {name}") for name in SCALINGS]
+            found += [(family, f"scaled {name}") for name in scalings(family)]
     return [(family, case) for family, case in found if (family, case) not in REFUSED]
 
 
@@ -107,13 +142,14 @@ NAMES = [f"{family}: {case}" for family, case in CASES]
 
 
 def theirs_of(raw: dict[str, Any]) -> PreTrainedConfig:
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     classes: dict[str, type[PreTrainedConfig]] = {
         "LlamaForCausalLM": LlamaConfig,
         "MistralForCausalLM": MistralConfig,
         "Qwen2ForCausalLM": Qwen2Config,
         "Qwen3ForCausalLM": Qwen3Config,
+        "Gemma3ForCausalLM": Gemma3TextConfig,
     }
     theirs = classes[raw["architectures"][0]].from_dict(copy.deepcopy(raw))
     theirs.standardize_rope_params()  # as their models do once more, after what the class has no field for
@@ -145,22 +181,37 @@ def compare(ours: ModelConfig, theirs: Any) -> None:
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tied_head == theirs.tie_word_embeddings
-    assert theirs.hidden_act == "silu"
+    assert {"silu": "silu", "gelu": "gelu_pytorch_tanh"}[ours.activation] == activation_of(theirs)
     assert ours.output_bias == getattr(theirs, "attention_bias", False)
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     assert ours.layers == theirs.num_hidden_layers
     assert ours.windows == windows_of(theirs, ours.layers)
     rope = theirs.rope_parameters
-    assert ours.rope.theta == rope["rope_theta"]
-    kind = type(ours.rope.scaling).__name__.removesuffix("Scaling").lower() if ours.rope.scaling else "default"
-    assert kind == rope["rope_type"]
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if kind != "default" and name in rope:
-            assert getattr(ours.rope.scaling, name) == rope[name]
-    if kind in ("yarn", "llama3"):
-        assert ours.rope.scaling.original_context == rope["original_max_position_embeddings"]  # type: ignore[union-attr]
+    if ours.window_rope is not None:
+        compare_ropes(ours.window_rope, rope["sliding_attention"])
+        rope = rope["full_attention"]
+        assert ours.query_scale == pytest.approx((ours.head_dim / theirs.query_pre_attn_scalar) ** 0.5)
+    kind = compare_ropes(ours.rope, rope)
     stretch = rope["original_max_position_embeddings"] * rope["factor"] if kind == "yarn" else 0
     assert ours.max_context == max(theirs.max_position_embeddings, stretch)
+
+
+def compare_ropes(ours: RopeConfig, theirs: dict[str, Any]) -> str:
+    """Returns the kind of scaling."""
+    assert ours.theta == theirs["rope_theta"]
+    kind = type(ours.scaling).__name__.removesuffix("Scaling").lower() if ours.scaling else "default"
+    assert kind == theirs["rope_type"]
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if kind != "default" and name in theirs:
+            assert getattr(ours.scaling, name) == theirs[name]
+    if kind in ("yarn", "llama3"):
+        assert ours.scaling.original_context == theirs["original_max_position_embeddings"]  # type: ignore[union-attr]
+    return kind
+
+
+def activation_of(theirs: Any) -> str:
+    found: str = theirs.hidden_activation if hasattr(theirs, "hidden_activation") else theirs.hidden_act
+    return found
 
 
 @pytest.mark.parametrize(("family", "case"), CASES, ids=NAMES)

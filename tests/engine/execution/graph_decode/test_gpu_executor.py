@@ -111,7 +111,7 @@ def exact(parts: Parts) -> Transformer:
 
     weights = Weights(held.embedding.float(), tuple(map(layer, held.layers)), held.norm, wide(held.head))
     assert isinstance(held.norm, RmsNorm)
-    return Transformer(model.config, weights, model.rope, Placement(torch.float32, model.placement.device))
+    return Transformer(model.config, weights, model.ropes, Placement(torch.float32, model.placement.device))
 
 
 def forced(model: Transformer, tokens: Items[int]) -> torch.Tensor:
