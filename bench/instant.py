@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 from engine.errors import EngineFailed
-from engine.execution.batched.executor import BUCKETS, FEW, Batched, can_choose
+from engine.execution.batched.executor import BUCKETS, FEW, Batched
 from engine.execution.batched.pipeline import BatchPipeline, Changes
 from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
 from engine.execution.graph_decode.executor import GraphDecode
-from engine.execution.graph_decode.pipeline import DecodePipeline, RowState, can_sample
+from engine.execution.graph_decode.pipeline import DecodePipeline, RowState
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.sharing import Sharing
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
@@ -73,13 +74,13 @@ class FewRows:
 
     def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
         each = [DecodePipeline(InstantSteps(), sequences, limits.max_context) for _ in range(MOST_PIPELINES)]
-        others = can_choose if limits.max_sequences > FEW else None
+        others = chosen_by_kernels if limits.max_sequences > FEW else None
         self._sequences, self._pipelines = sequences, AlternatingPipelines(each, sequences, others)
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         of = self._sequences.of
         return self._pipelines.claims(
-            tuple(row for row in rows if row.count == 1 and row.sample and can_sample(of(row)))
+            tuple(row for row in rows if row.count == 1 and row.sample and chosen_by_kernels(of(row)))
         )
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
@@ -95,7 +96,9 @@ class ManyRows:
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         of, holds = self._sequences.of, self._pipeline.holds
-        return tuple(row for row in rows if row.count == 1 and row.sample and (holds(row.key) or can_choose(of(row))))
+        return tuple(
+            row for row in rows if row.count == 1 and row.sample and (holds(row.key) or chosen_by_kernels(of(row)))
+        )
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         return self._pipeline.step(rows)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from engine.api import TokenLogprob
-from engine.errors import EngineFailed
+from engine.execution.needs import require_known
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.model.attention import RowSpan, StepAttention
@@ -148,9 +148,7 @@ class Eager:
                 begin = len(token_ids) - row.count
                 scored += range(begin, begin + _scores_to(row, sequence) - row.start)
         sampled += scored
-        if not 0 <= min(token_ids) <= max(token_ids) < self._parts.model.config.vocab_size:
-            # On a GPU the lookup itself would take the whole process down.
-            raise EngineFailed("a token id lies outside the vocabulary")
+        require_known((min(token_ids), max(token_ids)), self._parts.model.config.vocab_size)
         device = self._parts.model.placement.device
         packed = torch.tensor((token_ids, positions, slots), device=device)
         return StepInput(

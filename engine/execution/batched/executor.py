@@ -11,13 +11,12 @@ import torch
 from engine.execution import forward_pass
 from engine.execution.batched.pipeline import MOST_AHEAD, BatchPipeline
 from engine.execution.batched.steps import BatchedSteps
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import batch_attention
 from engine.kernels.build import BuildError
-from engine.kernels.tokens import MAX_STOPS
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.sequence_state import SequenceState
 
 FEW = 8  # rows, which one pipeline of `graph_decode` holds
 BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
@@ -30,12 +29,6 @@ def why_not(parts: Parts) -> str | None:
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed"
     return forward_pass.why_not(parts) or batch_attention.why_not(forward_pass.heads_of(parts))
-
-
-def can_choose(sequence: SequenceState) -> bool:
-    """Whether the step chooses its tokens: not where it has logprobs, a constraint or many stop tokens."""
-    asked = sequence.logprobs is not None or sequence.constraint is not None
-    return not asked and len(sequence.stopping.stop_token_ids) <= MAX_STOPS
 
 
 def ask(parts: Parts) -> None:
@@ -76,7 +69,9 @@ class Batched:
         if not self._fused:
             return ()
         of, holds = self._sequences.of, self._pipeline.holds
-        mine = tuple(row for row in rows if row.count == 1 and row.sample and (holds(row.key) or can_choose(of(row))))
+        mine = tuple(
+            row for row in rows if row.count == 1 and row.sample and (holds(row.key) or chosen_by_kernels(of(row)))
+        )
         return mine[: self._pipeline.most_rows]
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from engine.errors import EngineFailed
 from engine.execution.batched.pipeline import MOST_AHEAD, Changes
 from engine.execution.batched.row_mail import RowMail
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import ForwardPass
+from engine.execution.needs import require_known
 from engine.execution.patience import Patience, all_told
 from engine.execution.step_state import Parts
 from engine.kernels import batch_attention
@@ -94,9 +94,7 @@ class BatchedSteps:
     def change(self, changes: Changes) -> None:
         """Tells the device."""
         vocabulary = self._parts.model.config.vocab_size
-        if any(not 0 <= own.sequence.token_ids[own.first] < vocabulary for own in changes.entered):
-            # The lookup itself would take the whole process down.
-            raise EngineFailed("a token id lies outside the vocabulary")
+        require_known((own.sequence.token_ids[own.first] for own in changes.entered), vocabulary)
         self._rows.tell(changes)
 
     def launch(self, rows: int) -> None:

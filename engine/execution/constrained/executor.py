@@ -11,19 +11,13 @@ from engine.execution.constrained.pipeline import MOST_ROWS, HalvesPipeline, Mas
 from engine.execution.constrained.steps import HalvedSteps
 from engine.execution.graph_decode import executor as graph_decode
 from engine.execution.graph_decode import weights
-from engine.execution.graph_decode.pipeline import MOST_STOPS
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult
-from engine.scheduling.sequence_state import SequenceState
 
 why_not = graph_decode.why_not
-
-
-def can_choose(sequence: SequenceState) -> bool:
-    """Whether its kernels choose the sequence's tokens: not where it has logprobs or many stop tokens."""
-    return sequence.logprobs is None and len(sequence.stopping.stop_token_ids) <= MOST_STOPS
 
 
 class Constrained:
@@ -51,9 +45,13 @@ class Constrained:
         """All rows of one token, where some row of the step has a constraint, be it fed several: those without one go
         the same way meanwhile, so that nothing launched ahead for them is lost."""
         of, constrained = self._sequences.of, self._constraints.constrained
-        if not self._fused or not any(constrained(row.key) and can_choose(of(row)) for row in rows):
+        if not self._fused or not any(constrained(row.key) and chosen_by_kernels(of(row), masked=True) for row in rows):
             return ()
-        mine = tuple(row for row in rows if row.count == 1 and row.sample and not row.score and can_choose(of(row)))
+        mine = tuple(
+            row
+            for row in rows
+            if row.count == 1 and row.sample and not row.score and chosen_by_kernels(of(row), masked=True)
+        )
         return mine if len(mine) <= MOST_ROWS else ()
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:

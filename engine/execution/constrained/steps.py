@@ -20,6 +20,7 @@ from engine.execution.constrained.pipeline import MOST_ROWS
 from engine.execution.graph_decode.captured_steps import REACHES
 from engine.execution.graph_decode.pipeline import RowState, bucket
 from engine.execution.graph_decode.row_exchange import RING, State, fill, idle, placed, told, words
+from engine.execution.needs import require_known
 from engine.execution.patience import Patience
 from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
@@ -106,9 +107,7 @@ class HalvedSteps:
     def write(self, states: Rows[RowState], number: int) -> None:
         """These rows and no others."""
         here = self._here = self._bucket(bucket(len(states)))
-        if any(not 0 <= row.token < self._weights.table.shape[0] for row in states):
-            # The lookup itself would take the whole process down.
-            raise EngineFailed("a token id lies outside the vocabulary")
+        require_known((row.token for row in states), self._weights.table.shape[0])
         if number == 0:
             torch.cuda.synchronize()
             for each in self._buckets.values():

@@ -14,6 +14,7 @@ from engine.execution.capture import Recorder
 from engine.execution.graph_decode import placement
 from engine.execution.graph_decode.pipeline import BUCKETS, SIZES, RowState, bucket
 from engine.execution.graph_decode.row_exchange import RING, State, fill, idle, placed, told, words
+from engine.execution.needs import require_known
 from engine.execution.patience import Patience
 from engine.kernels import sampling
 from engine.kernels.attention import MANY_TOKENS
@@ -200,10 +201,7 @@ class CapturedSteps:
     def write(self, states: Rows[RowState], number: int) -> None:
         """These rows and no others."""
         here = self._here = self._buckets[bucket(len(states))]
-        vocabulary = self._weights.table.shape[0]
-        if any(not 0 <= row.token < vocabulary for row in states):
-            # The lookup itself would take the whole process down.
-            raise EngineFailed("a token id lies outside the vocabulary")
+        require_known((row.token for row in states), self._weights.table.shape[0])
         if number == 0:
             torch.cuda.synchronize()
             for each in self._buckets.values():

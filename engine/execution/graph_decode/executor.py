@@ -12,7 +12,8 @@ from engine.execution.batched import executor as batched
 from engine.execution.graph_decode import weights
 from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
 from engine.execution.graph_decode.captured_steps import CapturedSteps
-from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, ahead_of, can_sample
+from engine.execution.graph_decode.pipeline import AHEAD, BUCKETS, DecodePipeline, ahead_of
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.step_state import Parts, Unfit, no_gpu
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
@@ -58,7 +59,7 @@ class GraphDecode:
         self._pipelines = AlternatingPipelines(
             self._each,
             parts.sequences,
-            batched.can_choose if batched.why_not(parts) is None else None,
+            chosen_by_kernels if batched.why_not(parts) is None else None,
         )
         self._fused = True
         self._prompt_ends = False  # in the step whose rows were claimed last
@@ -78,7 +79,7 @@ class GraphDecode:
             return ()
         of = self._sequences.of
         self._prompt_ends = any(row.count > 1 and row.sample for row in rows)
-        mine = tuple(row for row in rows if row.count == 1 and row.sample and can_sample(of(row)))
+        mine = tuple(row for row in rows if row.count == 1 and row.sample and chosen_by_kernels(of(row)))
         return self._pipelines.claims(mine)
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
@@ -89,7 +90,7 @@ class GraphDecode:
     def hand_over(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         """See `sharing.HandingOver`."""
         of = self._sequences.of
-        return self._pipelines.hand_over(rows) if all(can_sample(of(row)) for row in rows) else {}
+        return self._pipelines.hand_over(rows) if all(chosen_by_kernels(of(row)) for row in rows) else {}
 
     @property
     def switches(self) -> Mapping[str, str | None]:

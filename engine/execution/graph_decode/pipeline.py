@@ -31,7 +31,6 @@ AHEAD = 8  # steps launched and not yet read, at most
 LEAD = 4e-3  # seconds that they should last: the host is late at times, and a prompt that comes waits for them
 FIRST_AHEAD = 2  # right after rows came or went; doubles with every call
 LOW = 2  # steps under way, below which small launches are made rather than none
-MOST_STOPS = 8
 NO_TOKEN = 4  # flag of an entry; any other flag ends its row as well
 _LAST_NUMBER = 1 << 30  # numbers begin anew above it
 
@@ -113,12 +112,6 @@ def bucket(rows: int) -> int:
 def ahead_of(seconds: float) -> int:
     """How many steps that take so long are launched ahead."""
     return min(max(LOW, math.ceil(LEAD / seconds)), AHEAD)
-
-
-def can_sample(sequence: SequenceState) -> bool:
-    """Whether the kernels choose its tokens: not where it has logprobs, a constraint or many stop tokens."""
-    asked = sequence.logprobs is not None or sequence.constraint is not None
-    return not asked and len(sequence.stopping.stop_token_ids) <= MOST_STOPS
 
 
 class DecodePipeline:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.execution.graph_decode.pipeline import RowState
+from engine.execution.needs import MOST_STOPS
 from engine.kernels.step import StepBuffers
 
 RING = 64  # entries of a row; more than can be under way

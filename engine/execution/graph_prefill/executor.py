@@ -7,7 +7,6 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from engine.execution.batched.executor import can_choose
 from engine.execution.capture import Recorder
 from engine.execution.forward_pass import why_not
 from engine.execution.graph_decode import weights as step_weights
@@ -15,6 +14,7 @@ from engine.execution.graph_prefill.captured_passes import CapturedPasses
 from engine.execution.graph_prefill.first_token import FirstTokens, can_draw
 from engine.execution.graph_prefill.many_first_tokens import ManyFirstTokens
 from engine.execution.graph_prefill.passes import MOST_CHUNKS, passes
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import BuildError
 from engine.kernels.tokens import Fed
@@ -90,13 +90,13 @@ class GraphPrefill:
         for one in passes(rows, self._parts.sequences, self._passes.costs, vocabulary):
             self._passes.replay(one)
             ended = [(at, chunk) for at, chunk in enumerate(one.chunks) if chunk.whole and chunk.row.sample]
-            alike = [(at, chunk) for at, chunk in ended if can_choose(chunk.sequence)]
+            alike = [(at, chunk) for at, chunk in ended if chosen_by_kernels(chunk.sequence)]
             if len(alike) > _FEW:
                 number = self._many.draw(
                     [chunk.sequence for _, chunk in alike], [at for at, _ in alike], captured=self._passes.captured
                 )
                 together.append(([chunk.row for _, chunk in alike], number))
-                ended = [(at, chunk) for at, chunk in ended if not can_choose(chunk.sequence)]
+                ended = [(at, chunk) for at, chunk in ended if not chosen_by_kernels(chunk.sequence)]
             known = len(one.chunks) - 1  # what `take` reads, unless told otherwise
             for at, chunk in ended:
                 if self._one is None or not can_draw(chunk.sequence):

@@ -23,7 +23,7 @@ _PASSES = 512  # whose entries are kept: of at most 1,024 sequences, at least th
 
 
 class ManyFirstTokens:
-    """Draws for up to MOST_CHUNKS prompts at once, all of which `can_choose`."""
+    """Draws for up to MOST_CHUNKS prompts at once, whose tokens kernels choose (`needs.chosen_by_kernels`)."""
 
     def __init__(self, run: ForwardPass, vocabulary: int, device: torch.device, meanwhile: Meanwhile) -> None:
         self._run = run

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import EngineFailed
+from engine.execution.needs import require_known
 from engine.scheduling.plan import Row
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from engine.settings import PAGE_SIZE
@@ -138,7 +138,5 @@ def cheapest(costs: Mapping[int, float], tokens: int) -> tuple[float, int]:
 
 def _checked(ids: Rows[int], vocabulary: int) -> NDArray[np.int32]:
     found = np.array(ids, dtype=np.int64)
-    if found.view(np.uint64).max() >= vocabulary:  # one below zero is larger than any as well
-        # On a GPU the lookup itself would take the whole process down.
-        raise EngineFailed("a token id lies outside the vocabulary")
+    require_known((int(found.view(np.uint64).max()),), vocabulary)  # an id below zero is larger than any other
     return found.astype(np.int32)

@@ -9,8 +9,7 @@ import pytest
 from engine.api import Constraint
 from engine.constraints.constraints import Constraints
 from engine.constraints.reasons import Reason
-from engine.execution.batched.executor import can_choose
-from engine.execution.graph_decode.pipeline import can_sample
+from engine.execution.needs import chosen_by_kernels
 from engine.fake import plain_request
 from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
@@ -116,5 +115,4 @@ def test_a_vocabulary_that_is_not_there_fails_each_who_asks(scheduler: Scheduler
 def test_no_step_is_launched_ahead_for_a_constrained_row() -> None:
     """Its mask must come first."""
     state = begin(admission_of(asked(1)))
-    assert not (can_choose(state))
-    assert not (can_sample(state))
+    assert not chosen_by_kernels(state)

@@ -22,6 +22,7 @@ from engine.execution.graph_decode.captured_steps import REACHES, Steps, distinc
 from engine.execution.graph_decode.pipeline import RowState
 from engine.execution.graph_decode.row_exchange import told, words
 from engine.execution.mailbox import Mailbox
+from engine.execution.needs import require_known
 from engine.execution.patience import Patience
 from engine.execution.speculation.captured.draft_steps import DeviceDraft, DraftSteps
 from engine.execution.speculation.captured.followed import granted
@@ -264,10 +265,7 @@ class CapturedRounds:
     def write(self, rows: Sequence[RowState], most_drafts: Sequence[int], number: int) -> None:
         """These rows and no others."""
         known = [np.array(row.sequence.token_ids, dtype=np.int32) for row in rows]
-        vocabulary = self._weights.table.shape[0]
-        if any(ids.max() >= vocabulary or ids.min() < 0 for ids in known):
-            # The lookup itself would take the whole process down.
-            raise EngineFailed("a token id lies outside the vocabulary")
+        require_known((int(end) for ids in known for end in (ids.min(), ids.max())), self._weights.table.shape[0])
         if number == 0:
             torch.cuda.synchronize()
             self._verified.ring.zero_()

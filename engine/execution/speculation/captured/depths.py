@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.execution import device_sampling
-from engine.execution.graph_decode.pipeline import can_sample
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.speculation.captured.rounds import RoundTold
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
@@ -21,7 +21,7 @@ def fits_rounds(sequence: SequenceState) -> bool:
     """Whether rounds choose its tokens: not where tokens are counted, since each row of a round would need the counts
     of those before it."""
     row = device_sampling.sampled_row(sequence)
-    return can_sample(sequence) and not (row is not None and row.marked)
+    return chosen_by_kernels(sequence) and not (row is not None and row.marked)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.execution.graph_decode.pipeline import RowState
+from engine.execution.needs import MOST_STOPS
 from engine.settings import PAGE_SIZE
 
 DRAFT_ROWS: Final = (2, 1)  # of a sequence in a draft model's first step, and in its others

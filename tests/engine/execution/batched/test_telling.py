@@ -19,12 +19,12 @@ from msgspec.structs import replace
 
 from engine.api import GREEDY, FinishReason, GenerationRequest
 from engine.execution import device_sampling as sampled
-from engine.execution.batched.executor import can_choose
 from engine.execution.batched.pipeline import BatchPipeline, Changes
 from engine.execution.batched.telling import Telling
 from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import DecodePipeline, RowState
 from engine.execution.graph_prefill.many_first_tokens import first_token
+from engine.execution.needs import chosen_by_kernels
 from engine.kernels import reference
 from engine.kernels.batch_sampling import Tables
 from engine.kernels.rows import ENTER, LEAVE, MOVE, PAGES, mail_of
@@ -254,7 +254,7 @@ class SampledLife(Life):
         self.batch = BatchPipeline(self.batches, self.sequences, 150, BUCKETS)
         self.few = FewRows(seed, self.batches)
         few = DecodePipeline(self.few, self.sequences, 150)
-        self.alternating = AlternatingPipelines([few], self.sequences, can_choose)
+        self.alternating = AlternatingPipelines([few], self.sequences, chosen_by_kernels)
         limits = Limits(
             max_sequences=most, max_batch_tokens=64, max_context=150, lookahead_tokens=15, max_tokens_per_row=16
         )

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from engine.api import GREEDY, GenerationRequest
 from engine.errors import EngineFailed
 from engine.execution.graph_decode.alternating import AHEAD_IN_TURN, AlternatingPipelines
-from engine.execution.graph_decode.pipeline import AHEAD, LOW, DecodePipeline, ahead_of, bucket, can_sample
+from engine.execution.graph_decode.pipeline import AHEAD, LOW, DecodePipeline, ahead_of, bucket
+from engine.execution.needs import chosen_by_kernels
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, StepPlan
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
@@ -37,7 +38,7 @@ class Pipelines:
     def claims(self, rows: Rows[Row]) -> Rows[Row]:
         of = self.sequences.of
         self.prompt_ends = any(row.count > 1 and row.sample for row in rows)
-        mine = [row for row in rows if row.count == 1 and row.sample and can_sample(of(row))]
+        mine = [row for row in rows if row.count == 1 and row.sample and chosen_by_kernels(of(row))]
         return mine if len(mine) <= self.alternating.most_rows else ()
 
     def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
@@ -243,7 +244,7 @@ def test_a_device_that_ends_without_a_token_is_a_failure() -> None:
 
 def test_stops_and_logprobs_that_the_kernels_do_not_know() -> None:
     def able(asked: GenerationRequest) -> bool:
-        return can_sample(put(SequenceTable(), holding(asked, [0])))
+        return chosen_by_kernels(put(SequenceTable(), holding(asked, [0])))
 
     assert able(request([1], stop_token_ids=tuple(range(8))))
     assert not able(request([1], stop_token_ids=tuple(range(9))))

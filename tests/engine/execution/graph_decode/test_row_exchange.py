@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.graph_decode.pipeline import MOST_STOPS, RowState
+from engine.execution.graph_decode.pipeline import RowState
 from engine.execution.graph_decode.row_exchange import RING, fill, state_of, told, words
+from engine.execution.needs import MOST_STOPS
 from tests.engine.execution.slow_device import request
 from tests.engine.stepped import holding
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from engine.execution.graph_decode.alternating import AlternatingPipelines
 from engine.execution.graph_decode.pipeline import AHEAD as STEPS_AHEAD
-from engine.execution.graph_decode.pipeline import DecodePipeline, RowState, can_sample
+from engine.execution.graph_decode.pipeline import DecodePipeline, RowState
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.speculation.captured.claiming import RoundRows, Way
 from engine.execution.speculation.captured.followed import Followed, granted
 from engine.execution.speculation.captured.rounds import (
@@ -261,7 +262,7 @@ class Steps:
 
     def claims(self, rows: Rows[Row]) -> Rows[Row]:
         of = self.sequences.of
-        mine = tuple(row for row in rows if row.count == 1 and row.sample and can_sample(of(row)))
+        mine = tuple(row for row in rows if row.count == 1 and row.sample and chosen_by_kernels(of(row)))
         return self.alternating.claims(mine)
 
     def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
