@@ -22,7 +22,7 @@ from service.protocols.whippet_v1.rights import GENERATION
 from service.signals import Signals
 from service.transport.garbage import Garbage
 from service.transport.heap import Heap
-from service.transport.identity import refuse_strangers
+from service.transport.identity import closed_console, refuse_strangers
 from service.transport.silence import silence
 
 # Exit codes
@@ -98,6 +98,9 @@ def _announce(settings: Settings, parts: Parts) -> None:
     tls = "-plaintext" if settings.tls.cert is None else "-cacert CA.pem"
     token = "" if settings.auth.tokens_file is None else ' -H "authorization: Bearer $TOKEN"'
     metrics = "" if parts.metrics is None else f" metrics http://{parts.metrics.address}{METRICS_PATH}"
+    if parts.metrics is not None and settings.console.enabled and not closed_console(settings):
+        scheme = "http" if settings.tls.cert is None else "https"
+        metrics = f" console {scheme}://{parts.metrics.address}/{metrics}"
     sys.stdout.write(
         f"serving {settings.served_name}: {info.architecture}, {info.weight_format} {info.dtype} on {info.device}, "
         f"decoder {info.decoder}, {info.max_sequences} sequences of up to {info.max_context} tokens\n"

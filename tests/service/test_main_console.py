@@ -125,6 +125,10 @@ def _bucket(page: Page, name: str, border: str) -> float:
     return sum(count for (found, labels), count in page.items() if found == name and dict(labels)["le"] == border)
 
 
+def test_the_start_says_where_it_is(server: Server) -> None:
+    assert f" console http://{server.metrics}/ metrics http://" in server.log.read_text()
+
+
 def test_what_serves_and_the_last_errors(server: Server) -> None:
     assert refused(server.generation.Generate, ask(MARKUP, 0)).code is grpc.StatusCode.INVALID_ARGUMENT
     until(lambda: bool(browse(server.metrics, "/api/state").json()["state"]["errors"]))
@@ -241,6 +245,7 @@ def test_where_the_port_is_open_and_nobody_says_who_calls_there_is_no_console(se
 
 def test_off(serve: Serve) -> None:
     with serve("--console.enabled=false") as one:
+        assert " console " not in one.log.read_text()
         assert browse(one.metrics, "/").status == 404
         assert browse(one.metrics, "/api/generate", question("x")).status == 404
 

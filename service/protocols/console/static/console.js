@@ -202,7 +202,7 @@ function showServing({ load, model, objection }) {
     );
   }
   pairs($("serving"), entries);
-  const notes = (model?.objections ?? []).map((one) => `not ${one.decoder}: ${one.reason}`);
+  const notes = (model?.objections ?? []).map((one) => `${one.decoder} is not in use: ${one.reason}`);
   if (objection) notes.unshift(objection);
   if ($("objections").dataset.shown !== notes.join()) {
     $("objections").dataset.shown = notes.join();
