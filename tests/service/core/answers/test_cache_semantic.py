@@ -196,7 +196,7 @@ def test_an_audit_takes_back_what_was_wrong(serve: Serve) -> None:
 def test_without_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "missing_for_semantic", lambda model: ("onnxruntime", "usearch"))
     assert checked(CacheOptions()).semantic.mode == "off"
-    with pytest.raises(BadSettings, match=r"onnxruntime, usearch.*whippet-serve\[embed\]"):
+    with pytest.raises(BadSettings, match=r"onnxruntime, usearch.*pip install -e"):
         checked(CacheOptions(semantic=SemanticOptions(mode=Mode.ON)))
     assert checked(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF))).semantic.mode == "off"
 
