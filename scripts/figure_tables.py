@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from scripts.cells import fixed, whole
 from scripts.figures_cpu import (
+    cpu_peers,
     depths,
     engine_cpu,
     faults_cpu,
@@ -60,6 +61,7 @@ RENDERERS: Mapping[str, Renderer] = {
     "first-h100": first_h100,
     "throughput-h100": throughput_h100,
     "engine-cpu": engine_cpu,
+    "cpu-peers": cpu_peers,
     "front-cpu": front_cpu,
     "two-fronts-cpu": two_fronts_cpu,
     "quantized-cpu": quantized_cpu,
@@ -85,6 +87,8 @@ RENDERERS: Mapping[str, Renderer] = {
     "many.mistral.peer": lambda r: whole(streams(r, MISTRAL_AWQ, VLLM)["256"]),
     "engine.many": lambda r: many_cpu(r, 16),
     "engine.most": lambda r: many_cpu(r, 64),
+    "peers-cpu.revision": lambda r: str(r["cpu-peers"]["sha"]),
+    "peers-cpu.device": lambda r: str(r["cpu-peers"]["rows"][0]["device"]),
     "engine.revision": lambda r: str(r["engine-cpu"]["sha"]),
     "front.revision": lambda r: str(r["front-cpu"].get("sha") or r["front-cpu"]["git"]),
     "front.event": lambda r: fixed(r["front-cpu"]["figures"]["engine event to client bytes, ms"]["p50"], 2),

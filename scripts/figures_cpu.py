@@ -19,6 +19,25 @@ def engine_cpu(results: Results) -> str:
     return table(["", "tokens/s"], rows)
 
 
+def cpu_peers(results: Results) -> str:
+    """Decode of a small real model beside llama.cpp, by bits and streams: tokens/s, and milliseconds to a first one."""
+    rows: dict[tuple[str, int], list[str]] = {}
+    peers: dict[tuple[str, int], dict[str, Any]] = {}
+    found = results["cpu-peers"]["rows"]
+    engines = list(dict.fromkeys(row["engine"] for row in found))
+    for row in found:
+        peers.setdefault((row["format"], row["streams"]), {})[row["engine"]] = row
+    for key, of in peers.items():
+        rates = [fixed(of[engine]["tokens_per_second"]) for engine in engines]
+        ratio = of["walk in C"]["tokens_per_second"] / of["llama.cpp"]["tokens_per_second"]
+        firsts = [of[engine]["ttft_ms"] for engine in ("walk in C", "llama.cpp")]
+        rows[key] = [*rates, fixed(ratio, 2), "" if None in firsts else " / ".join(map(whole, firsts))]
+    heads = ["", *(f"{engine}, tokens/s" for engine in engines), "times llama.cpp", "first token, ms: ours / llama.cpp"]
+    return table(
+        heads, [[f"{name}, {streams} stream{'s' * (streams > 1)}", *row] for (name, streams), row in rows.items()]
+    )
+
+
 def many_cpu(results: Results, streams: int) -> str:
     """Times as fast as transformers at its best one after the other."""
     ratios = results["engine-many-cpu"]["ratios"]
