@@ -102,3 +102,15 @@ def test_logits_differ_by_float32_rounding_alone(form: str, request_of: Request)
             stepped = [logits(known(one, at, 1)) for at in range(len(text))][-1]
             for other in (among, stepped):
                 assert float((other - alone).abs().max()) < CLOSE * float(alone.abs().max())
+
+
+def test_the_walk_in_c_is_a_switch_that_changes_no_answer(request_of: Request, drive: Drive) -> None:
+    made = build(settings("awq", max_sequences=4), nothing)
+    assert "fused_kernels" not in {one.name for one in made.info.unused}
+    requests = [replace(request_of(one, TOKENS), request_id=str(at)) for at, one in enumerate(prompts(4))]
+    answers = []
+    for fused in (True, False, True):
+        made.set_optimization("fused_kernels", fused)
+        answers.append([one.token_ids for one in drive(made, requests, budget=512).answers])
+    made.close()
+    assert answers[0] == answers[1] == answers[2]
