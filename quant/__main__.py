@@ -121,6 +121,7 @@ def _quantize(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple
         format=given.format,
         engine=given.engine,
         group=given.group,
+        budget=given.budget,
         text=given.text,
         own_text=given.own_text,
         samples=given.samples,
@@ -186,6 +187,8 @@ def _add_quantize(make: argparse.ArgumentParser) -> None:
     make.add_argument("--engine", choices=("own", "autoawq", "bitsandbytes"), default="own", help=engines)
     groups = "inputs that share a scale: 32, 64 or 128; default: the largest that fits the model"
     make.add_argument("--group", type=int, metavar="N", help=groups)
+    budget = "bits a weight: within it the linears that lose most stay in 8 bits; default: none does"
+    make.add_argument("--budget", type=float, metavar="BITS", help=budget)
     make.add_argument("--text", type=Path, metavar="FILE", help="calibration text; default: English text that ships")
     make.add_argument("--own-text", action="store_true", help="have the model write the calibration text, slowly")
     make.add_argument("--samples", type=int, default=128, metavar="N", help="calibration windows; default: %(default)s")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
 
+from quant.errors import CannotQuantize
+
 _WIDTH: Final = 1024  # channels whose products are kept together; bounds memory to inputs * _WIDTH floats
+_DAMPING: Final = 0.05  # of the mean square of the inputs: keeps rare ones from moving weights far
 
 
 class Activations:
@@ -35,6 +39,15 @@ class Activations:
     def products(self, block: int) -> torch.Tensor:
         """Mean of x xᵀ over one of `blocks`."""
         return self._products[block] / max(self._tokens, 1)
+
+    def damped(self, block: int) -> torch.Tensor:
+        """The same in double precision with a little of the mean square on its diagonal, so that it has an inverse."""
+        products = self.products(block).double()
+        mean = float(products.diagonal().mean())
+        if not math.isfinite(mean):
+            raise CannotQuantize("the calibration text drives a layer's inputs beyond float32: give another text")
+        products.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
+        return products
 
     def group_products(self) -> torch.Tensor:
         """Mean of x xᵀ within each group, [K/g, g, g]."""

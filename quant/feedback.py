@@ -7,7 +7,7 @@ as their inputs go together. Columns with the largest inputs are rounded first, 
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,41 +15,46 @@ import torch
 from quant.activations import Activations
 from quant.checkpoint.forms import Int4Groups
 from quant.checkpoint.nibbles import pack_nibbles
-from quant.errors import CannotQuantize
 from quant.rounding import LEVELS
 from quant.search import Ranges
 
-_DAMPING: Final = 0.05  # of the mean diagonal: keeps rare inputs from moving weights far
 _PANEL: Final = 128  # columns rounded before their losses are carried to the rest of the block at once
 
 
-def round_with_feedback(weight: torch.Tensor, ranges: Ranges, activations: Activations) -> Int4Groups:
-    """weight: float32 [N, K]."""
-    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    for place, block in enumerate(activations.blocks):
-        order, carry = _elimination(activations.products(place))
-        columns = order + int(block.start)
-        groups = columns // activations.group
-        codes[:, columns] = _round_block(
-            weight[:, columns], ranges.scale[:, groups], ranges.zero[:, groups], carry.to(weight.dtype)
-        )
-    return Int4Groups(pack_nibbles(codes), ranges.scale.half(), ranges.zero.to(torch.uint8), activations.group)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Some inputs. order: of their elimination. carry: in that order, the upper factor U of the inverse of their
+    products (inverse = Uᵀ U). Row j of U over its diagonal is how a loss in column j is best spread over the columns
+    after it."""
+
+    order: torch.Tensor
+    carry: torch.Tensor
 
 
-def _elimination(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of a block's columns, and the upper factor U of the inverse products (inverse = Uᵀ U).
+class Feedback:
+    """For the linears that read one input. `activations` have all their tokens."""
 
-    Row j of U over its diagonal is how a loss in column j is best spread over the columns after it.
-    """
-    diagonal = products.diagonal()
-    order = diagonal.argsort(descending=True, stable=True)
-    mean = float(diagonal.mean())
-    if not math.isfinite(mean):
-        raise CannotQuantize("the calibration text drives a layer's inputs beyond float32: give another text")
-    damped = products[order][:, order].double()
-    damped.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
-    lower = torch.linalg.cholesky(damped)
-    return order, torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
+        self._blocks = [_eliminated(activations.damped(place)) for place in range(len(activations.blocks))]
+
+    def round(self, weight: torch.Tensor, ranges: Ranges) -> Int4Groups:
+        """weight: float32 [N, K]."""
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        group = self._activations.group
+        for block, solved in zip(self._activations.blocks, self._blocks, strict=True):
+            columns = solved.order + int(block.start)
+            groups = columns // group
+            codes[:, columns] = _round_block(
+                weight[:, columns], ranges.scale[:, groups], ranges.zero[:, groups], solved.carry
+            )
+        return Int4Groups(pack_nibbles(codes), ranges.scale.half(), ranges.zero.to(torch.uint8), group)
+
+
+def _eliminated(damped: torch.Tensor) -> _Block:
+    order = damped.diagonal().argsort(descending=True, stable=True)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
+    return _Block(order, torch.linalg.cholesky(inverse, upper=True).float())
 
 
 def _round_block(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:

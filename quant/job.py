@@ -68,6 +68,15 @@ class Job:
     def assembled(self) -> bool:
         return bool(self._state["assembled"])
 
+    def noted(self, name: str) -> Any:
+        """What `note` stored, or None."""
+        return self._state.get("notes", {}).get(name)
+
+    def note(self, name: str, value: Any) -> None:
+        """Stores JSON."""
+        self._state.setdefault("notes", {})[name] = value
+        self._save()
+
     def kept(self, name: str) -> torch.Tensor | None:
         """A tensor that `keep` stored."""
         path = self._work / f"{name}.safetensors"

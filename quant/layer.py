@@ -1,18 +1,19 @@
-"""One decoder layer from float32 to four bits: fold scales, choose ranges, round, and report the loss."""
+"""One decoder layer from float32 to few bits: fold scales, choose ranges, round, and report the loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from quant.activations import Activations
 from quant.block import Block, BlockWeights
-from quant.checkpoint.forms import Int4Groups
+from quant.checkpoint.forms import Int4Groups, Int8Rows
+from quant.checkpoint.rounding import round_rows
 from quant.errors import CannotQuantize
-from quant.feedback import round_with_feedback
+from quant.feedback import Feedback
 from quant.fold import Fold, fold_in, folds
 from quant.rounding import round_groups
 from quant.search import output_error, search_ranges, search_scale
@@ -23,6 +24,7 @@ class LinearLoss:
     """Relative errors (root mean square) of one linear's output: rounded to nearest, and as it was quantized."""
 
     name: str
+    bits: int
     nearest: float
     error: float
     alpha: float
@@ -34,7 +36,7 @@ class LayerResult:
     """dense: norms and biases, changed by folding. quantized: by linear name."""
 
     dense: BlockWeights
-    quantized: Mapping[str, Int4Groups]
+    quantized: Mapping[str, Int4Groups | Int8Rows]
     losses: tuple[LinearLoss, ...]
 
     def weights(self) -> BlockWeights:
@@ -44,16 +46,20 @@ class LayerResult:
 
 
 class LayerCalibration:
-    """Gathers what the linears of one layer read, while calibration text runs through it."""
+    """Gathers what the linears of one layer read, while calibration text runs through it. `eight`: the linears that are
+    rounded to eight bits."""
 
-    def __init__(self, block: Block, group: int, device: torch.device) -> None:
+    def __init__(self, block: Block, group: int, eight: Collection[str], device: torch.device) -> None:
+        self._eight = eight
         self._folds = folds(block.config)
         for fold in self._folds:
-            if fold.inputs % group:
+            if fold.inputs % group and not self._stays(fold):
                 raise CannotQuantize(
                     f"{fold.linears[0]} has {fold.inputs} inputs, not whole groups of {group}: choose a smaller group"
                 )
-        self._seen = {fold.linears[0]: Activations(fold.inputs, group, device) for fold in self._folds}
+        self._seen = {
+            fold.linears[0]: Activations(fold.inputs, 1 if self._stays(fold) else group, device) for fold in self._folds
+        }
 
     def observe(self, linear: str, x: torch.Tensor) -> None:
         if linear in self._seen:
@@ -62,23 +68,26 @@ class LayerCalibration:
     def quantize(self, weights: BlockWeights) -> LayerResult:
         """`weights` is left as it is."""
         changed = dict(weights)
-        quantized: dict[str, Int4Groups] = {}
+        quantized: dict[str, Int4Groups | Int8Rows] = {}
         losses: list[LinearLoss] = []
         nearest = {name: self._nearest_error(fold, name, weights) for fold in self._folds for name in fold.linears}
-        alphas = {fold.linears[0]: self._fold(fold, changed) for fold in self._folds}
+        alphas = {fold.linears[0]: 0.0 if self._stays(fold) else self._fold(fold, changed) for fold in self._folds}
         for fold in self._folds:
             seen = self._seen[fold.linears[0]]
+            feedback = None if self._stays(fold) else Feedback(seen)
             for name in fold.linears:
                 weight = changed.pop(f"{name}.weight")
-                ranges = search_ranges(weight, seen)
-                quantized[name] = round_with_feedback(weight, ranges, seen)
-                error = _relative(quantized[name].dequantize(torch.float32) - weight, weight, seen)
-                losses.append(LinearLoss(name, nearest[name], error, alphas[fold.linears[0]], ranges.clipped))
+                rounded, clipped = _rounded(weight, seen, feedback)
+                quantized[name] = rounded
+                error = _relative(rounded.dequantize(torch.float32) - weight, weight, seen)
+                bits = 4 if feedback else 8
+                losses.append(LinearLoss(name, bits, nearest[name], error, alphas[fold.linears[0]], clipped))
         return LayerResult(changed, quantized, tuple(losses))
 
     def _nearest_error(self, fold: Fold, name: str, weights: BlockWeights) -> float:
         weight, seen = weights[f"{name}.weight"], self._seen[fold.linears[0]]
-        return _relative(round_groups(weight, seen.group).dequantize(torch.float32) - weight, weight, seen)
+        rounded = round_rows(weight) if self._stays(fold) else round_groups(weight, seen.group)
+        return _relative(rounded.dequantize(torch.float32) - weight, weight, seen)
 
     def _fold(self, fold: Fold, weights: BlockWeights) -> float:
         seen = self._seen[fold.linears[0]]
@@ -87,6 +96,18 @@ class LayerCalibration:
             fold_in(weights, fold, choice.scale)
             seen.divide(fold.to_inputs(choice.scale))
         return choice.alpha
+
+    def _stays(self, fold: Fold) -> bool:
+        """In eight bits."""
+        return fold.linears[0] in self._eight
+
+
+def _rounded(weight: torch.Tensor, seen: Activations, feedback: Feedback | None) -> tuple[Int4Groups | Int8Rows, float]:
+    """And the share of groups whose range was cut."""
+    if feedback is None:
+        return round_rows(weight), 0.0
+    ranges = search_ranges(weight, seen)
+    return feedback.round(weight, ranges), ranges.clipped
 
 
 def _relative(delta: torch.Tensor, weight: torch.Tensor, seen: Activations) -> float:

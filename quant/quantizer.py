@@ -6,7 +6,7 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,6 +26,7 @@ from quant.packages import run_autoawq, run_bitsandbytes
 from quant.progress import Progress
 from quant.recipes import AwqRecipe, Int8Recipe, Recipe
 from quant.report import Report
+from quant.sensitivity import Plan, least_bits, measure, plan, uniform
 
 Target = Literal["awq", "int8"]
 Engine = Literal["own", "autoawq", "bitsandbytes"]
@@ -38,12 +39,14 @@ _DERIVED: Final = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """group: None takes the largest that fits. text: calibration text; None: the one that ships. own_text: the model
-    writes it instead. samples and held_out: windows of `length` tokens."""
+    """group: None takes the largest that fits, or within a budget the smallest. budget: bits a weight, within which
+    the linears that lose most have eight; None: none has. text: calibration text; None: the one that ships. own_text:
+    the model writes it instead. samples and held_out: windows of `length` tokens."""
 
     format: Target = "awq"
     engine: Engine = "own"
     group: int | None = None
+    budget: float | None = None
     text: Path | None = None
     own_text: bool = False
     samples: int = 128
@@ -69,7 +72,7 @@ def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progres
             _run_package(model, out, options, windows)
             job.assembled_elsewhere()
     evaluation = evaluate(out, windows.held_out, model, progress, decoder.device)
-    report = Report(about, source.nbytes(), Checkpoint(out).nbytes(), job.layers, evaluation)
+    report = Report(about, source.nbytes(), Checkpoint(out).nbytes(), job.layers, evaluation, job.noted("plan"))
     report.write(out)
     job.close()
     return report
@@ -80,7 +83,7 @@ def _run_own(
     decoder: Decoder, source: Checkpoint, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress
 ) -> None:
     outside = _outside(source, decoder.config)
-    recipe = _recipe(decoder, source, options, windows, job)
+    recipe = _recipe(decoder, source, options, windows, job, progress)
     _run_layers(recipe, decoder.config.layers, job, progress)
     rest = {name: recipe.plain(name, source.tensor(name)) for name in outside}
     job.assemble(rest, source.folder, recipe.config(read_config(source.folder)))
@@ -105,13 +108,31 @@ def _checked(source: Checkpoint, options: QuantizeOptions) -> QuantizeOptions:
         )
     if min(options.samples, options.held_out) < 1 or options.length < 2:
         raise CannotQuantize("calibration needs one window at least, so does judging; a window needs two tokens")
-    return options if options.format != "awq" else replace(options, group=_fitting(load_config(source.folder), options))
+    return _sized(load_config(source.folder), options)
+
+
+def _sized(config: ModelConfig, options: QuantizeOptions) -> QuantizeOptions:
+    """The options, with a group or a budget where four bits are asked for."""
+    if options.budget is not None and (options.format != "awq" or options.engine != "own"):
+        raise CannotQuantize("a budget decides which linears of a 4-bit model stay in 8 bits: own engine, format awq")
+    if options.format != "awq":
+        return options
+    if options.group is not None and options.group not in _GROUPS:
+        raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
+    if options.budget is None:
+        return replace(options, group=_fitting(config, options))
+    least = least_bits(config, _groups(options))
+    if options.budget < least:
+        raise CannotQuantize(f"a budget of {options.budget:g} bits a weight: this model takes {least:.2f} at least")
+    return options
+
+
+def _groups(options: QuantizeOptions) -> tuple[int, ...]:
+    return _GROUPS if options.group is None else (options.group,)
 
 
 def _fitting(config: ModelConfig, options: QuantizeOptions) -> int:
     """The group that was asked for, or else the largest that all linears divide into. Raises CannotQuantize."""
-    if options.group is not None and options.group not in _GROUPS:
-        raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
     linears = layer_linears(config)
     fitting = [group for group in _GROUPS if all(inputs % group == 0 for inputs, _ in linears.values())]
     if options.group in fitting:
@@ -140,7 +161,9 @@ def _run_layers(recipe: Recipe, layers: int, job: Job, progress: Progress) -> No
         progress("layers", index + 1, layers)
 
 
-def _recipe(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, windows: Windows, job: Job) -> Recipe:
+def _recipe(
+    decoder: Decoder, source: Checkpoint, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress
+) -> Recipe:
     if options.format == "int8":
         return Int8Recipe(decoder, source)
     hidden = job.hidden()
@@ -148,7 +171,25 @@ def _recipe(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, wind
         if job.layers:
             raise CannotQuantize("the unfinished job lost its calibration state: remove the folder and start again")
         hidden = decoder.embed(windows.calibration)
-    return AwqRecipe(decoder, _group(options), hidden.to(decoder.device))
+    return AwqRecipe(decoder, _plan(decoder, options, windows, job, progress), hidden.to(decoder.device))
+
+
+def _plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress) -> Plan:
+    """Which linears have eight bits: as an earlier run of the job found, or as the model's own answers say."""
+    noted = job.noted("plan")
+    if noted is None:
+        noted = asdict(_new_plan(decoder, options, windows, progress))
+        job.note("plan", noted)
+    eight = {int(layer): tuple(names) for layer, names in noted["eight"].items()}
+    return Plan(noted["group"], eight, noted["bits"])
+
+
+def _new_plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, progress: Progress) -> Plan:
+    if options.budget is None:
+        return uniform(_group(options))
+    groups = _groups(options)
+    parts = measure(decoder, windows.calibration, groups, lambda done, total: progress("parts", done, total))
+    return plan(parts, options.budget, groups)
 
 
 def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job: Job, progress: Progress) -> Windows:
@@ -185,6 +226,7 @@ def _about(options: QuantizeOptions) -> dict[str, Any]:
         "format": options.format,
         "engine": options.engine,
         "group": options.group if options.format == "awq" else None,
+        "budget": options.budget,
         "text": "written by the model" if options.own_text else _named(options.text or SHIPPED),
     }
     sizes = {"samples": options.samples, "held_out": options.held_out, "length": options.length, "seed": options.seed}

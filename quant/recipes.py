@@ -10,14 +10,15 @@ import torch
 
 from quant.checkpoint.awq import write_gemm
 from quant.checkpoint.bnb import write_int8
-from quant.checkpoint.config import ModelConfig
-from quant.checkpoint.forms import Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int8Rows
+from quant.checkpoint.packed import write_packed
 from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.source import TensorSource
-from quant.checkpoint.tensors import layer_norms
+from quant.checkpoint.tensors import HEAD, layer_norms, layer_prefix
 from quant.decoder import Decoder, batches
 from quant.errors import CannotQuantize
 from quant.layer import LayerCalibration, LayerResult
+from quant.sensitivity import Plan
 
 _ERROR_SEQUENCES: Final = 4  # calibration windows on which a layer's own error is measured
 
@@ -44,17 +45,19 @@ class Recipe(Protocol):
 
 
 class AwqRecipe:
-    """AutoAWQ's GEMM layout: packed linears, everything else float16. hidden: [S, T, hidden], changed in place."""
+    """Packed linears, everything else float16: in AutoAWQ's GEMM layout, or in that of compressed-tensors where some
+    linears have eight bits. hidden: [S, T, hidden], changed in place."""
 
-    def __init__(self, decoder: Decoder, group: int, hidden: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, plan: Plan, hidden: torch.Tensor) -> None:
         self._decoder = decoder
-        self._group = group
+        self._plan = plan
         self._hidden = hidden
 
     def layer(self, index: int) -> LayerOutcome:
         hidden = self._hidden
         block, weights = self._decoder.block(index, hidden.shape[1]), self._decoder.layer(index)
-        calibration = LayerCalibration(block, self._group, self._decoder.device)
+        eight = self._plan.eight.get(index, ())
+        calibration = LayerCalibration(block, self._plan.group, eight, self._decoder.device)
         before = hidden[:_ERROR_SEQUENCES].clone()
         for rows in batches(*hidden.shape[:2]):
             hidden[rows] = block.forward(weights, hidden[rows], None, calibration.observe)
@@ -62,22 +65,28 @@ class AwqRecipe:
         result = calibration.quantize(weights)
         lost = (block.forward(result.weights(), before) - after).norm() / (after - before).norm().clamp(min=1e-30)
         record = {"error": float(lost), "linears": [asdict(loss) for loss in result.losses]}
-        return LayerOutcome(_packed(index, result, self._decoder.config), hidden, record)
+        return LayerOutcome(self._packed(index, result), hidden, record)
 
     def plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return _half(name, tensor)
 
     def config(self, config: Config) -> dict[str, object]:
-        section = {
-            "bits": 4,
-            "group_size": self._group,
-            "modules_to_not_convert": None,
-            "quant_method": "awq",
-            "version": "gemm",
-            "zero_point": True,
-        }
+        section = _mixed(self._plan) if self._plan.mixed else _gemm(self._plan.group)
         types = {field: "float16" for field in ("torch_dtype", "dtype") if field in config}
         return {**config, **(types or {"torch_dtype": "float16"}), "quantization_config": section}
+
+    def _packed(self, index: int, result: LayerResult) -> dict[str, torch.Tensor]:
+        prefix, config = f"{layer_prefix(index)}.", self._decoder.config
+        offsets = {f"{name}.weight": config.norm_offset for name in layer_norms(config)}
+        stored = {name: tensor - offsets.get(name, 0.0) for name, tensor in result.dense.items()}
+        tensors = {prefix + name: _half(prefix + name, tensor) for name, tensor in stored.items()}
+        for name, weight in result.quantized.items():
+            written = self._write(weight)
+            tensors |= {f"{prefix}{name}.{stem}": tensor for stem, tensor in written.items()}
+        return tensors
+
+    def _write(self, weight: Int4Groups | Int8Rows) -> Mapping[str, torch.Tensor]:
+        return write_packed(weight) if isinstance(weight, Int8Rows) or self._plan.mixed else write_gemm(weight)
 
 
 class Int8Recipe:
@@ -112,13 +121,37 @@ class Int8Recipe:
         return {**config, "quantization_config": section}
 
 
-def _packed(index: int, result: LayerResult, config: ModelConfig) -> dict[str, torch.Tensor]:
-    prefix, norms = f"model.layers.{index}.", {f"{name}.weight" for name in layer_norms(config)}
-    stored = {name: tensor - config.norm_offset if name in norms else tensor for name, tensor in result.dense.items()}
-    tensors = {prefix + name: _half(prefix + name, tensor) for name, tensor in stored.items()}
-    for name, weight in result.quantized.items():
-        tensors |= {f"{prefix}{name}.{stem}": tensor for stem, tensor in write_gemm(weight).items()}
-    return tensors
+def _gemm(group: int) -> Config:
+    return {
+        "bits": 4,
+        "group_size": group,
+        "modules_to_not_convert": None,
+        "quant_method": "awq",
+        "version": "gemm",
+        "zero_point": True,
+    }
+
+
+def _mixed(plan: Plan) -> Config:
+    """Linears in eight bits by name; a name goes before the class that all others are of."""
+    names = [f"{layer_prefix(index)}.{name}" for index, linears in plan.eight.items() for name in linears]
+    return {
+        "config_groups": {
+            "group_0": _scheme(["Linear"], {"num_bits": 4, "symmetric": False, "strategy": "group"}, plan.group),
+            "group_1": _scheme(names, {"num_bits": 8, "symmetric": True, "strategy": "channel"}, None),
+        },
+        "format": "pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": [HEAD],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def _scheme(targets: list[str], weights: Config, group: int | None) -> Config:
+    kind = {"dynamic": False, "group_size": group, "observer": "minmax", "type": "int"}
+    return {"input_activations": None, "output_activations": None, "targets": targets, "weights": {**weights, **kind}}
 
 
 def _half(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,15 @@ NAME: Final = "quantization"  # of the two files
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """layers: one record a decoder layer, as the job kept them. bytes: of the weight files."""
+    """layers: one record a decoder layer, as the job kept them. bytes: of the weight files. plan: which linears have
+    how many bits, where four are among them."""
 
     options: Mapping[str, Any]
     source_bytes: int
     bytes: int
     layers: Sequence[Mapping[str, Any]]
     evaluation: Evaluation
+    plan: Mapping[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         write_text(folder / f"{NAME}.json", json.dumps(asdict(self), indent=2) + "\n")
@@ -40,6 +42,8 @@ class Report:
         if self.options["format"] != "awq":
             return ["", "Eight bits are the most that a quantized model has here: serve the original, or judge both on",
                     "text of the kind that you serve (`whippet evaluate`)."]  # fmt: skip
+        if self.options.get("budget") is not None:
+            return ["", "A larger --budget, or 8 bits (--format int8), lose less."]
         smaller = [group for group in (64, 32) if group < self.options["group"]]
         groups = f"Smaller groups (--group {' or '.join(map(str, smaller))}), or " if smaller else ""
         return ["", f"{groups}8 bits (--format int8) lose less."]
@@ -51,11 +55,21 @@ class Report:
             "",
             f"Options: {options}.",
             f"Weights: {_mib(self.source_bytes)} before, {_mib(self.bytes)} after.",
+            *_plan_lines(self.plan),
             "",
             *evaluation_lines(self.evaluation),
             *self._advice(),
         ]
         return "\n".join([*lines, *_layer_lines(self.layers)]) + "\n"
+
+
+def _plan_lines(plan: Mapping[str, Any] | None) -> list[str]:
+    """Where the bits went."""
+    if plan is None:
+        return []
+    eight = sum(len(names) for names in plan["eight"].values())
+    stay = f"; {eight} linears stay in 8 bits" if eight else ""
+    return [f"Linears: {plan['bits']:.2f} bits a weight, in groups of {plan['group']}{stay}."]
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:
@@ -101,9 +115,9 @@ def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "## Layers",
         "",
-        "Relative root-mean-square errors. A linear of four bits: of its output on the calibration text, rounded",
-        "to nearest → as quantized; of eight bits: of its weight. A layer: of what it adds to its input, or the",
-        "worst of its linears.",
+        "Relative root-mean-square errors. A linear: of its output on the calibration text, rounded to nearest → as",
+        "quantized (8: in eight bits), or of its weight where nothing was calibrated. A layer: of what it adds to its",
+        "input, or the worst of its linears.",
         "",
     ]
     return [*intro, *(f"| {row} |" for row in rows)]
@@ -111,7 +125,9 @@ def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _loss(loss: Mapping[str, Any]) -> str:
     error = f"{loss['error']:.4f}"
-    return f"{loss['nearest']:.4f} → {error}" if "nearest" in loss else error
+    if "nearest" not in loss:
+        return error
+    return f"{loss['nearest']:.4f} → {error}{' (8)' if loss['bits'] == 8 else ''}"
 
 
 def _mib(count: int) -> str:

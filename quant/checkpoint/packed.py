@@ -8,11 +8,14 @@ weight_shape       int [2]: N, K
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch.nn import functional
 
 from quant.checkpoint.errors import BadTensor
 from quant.checkpoint.forms import Int4Groups, Int8Rows
-from quant.checkpoint.nibbles import bytes_of, unpack_nibbles
+from quant.checkpoint.nibbles import bytes_of, pack_nibbles, unpack_nibbles, words_of
 from quant.checkpoint.source import TensorSource, check, fetch, fetch_floats
 from quant.checkpoint.spec import WHOLE_ROW, PackedScheme, PackedSpec
 
@@ -40,6 +43,28 @@ def read_packed(
     zero = _zeros(source, layer, scheme, out_features, in_features // group).to(scale.device)
     packed = bytes_of(fetch(source, name, words, (torch.int32,)))[:, : in_features // 2].clone()
     return Int4Groups(packed, scale, zero, group)
+
+
+def write_packed(weight: Int4Groups | Int8Rows) -> Mapping[str, torch.Tensor]:
+    """The tensors of one layer, as compressed-tensors names and packs them. Eight bits have a bfloat16 scale, which
+    holds what `round_rows` makes without loss."""
+    outputs, inputs = weight.shape
+    shape = torch.tensor([outputs, inputs], dtype=torch.int64)
+    if isinstance(weight, Int8Rows):
+        if inputs % 4:
+            raise BadTensor("weight_packed", "inputs in multiples of 4", f"{inputs} inputs")
+        words = words_of(weight.q.view(torch.uint8) ^ 0x80)
+        scale = weight.scale.unsqueeze(1).to(torch.bfloat16)
+        return {"weight_packed": words, "weight_scale": scale, "weight_shape": shape}
+    if inputs % 8:
+        raise BadTensor("weight_packed", "inputs in multiples of 8", f"{inputs} inputs")
+    zeros = functional.pad(weight.zero.T, (0, -outputs % 8))
+    return {
+        "weight_packed": words_of(weight.packed),
+        "weight_scale": weight.scale.to(torch.float16).contiguous(),
+        "weight_zero_point": words_of(pack_nibbles(zeros)).T.contiguous(),
+        "weight_shape": shape,
+    }
 
 
 def _zeros(source: TensorSource, layer: str, scheme: PackedScheme, outputs: int, groups: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from quant.activations import Activations
 from quant.errors import CannotQuantize
-from quant.feedback import round_with_feedback
+from quant.feedback import Feedback
 from quant.rounding import LEVELS, encode_groups
 from quant.search import Ranges, output_error, search_ranges
 
@@ -50,7 +50,7 @@ def test_it_is_the_slow_version(random):
     x, weight = correlated(500, 32, random), torch.randn(24, 32, generator=random)
     activations = seen(x, 8)
     ranges = search_ranges(weight, activations)
-    found = round_with_feedback(weight, ranges, activations)
+    found = Feedback(activations).round(weight, ranges)
     codes = found.packed.unsqueeze(2).repeat(1, 1, 2)
     codes[..., 0] &= 15
     codes[..., 1] >>= 4
@@ -63,7 +63,7 @@ def test_the_output_errs_less_than_to_nearest(random):
     activations = seen(x, 32)
     ranges = search_ranges(weight, activations)
     nearest = encode_groups(weight, ranges.scale, ranges.zero, 32).dequantize(torch.float32) - weight
-    found = round_with_feedback(weight, ranges, activations)
+    found = Feedback(activations).round(weight, ranges)
     better = found.dequantize(torch.float32) - weight
     assert output_error(better, activations) < 0.6 * output_error(nearest, activations)
     fresh = correlated(1000, 256, torch.Generator().manual_seed(11))  # the same mix, read again from its start
@@ -76,7 +76,7 @@ def test_inputs_that_do_not_go_together_are_rounded_to_nearest(random):
     weight = torch.randn(16, 64, generator=random)
     activations = seen(torch.eye(64), 32)
     ranges = search_ranges(weight, activations)
-    found = round_with_feedback(weight, ranges, activations)
+    found = Feedback(activations).round(weight, ranges)
     assert torch.equal(found.packed, encode_groups(weight, ranges.scale, ranges.zero, 32).packed)
 
 
@@ -84,7 +84,7 @@ def test_inputs_never_seen_are_rounded_to_nearest(random):
     weight = torch.randn(16, 64, generator=random)
     activations = seen(torch.zeros(4, 64), 32)
     ranges = search_ranges(weight, activations)
-    found = round_with_feedback(weight, ranges, activations)
+    found = Feedback(activations).round(weight, ranges)
     assert torch.equal(found.packed, encode_groups(weight, ranges.scale, ranges.zero, 32).packed)
 
 
@@ -92,7 +92,7 @@ def test_inputs_beyond_float32_are_refused(random):
     weight = torch.randn(4, 32, generator=random)
     ranges = search_ranges(weight, seen(torch.randn(4, 32, generator=random), 32))
     with pytest.raises(CannotQuantize, match="beyond float32"):
-        round_with_feedback(weight, ranges, seen(torch.full((4, 32), 1e30), 32))
+        Feedback(seen(torch.full((4, 32), 1e30), 32)).round(weight, ranges)
 
 
 def test_several_blocks_are_several_problems(random, monkeypatch):
@@ -100,8 +100,8 @@ def test_several_blocks_are_several_problems(random, monkeypatch):
     x, weight = correlated(400, 160, random), torch.randn(8, 160, generator=random)
     activations = seen(x, 32)
     assert len(activations.blocks) == 3
-    whole = round_with_feedback(weight, search_ranges(weight, activations), activations)
+    whole = Feedback(activations).round(weight, search_ranges(weight, activations))
     for at, width in ((0, 64), (64, 64), (128, 32)):
         part = seen(x[:, at : at + width], 32)
-        alone = round_with_feedback(weight[:, at : at + width], search_ranges(weight[:, at : at + width], part), part)
+        alone = Feedback(part).round(weight[:, at : at + width], search_ranges(weight[:, at : at + width], part))
         assert torch.equal(whole.packed[:, at // 2 : (at + width) // 2], alone.packed)

@@ -7,6 +7,7 @@ import torch
 
 from quant.block import Block
 from quant.checkpoint.config import parse_config
+from quant.checkpoint.forms import Int8Rows
 from quant.checkpoint.tensors import layer_linears, layer_norms
 from quant.errors import CannotQuantize
 from quant.layer import LayerCalibration
@@ -37,12 +38,16 @@ def layer(request, random):
     return block, weights, x
 
 
+def quantized(block, weights, x, group=32, eight=()):
+    calibration = LayerCalibration(block, group, eight, CPU)
+    block.forward(weights, x, None, calibration.observe)
+    return calibration.quantize(weights)
+
+
 def test_the_output_errs_less_than_rounded_to_nearest(layer):
     block, weights, x = layer
     before = {name: tensor.clone() for name, tensor in weights.items()}
-    calibration = LayerCalibration(block, 32, CPU)
-    expected = block.forward(weights, x[:12], None, calibration.observe)
-    result = calibration.quantize(weights)
+    result = quantized(block, weights, x[:12])
     assert all(torch.equal(weights[name], before[name]) for name in before)
     assert weights.keys() == before.keys()
     nearest = {
@@ -53,30 +58,35 @@ def test_the_output_errs_less_than_rounded_to_nearest(layer):
     def error(changed, inputs):
         return float((block.forward(changed, inputs) - block.forward(weights, inputs)).norm())
 
-    assert expected.shape == x[:12].shape
     assert error(result.weights(), x[:12]) < 0.85 * error(nearest, x[:12])
     assert error(result.weights(), x[12:]) < 0.95 * error(nearest, x[12:])  # text it was not calibrated on
 
 
 def test_losses_name_every_linear_and_fall(layer):
     block, weights, x = layer
-    calibration = LayerCalibration(block, 32, CPU)
-    block.forward(weights, x, None, calibration.observe)
-    result = calibration.quantize(weights)
+    result = quantized(block, weights, x)
     assert [loss.name for loss in result.losses] == list(layer_linears(block.config))
     assert set(result.quantized) == set(layer_linears(block.config))
     assert all(0 < loss.error < loss.nearest for loss in result.losses)
     assert any(loss.alpha > 0 for loss in result.losses)  # two inputs are loud
     assert not any(name.endswith("proj.weight") for name in result.dense)
-    again = LayerCalibration(block, 32, CPU)
-    block.forward(weights, x, None, again.observe)
-    assert all(
-        torch.equal(weight.packed, result.quantized[name].packed)
-        for name, weight in again.quantize(weights).quantized.items()
-    )
+    again = quantized(block, weights, x)
+    assert all(torch.equal(weight.packed, result.quantized[name].packed) for name, weight in again.quantized.items())
+
+
+def test_linears_in_eight_bits_lose_next_to_nothing(layer):
+    block, weights, x = layer
+    eight = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
+    result = quantized(block, weights, x, 32, eight)
+    assert {name for name, weight in result.quantized.items() if isinstance(weight, Int8Rows)} == set(eight)
+    assert all((loss.bits == 8) == (loss.name in eight) for loss in result.losses)
+    assert all(loss.error < 0.02 for loss in result.losses if loss.bits == 8)
+    assert all(loss.alpha == loss.clipped == 0 for loss in result.losses if loss.bits == 8)
 
 
 def test_groups_that_do_not_divide_are_refused_before_work(layer):
-    block, _, _ = layer
+    block, weights, x = layer
     with pytest.raises(CannotQuantize, match=r"mlp\.down_proj has 96 inputs"):
-        LayerCalibration(block, 64, CPU)
+        LayerCalibration(block, 64, (), CPU)
+    result = quantized(block, weights, x, 64, ("mlp.down_proj",))
+    assert isinstance(result.quantized["mlp.down_proj"], Int8Rows)

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from quant.checkpoint.awq import write_gemm
 from quant.checkpoint.errors import BadFile, NotFinite
-from quant.checkpoint.formats import read_spec
+from quant.checkpoint.formats import format_name, read_spec
 from quant.checkpoint.safetensors import Checkpoint
-from quant.checkpoint.spec import AwqSpec, Int8Spec
+from quant.checkpoint.spec import AwqSpec, Int8Spec, PackedScheme, PackedSpec
+from quant.checkpoint.tensors import layer_linears
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
 from quant.evaluate import Comparison, Evaluation, evaluate
@@ -289,6 +290,48 @@ def test_eight_bits(source, stored, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_budget_keeps_in_eight_bits_what_loses_most(source, tmp_path):
+    killed = StopAt("layers", 2)
+    asked = small(source, group=None, budget=5.25)
+    with pytest.raises(Stop):
+        quantize(source, tmp_path / "out", asked, killed)
+    again = StopAt("never", 0)
+    report = quantize(source, tmp_path / "out", asked, again)
+    assert "parts" in {stage for stage, _ in killed.heard} - {stage for stage, _ in again.heard}  # measured once
+    found = report.plan
+    assert found is not None
+    spec = read_spec(tmp_path / "out")
+    assert isinstance(spec, PackedSpec)
+    assert spec.schemes[0] == PackedScheme(("Linear",), 4, found["group"], symmetric=False)
+    eight = tuple(f"model.layers.{index}.{name}" for index, names in found["eight"].items() for name in names)
+    assert spec.schemes[1] == PackedScheme(eight, 8, -1, symmetric=True)
+    assert spec.ignore == ("lm_head",)
+    assert format_name(spec) == f"compressed-tensors-int4-g{found['group']}-int8"
+    checkpoint, decoder = Checkpoint(tmp_path / "out"), Decoder.open(source)
+    stems = ("weight_packed", "weight_scale", "weight_zero_point")
+    held = sum(checkpoint.tensor(name).nbytes for name in checkpoint.names() if name.endswith(stems))
+    weights = sum(k * n for k, n in layer_linears(decoder.config).values()) * decoder.config.layers
+    assert 8 * held / weights == pytest.approx(found["bits"])
+    assert 4.5 < found["bits"] <= 5.25
+    losses = {(i, loss["name"]): loss for i, layer in enumerate(report.layers) for loss in layer["linears"]}
+    assert {f"model.layers.{i}.{name}" for (i, name), loss in losses.items() if loss["bits"] == 8} == set(eight)
+    assert f"Linears: {found['bits']:.2f} bits a weight, in groups of" in (tmp_path / "out/quantization.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budget": 4.0, "group": None}, "this model takes 4.16 at least"),
+        ({"budget": 5.0, "format": "int8"}, "own engine, format awq"),
+        ({"budget": 5.0, "engine": "autoawq"}, "own engine, format awq"),
+        ({"budget": 5.0, "group": 48}, "choose one of 128, 64, 32"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused(source, tmp_path, changes, said):
+    with pytest.raises(CannotQuantize, match=said):
+        quantize(source, tmp_path / "out", small(source, **changes), quiet)
+
+
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -382,8 +425,8 @@ def test_without_group_and_text_the_largest_that_fits_and_the_text_that_ships(so
 @pytest.mark.parametrize(
     ("width", "group", "said"),
     [
-        (96, 64, "mlp.down_proj has 96 inputs, not whole groups of 64: --group 32 fits this model"),
         (100, None, "mlp.down_proj has 100 inputs, not whole groups of 32: --format int8 fits this model"),
+        (96, 64, "mlp.down_proj has 96 inputs, not whole groups of 64: --group 32 fits this model"),
         (100, 128, "mlp.down_proj has 100 inputs, not whole groups of 128: --format int8 fits this model"),
     ],
 )
@@ -396,6 +439,22 @@ def test_a_group_that_does_not_fit_is_refused_before_work(source, tmp_path, widt
     assert not (tmp_path / "out").exists()
 
 
+def test_inputs_that_no_group_divides_stay_in_eight_bits(source, tmp_path):
+    narrow = {
+        f"model.layers.{index}.mlp.{name}.weight": Checkpoint(source).tensor(f"model.layers.{index}.mlp.{name}.weight")
+        for index in range(4)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    narrow = {name: one[:, :100].contiguous() if "down" in name else one[:100] for name, one in narrow.items()}
+    model = copy_with(source, tmp_path / "m", narrow)
+    config = json.loads((source / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    report = quantize(model, tmp_path / "out", small(source, group=None, budget=6), quiet)
+    assert report.plan is not None
+    assert all("mlp.down_proj" in names for names in report.plan["eight"].values())
+    assert len(report.plan["eight"]) == 4
+
+
 def comparison(kl: float) -> Comparison:
     return Comparison(9.0, Interval(0.01, 0.0, 0.02), kl, 0.98, 30.0, 32)
 
@@ -405,6 +464,7 @@ def comparison(kl: float) -> Comparison:
     [
         ({"format": "awq", "group": 128}, "--group 64 or 32), or 8 bits", "original"),
         ({"format": "awq", "group": 32}, "8 bits (--format int8) lose less", "maller groups"),
+        ({"format": "awq", "group": None, "budget": 4.75}, "A larger --budget", "maller groups"),
         ({"format": "int8", "group": None}, "serve the original", "8 bits"),
     ],
 )

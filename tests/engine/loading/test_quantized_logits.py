@@ -19,7 +19,13 @@ from engine.linear.joined import JoinedLinear
 from engine.worker import doctor
 from engine.worker.build import build, prepare
 from quant.checkpoint.config import parse_config
+from quant.checkpoint.packed import write_packed
+from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.tensors import dense_tensors, linears
+from quant.decoder import Decoder
+from quant.recipes import AwqRecipe
+from quant.rounding import round_groups
+from quant.sensitivity import Plan
 from tests.engine.quantized import (
     BASE,
     FAMILIES,
@@ -132,6 +138,47 @@ def in_order(values: torch.Tensor, bits: int) -> torch.Tensor:
     for place in range(count):
         words |= values[:, place::count].long() << bits * place
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def mixed(root: Path, eight: dict[int, tuple[str, ...]]) -> Path:
+    """A folder as the quantizer writes it where some linears stay in eight bits; its plain self beside it."""
+    config = {**BASE, **FAMILIES["qwen2-tied"]}
+    parsed = parse_config(config, "config.json")
+    seed = torch.Generator().manual_seed(8)
+    plain = {name: torch.randn(shape, generator=seed).half() for name, shape in dense_tensors(parsed).items()}
+    plain = {name: (one / one.shape[-1] ** 0.5 if one.dim() == 2 else one.abs() + 0.5) for name, one in plain.items()}
+    held = dict(plain)
+    for name, _, _ in linears(parsed):
+        index, linear = name.removeprefix("model.layers.").split(".", 1)
+        weight = held.pop(f"{name}.weight").float()
+        rounded = round_rows(weight) if linear in eight.get(int(index), ()) else round_groups(weight, 32)
+        held |= {f"{name}.{stem}": tensor for stem, tensor in write_packed(rounded).items()}
+        plain[f"{name}.weight"] = rounded.dequantize(torch.float32)
+    recipe = AwqRecipe(Decoder.open(write(root / "plain", config, plain)), Plan(32, eight, 5.0), torch.zeros(1, 1, 1))
+    return write(root / "mixed", recipe.config(config), held)
+
+
+def test_four_and_eight_bits_in_one_folder(tmp_path: Path) -> None:
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    folder = mixed(tmp_path, {0: (*qkv, "mlp.down_proj"), 1: ("mlp.gate_proj", "mlp.up_proj")})
+    first, second = layers_of(folder)
+    kinds = [type(one) for layer in (first, second) for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    assert kinds == [Int8Cpu, Int4Cpu, Int4Cpu, Int8Cpu, Int4Cpu, Int4Cpu, Int8Cpu, Int4Cpu]
+    ids = ids_of(30)
+    expected = logits_of(tmp_path / "plain", ids, dtype="float32")
+    found = logits_of(folder, ids, dtype="float32")
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+    assert prepare(settings(folder), nothing).weight_format == "compressed-tensors-int4-g32-int8"
+
+
+def test_a_mixed_folder_whose_config_lies_is_refused(tmp_path: Path) -> None:
+    folder = mixed(tmp_path, {0: ("mlp.down_proj",)})
+    config = json.loads((folder / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"]["targets"] = ["model.layers.1.mlp.down_proj"]  # it is in four bits
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidModel, match=r"weight_packed"):
+        layers_of(folder)
 
 
 @pytest.mark.parametrize(("bits", "name"), [(4, "compressed-tensors-int4-g32"), (8, "compressed-tensors-int8")])

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from quant.checkpoint.errors import BadTensor
 from quant.checkpoint.forms import Int4Groups, Int8Rows
-from quant.checkpoint.packed import read_packed
+from quant.checkpoint.packed import read_packed, write_packed
+from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.spec import PackedScheme, PackedSpec
+from quant.rounding import round_groups
 from tests.properties import example_count
 
 NAMES = ("w4.sym.g128", "w4.sym.g32", "w4.sym.row", "w4.asym.g128", "w4.asym.g64", "w4.asym.row", "w8.row", "w8.odd")
@@ -72,6 +74,41 @@ def test_any_layer_decodes_to_what_was_encoded(make_source, data):
     weight = read_packed(make_source(tensors), "a", spec_of(bits, group, bits == 8), inputs, outputs)
     expected = (q - zero.repeat_interleave(width, 1)) * scale.repeat_interleave(width, 1)
     assert torch.equal(weight.dequantize(torch.float32), expected)
+
+
+@settings(max_examples=example_count(60), deadline=None)
+@given(st.data())
+def test_what_is_written_is_read_back(make_source, data):
+    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    outputs, inputs = data.draw(st.integers(1, 40)), 32 * data.draw(st.integers(1, 4))
+    weight = torch.randn(outputs, inputs, generator=seed) * 10.0 ** data.draw(st.integers(-4, 2))
+    group = data.draw(st.sampled_from([32, None]))
+    rounded = round_rows(weight) if group is None else round_groups(weight, group)
+    tensors = {f"a.{stem}": tensor for stem, tensor in write_packed(rounded).items()}
+    spec = spec_of(8, -1) if group is None else spec_of(4, group, symmetric=False)
+    again = read_packed(make_source(tensors), "a", spec, inputs, outputs)
+    assert torch.equal(again.dequantize(torch.float32), rounded.dequantize(torch.float32))
+
+
+def test_the_package_would_write_the_same_words(units, cases, make_source):
+    for name in NAMES:
+        case = cases[name]
+        if (case["symmetric"] and case["bits"] == 4) or name == "w8.odd":
+            continue  # those are written without zero points, and with inputs that fill no word
+        spec = spec_of(case["bits"], case["group"], case["symmetric"])
+        written = write_packed(read_packed(make_source(units), name, spec, case["inputs"], case["outputs"]))
+        for stem in ("weight_packed", "weight_zero_point", "weight_shape"):
+            assert (f"{name}.{stem}" in units) == (stem in written)
+            if stem in written:
+                assert torch.equal(written[stem], units[f"{name}.{stem}"].to(written[stem].dtype))
+        assert torch.equal(written["weight_scale"].float(), units[f"{name}.weight_scale"].float())
+
+
+def test_what_fills_no_word_is_not_written():
+    with pytest.raises(BadTensor, match="multiples of 4"):
+        write_packed(round_rows(torch.ones(2, 6)))
+    with pytest.raises(BadTensor, match="multiples of 8"):
+        write_packed(round_groups(torch.ones(8, 12), 12))
 
 
 def by_integer(values: torch.Tensor, bits: int) -> torch.Tensor:
