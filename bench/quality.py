@@ -28,6 +28,7 @@ from quant.checkpoint.tensors import layer_linears, layer_prefix
 from quant.decoder import Decoder
 from quant.evaluate import Evaluation, evaluate
 from quant.recipes import AwqRecipe
+from quant.sensitivity import uniform
 from quant.rounding import round_groups
 
 HEAD = f"{'':<16} {'perplexity':>10} {'change':>8} {'95 %':>18} {'KL':>8} {'top-1':>7} {'greedy':>7}"
@@ -49,7 +50,7 @@ def nearest(base: Path, out: Path, group: int) -> Path:
             tensors[name] = tensor.half()
     out.mkdir()
     save_file(tensors, out / "model.safetensors")
-    config = AwqRecipe(decoder, group, torch.empty(0)).config(read_config(base))
+    config = AwqRecipe(decoder, uniform(group), torch.empty(0)).config(read_config(base))
     (out / "config.json").write_text(json.dumps(config))
     shutil.copyfile(base / "tokenizer.json", out / "tokenizer.json")
     return out
