@@ -28,8 +28,8 @@ from quant.checkpoint.tensors import layer_linears, layer_prefix
 from quant.decoder import Decoder
 from quant.evaluate import Evaluation, evaluate
 from quant.recipes import AwqRecipe
-from quant.sensitivity import uniform
 from quant.rounding import round_groups
+from quant.sensitivity import uniform
 
 HEAD = f"{'':<16} {'perplexity':>10} {'change':>8} {'95 %':>18} {'KL':>8} {'top-1':>7} {'greedy':>7}"
 
