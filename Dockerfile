@@ -31,7 +31,7 @@ COPY service /build/whippet/service
 COPY engine /build/whippet/engine
 COPY cache /build/whippet/cache
 COPY quant /build/whippet/quant
-COPY bench/replay /build/whippet/bench/replay
+COPY bench /build/whippet/bench
 RUN /build/venv/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /build/wheels /build/whippet
 
 # The two differ in their requirements, and in where PyTorch comes from: wheels for a CPU lie apart from all others.

@@ -87,8 +87,8 @@ bench: $(VENV)/.test ## What the documents' CPU figures come from
 	$(BIN)/python -m bench.front
 	$(BIN)/python -m bench.prefix
 	$(BIN)/python -m bench.cache
-	$(BIN)/python -m bench.cache_faults
-	$(BIN)/python -m bench.pairs
+	$(BIN)/python -m bench.cache faults
+	$(BIN)/python -m bench.cache pairs
 
 soak: $(VENV)/.test ## A server under callers and trouble, twenty minutes: did each request end once, and rightly?
 	$(BIN)/python -m bench.soaking --seconds 600

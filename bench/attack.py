@@ -30,8 +30,7 @@ from threading import Event, Thread
 
 import grpc
 
-from bench.floods import HEALTH, REFLECTION, crowded, cut_message, flood, silent
-from bench.probing import Prober, addresses, rss
+from bench.floods import HEALTH, REFLECTION, Prober, addresses, crowded, cut_message, flood, rss, silent
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 from service.transport.heap import ENVIRONMENT

@@ -9,6 +9,7 @@ import argparse
 import ast
 import asyncio
 import gc
+import inspect
 import json
 import os
 import random
@@ -16,18 +17,21 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import uvloop
+from scipy.stats import binomtest  # type: ignore[import-untyped]
 
-from bench.about import ROOT, device, revision
 from bench.front import UNARY, server
 from bench.grpc_frames import FrameClient
-from bench.redis_server import redis_server
+from bench.redis_server import Proxy, RedisServer, proxy_in_thread, redis_server, write_keys
+from bench.result import ROOT, device, revision, run_one_of
 from cache.answers.exact import ExactCache
 from cache.api import (
     Allowance,
@@ -49,6 +53,7 @@ from cache.seal.keyring import Keyring
 from cache.seal.partition import Epochs, Partitions
 from cache.semantic.embedder import ModelEmbedder, Vector, open_embedder
 from cache.semantic.export import exported
+from cache.semantic.guard import strictly_equal, veto
 from cache.semantic.search import SimilarCache
 from cache.store.redis_store import RedisStore
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -56,7 +61,7 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 LENGTHS = (8, 16, 24, 32, 48, 64, 128, 200)  # the embedder's tokens, upper borders
 REAL = 2000  # entries that are sentences; the others are random directions
 _FILLER = "filler "
-QUERIES = ROOT / "tests" / "bench" / "replay" / "data" / "clinc_500.json"  # queries to assistants, of CLINC150
+QUERIES = ROOT / "tests" / "bench" / "data" / "clinc_500.json"  # queries to assistants, of CLINC150
 QUERIED = "as long as they come"
 Figures = dict[str, dict[str, float]]
 Buckets = dict[str, list[str]]  # texts by what their figures are called
@@ -287,5 +292,131 @@ def main() -> None:
     print(json.dumps({"bench": "cache", **about, "figures": figures}, ensure_ascii=False))
 
 
+SLOW = 0.1  # seconds an answer takes
+CUT = 9  # bytes of an answer that arrive
+RECOVERY = 2.0  # seconds
+
+
+def faults(redis: RedisServer, between: Proxy) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """How to cause each fault, and how to end it. The last one cannot be ended."""
+
+    def slow(seconds: float) -> None:
+        between.delay = seconds
+
+    def cut(after: int | None) -> None:
+        between.cut_after = after
+
+    def full(limit: str) -> None:
+        redis.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        redis.command("CONFIG", "SET", "maxmemory", limit)
+
+    def follow(host: str, port: str) -> None:
+        redis.command("REPLICAOF", host, port)
+
+    def nothing() -> None:
+        pass
+
+    return {
+        "well": (nothing, nothing),
+        "slow": (lambda: slow(SLOW), lambda: slow(0.0)),
+        "cut": (lambda: cut(CUT), lambda: cut(None)),
+        "full": (lambda: full("1"), lambda: full("0")),
+        "read-only": (lambda: follow("127.0.0.1", "1"), lambda: follow("NO", "ONE")),
+        "emptied": (nothing, nothing),  # before every request
+        "stalled": (redis.pause, redis.resume),
+        "well again": (nothing, nothing),
+        "gone": (redis.stop, nothing),
+    }
+
+
+def measure(count: int) -> Figures:
+    """Milliseconds of a whole request of one token; one that fails ends the run."""
+    result: Figures = {}
+    with tempfile.TemporaryDirectory() as folder, redis_server() as redis, proxy_in_thread(redis.port) as between:
+        url, keys = f"--cache.redis-url={between.url}", write_keys(Path(folder) / "keys")
+        flags = (url, f"--cache.key-file={keys}", "--cache.semantic.mode=off", "--optimizations.response-cache=true")
+        with server(*flags) as (address, _):
+            client = FrameClient(address, time.monotonic)
+            sent = 0
+            for name, (cause, end) in faults(redis, between).items():
+                cause()
+                times = []
+                with measuring(f"requests, Redis {name}"):
+                    for _ in range(count):
+                        if name == "emptied":
+                            redis.command("FLUSHALL")
+                        times.append(request(client, sent, f"{name} {sent}", 1))
+                        sent += 1
+                result[name] = quantiles(times)
+                end()
+                time.sleep(RECOVERY)
+            client.close()
+    return result
+
+
+def faults_main() -> None:
+    """What a faulty Redis adds to requests that no cache has, one after the other through one server: Redis gone,
+    stalled, slow, cutting its answers, full, read-only, emptied before every request. Prints a table and ends in one
+    JSON line.
+    """
+    parser = argparse.ArgumentParser(description=inspect.getdoc(faults_main))
+    parser.add_argument("--count", type=int, default=400, help="requests of each kind")
+    given = parser.parse_args()
+    figures = measure(given.count)
+    for name, found in figures.items():
+        added = found["p99"] - figures["well"]["p99"]
+        print(
+            f"{name:10}  p50 {found['p50']:7.2f}  p99 {found['p99']:7.2f} ms, {added:+.2f} against a Redis that is well"
+        )
+    print(json.dumps({"bench": "cache faults", "sha": revision(), "device": device(), "figures": figures}))
+
+
+DATA = ROOT / "tests" / "cache" / "semantic" / "data"
+SUITES = ("pairs", "signs", "ordinary")  # their halves that no rule was written beside
+COSINE = 0.90
+STRICT_COSINE = 0.80
+
+
+def served(suite: str, embedder: ModelEmbedder) -> dict[str, dict[str, object]]:
+    """For each rule: pairs served that mean the same, and pairs served that do not, with a 95 % interval."""
+    rows = [json.loads(line) for line in (DATA / f"{suite}_held_out.jsonl").read_text().splitlines()]
+    same = {"signs": False, "ordinary": True}
+    totals: Counter[bool] = Counter()
+    counts: Counter[tuple[str, bool]] = Counter()
+    for row in rows:
+        means = row["same"] if suite == "pairs" else same[suite]
+        totals[means] += 1
+        near = float(embedder.embed(row["a"]) @ embedder.embed(row["b"]))
+        equal = strictly_equal(row["a"], row["b"]) and not veto(row["a"], row["b"])
+        counts["guarded", means] += equal and near >= STRICT_COSINE
+        counts["cosine", means] += near >= COSINE
+    return {rule: _shares(totals, counts[rule, False], counts[rule, True]) for rule in ("guarded", "cosine")}
+
+
+def _shares(totals: Counter[bool], wrong: int, right: int) -> dict[str, object]:
+    found: dict[str, object] = {"wrong": wrong, "wrong_of": totals[False], "right": right, "right_of": totals[True]}
+    if totals[False]:
+        low, high = binomtest(wrong, totals[False]).proportion_ci(method="wilson")
+        found["wrong_share"] = [round(float(low), 4), round(float(high), 4)]
+    return found
+
+
+def pairs_main() -> None:
+    """Which of two questions the semantic cache would take for the same: the guard against a cosine threshold alone, on
+    pairs that no rule was written beside. Ends in one JSON line. No clock is involved; only the embedder's digest
+    matters.
+    """
+    embedder = open_embedder(exported())
+    figures = {suite: served(suite, embedder) for suite in SUITES}
+    for suite, rules in figures.items():
+        for rule, row in rules.items():
+            wrong, right = f"{row['wrong']} of {row['wrong_of']}", f"{row['right']} of {row['right_of']}"
+            print(f"{suite:10} {rule:10} wrong {wrong}, right {right}")
+    settings = {"cosine": COSINE}
+    print(
+        json.dumps({"bench": "pairs", "sha": revision(), "device": device(), "settings": settings, "figures": figures})
+    )
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run_one_of(main, faults=faults_main, pairs=pairs_main))

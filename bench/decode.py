@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import resource
 import sys
@@ -25,10 +24,9 @@ from typing import Any, get_args
 
 import torch
 
-from bench.about import device, gpu_bytes, revision
-from bench.driven import asked, planner
-from bench.pace import Answer, figures, first_tokens
-from engine.api import SamplingParams
+from bench.pace import Answer, asked, figures, first_tokens, planner
+from bench.result import Result, Samples, device, finish, gpu_bytes
+from engine.api import GREEDY, SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, Dtype, EngineSettings, KvDtype, LoadFormat, Quantization
@@ -105,11 +103,12 @@ def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
 
 def measure(ask: Generate, given: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
     """All contexts, then first tokens."""
-    rows: dict[int, dict[str, float]] = {}
+    rows: dict[int, dict[str, Any]] = {}
     for context in given.context:
         warm, *others = prompts(given.rounds + 1, context, vocabulary)
         ask(warm, given.tokens)
-        rows[context] = figures([ask(prompt, given.tokens) for prompt in others])
+        answers = [ask(prompt, given.tokens) for prompt in others]
+        rows[context] = {**figures(answers), "rates": [round(one.rate, 2) for one in answers]}
     warm, *others = prompts(given.first + 1, min(FIRST_PROMPT, given.longest - 2), vocabulary)
     ask(warm, 2)
     return {"contexts": rows, "first_token": first_tokens([ask(prompt, 2).first for prompt in others])}
@@ -163,7 +162,7 @@ def _driver_bytes(before: int | None) -> int | None:
 
 def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary: int) -> dict[str, Any]:
     """The same through a stream."""
-    from bench import own_server, served  # what a server needs beside torch may not be there
+    from bench import own_server  # what a server needs beside torch may not be there
 
     flags = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in ("device", "dtype", "decoder")]
     flags += [f"--load-format={given.load_format}", f"--quantization={given.quantization}"]
@@ -174,8 +173,26 @@ def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary
     with tempfile.TemporaryDirectory() as scratch:
         folder = own_server.with_tokenizer(Path(given.model).resolve(), Path(scratch) / "model")
         with own_server.server([f"--model={folder}", *flags]) as running:
-            found = measure(lambda prompt, tokens: served.ask(running, prompt, tokens, sampling), given, vocabulary)
+            found = measure(lambda prompt, tokens: own_server.ask(running, prompt, tokens, sampling), given, vocabulary)
             return {**found, "ready_s": round(running.seconds, 2)}
+
+
+def at_target(given: argparse.Namespace) -> Result:
+    """The streams of a server that runs."""
+    from bench import own_server
+
+    model = own_server.served_model(given.target, given.token)
+    running = own_server.Remote(given.target, given.token)
+    found = measure(
+        lambda prompt, tokens: own_server.ask(running, prompt, tokens, GREEDY), given, model.limits.vocab_size
+    )
+    show("served", found)
+    samples = {
+        f"served, {at} tokens before": Samples("tokens/s", tuple(row.pop("rates")))
+        for at, row in found["contexts"].items()
+    }
+    asked = {name: value for name, value in vars(given).items() if name != "token"}
+    return Result("decode", {**asked, "model": model.name}, {"served": found}, samples)
 
 
 def show(name: str, found: dict[str, Any]) -> None:
@@ -192,7 +209,9 @@ def show(name: str, found: dict[str, Any]) -> None:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """What was asked for; `longest` is the context that takes the longest prompt and its answer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", required=True, help="a folder; with --load-format dummy its config.json suffices")
+    parser.add_argument("--model", help="a folder; with --load-format dummy its config.json suffices")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; nothing is measured but its streams")
+    parser.add_argument("--token", default="", help="of a caller of that server")
     parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")
     parser.add_argument("--quantization", choices=get_args(Quantization), default="auto")
     parser.add_argument("--decoder", choices=get_args(DecoderChoice), default="auto")
@@ -213,6 +232,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, help="TB/s that the roofline stands on")
     parser.add_argument("--revision", help="the commit, where git is not")
     given = parser.parse_args(argv)
+    if (given.model is None) == (given.target is None):
+        parser.error("name a --model, or a --target that serves one")
     if given.tokens < 2 or given.rounds < 1 or given.first < 1:
         parser.error("--tokens must be 2 or more, --rounds and --first 1 or more")
     # Whole pages, and what is looked ahead beyond an answer.
@@ -220,9 +241,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
+def command(argv: Sequence[str] | None = None) -> Result:
+    """Measures and prints the tables."""
     given = arguments(argv)
+    if given.target is not None:
+        return at_target(given)
     sampling = SamplingParams(
         temperature=given.temperature,
         top_k=given.top_k,
@@ -233,8 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         frequency_penalty=0.0,
         seed=7,
     )
-    record: dict[str, Any] = {"bench": "decode", "revision": given.revision or revision(), "device": device()}
-    record |= {"torch": torch.__version__, "settings": vars(given)}
+    record: dict[str, Any] = {"torch": torch.__version__}
     found = record["engine"] = in_engine(given, sampling)
     show("engine", found)
     print(
@@ -248,8 +270,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         for context, row in served["contexts"].items():
             row["of_engine"] = round(row["tokens_per_second"] / found["contexts"][context]["tokens_per_second"], 3)
         print(f"{'':9} " + ", ".join(f"{row['of_engine']:.1%} at {at}" for at, row in served["contexts"].items()))
-    print(json.dumps(record))
-    return 0
+    rates = {
+        f"{arm}, {at} tokens before": row.pop("rates")
+        for arm in ("engine", "served")
+        if arm in record
+        for at, row in record[arm]["contexts"].items()
+    }
+    samples = {name: Samples("tokens/s", tuple(values)) for name, values in rates.items()}
+    return Result("decode", vars(given), record, samples, given.revision or "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    return finish(command(argv))
 
 
 if __name__ == "__main__":

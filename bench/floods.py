@@ -1,17 +1,27 @@
-"""Clients that mean harm, on the loopback: HTTP/2 by hand, as fast as a socket takes it, within a time and a count."""
+"""Callers that do harm: floods and silence over raw sockets; and a probe of the server's health meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import select
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
 
+import grpc
 import hpack
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.grpc_frames import (
+    ACK,
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -157,3 +167,154 @@ def crowded(number: int, entry: bytes, size: int) -> bytes:
         prefix.append(left & 0x7F | 0x80)
         left >>= 7
     return bytes(prefix) + bytes([left]) + content
+
+
+NOTHING = b""
+HALF_A_PREFACE = PREFACE[:9]
+HTTP2 = PREFACE + frame(SETTINGS, 0, 0, b"") + frame(SETTINGS, ACK, 0, b"")
+HALF_A_HANDSHAKE = bytes.fromhex("16030100ff010000fb0303")  # the start of a TLS ClientHello
+_CONNECT = 2.0  # seconds to connect
+_POLL = 0.005  # seconds between polls
+
+
+class Strangers:
+    """Holds `count` idle connections to one port, from a thread, for the length of a `with` block."""
+
+    def __init__(self, address: str, count: int, said: bytes, *, tls: bool = False, source: str = "127.0.0.1") -> None:
+        """Sends `said` on each connection and then nothing more. With `tls`, each connection completes a TLS handshake
+        first. `source` is the local address that the connections come from."""
+        host, _, port = address.rpartition(":")
+        self._to = host, int(port)
+        self._count = count
+        self._said = said
+        self._source = source
+        self._tls = _trusting() if tls else None
+        self._sockets: dict[int, socket.socket] = {}
+        self._poll = select.epoll()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.opened = 0  # connections since the start, reopened ones included
+
+    def __enter__(self) -> Strangers:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(20)
+        for one in self._sockets.values():
+            one.close()
+        self._poll.close()
+
+    def wait(self) -> None:
+        """Blocks until `count` connections were opened."""
+        while self.opened < self._count:
+            time.sleep(_POLL)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            while len(self._sockets) < self._count and not self._stop.is_set():
+                self._open()
+            for number, _ in self._poll.poll(_POLL):
+                self._hear(number)
+
+    def _open(self) -> None:
+        try:
+            one = socket.create_connection(self._to, _CONNECT, (self._source, 0))
+            if self._tls is not None:
+                one = self._tls.wrap_socket(one)
+            one.sendall(self._said)
+        except OSError:
+            return
+        one.setblocking(False)
+        self._sockets[one.fileno()] = one
+        self._poll.register(one.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+        self.opened += 1
+
+    def _hear(self, number: int) -> None:
+        """Discards the bytes that arrived, and drops a connection that the server has closed."""
+        one = self._sockets[number]
+        try:
+            if one.recv(65_536):
+                return
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
+        except OSError:
+            pass
+        self._poll.unregister(number)
+        one.close()
+        del self._sockets[number]
+
+
+def _trusting() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+_EVERY = 0.02  # seconds
+_PATIENCE = 30.0  # seconds until a probe has failed
+
+
+def rss(pid: int) -> int:
+    """Bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def addresses(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
+    """Of a server's four ports, once it says that it is ready."""
+    while process.poll() is None:
+        said = log.read_text()
+        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)", said, re.MULTILINE)
+        metrics = re.search(r" metrics http://(\S+)/metrics$", said, re.MULTILINE)
+        if ready and metrics:
+            return {"data": ready[1], "admin": ready[2], "health": ready[3], "metrics": metrics[1]}
+        time.sleep(_EVERY)
+    raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+
+
+class Prober:
+    """Asks again and again, from a thread of its own, within a `with` block."""
+
+    def __init__(self, health: str, pid: int) -> None:
+        self._health = health
+        self._pid = pid
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.waits: list[float] = []  # seconds, of each probe
+        self.slowest = 0.0  # on the monotonic clock, when the longest of them began
+        self.peak = 0  # bytes
+
+    def __enter__(self) -> Prober:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(_PATIENCE)
+
+    @property
+    def worst(self) -> float:
+        """Seconds."""
+        return max(self.waits, default=_PATIENCE)
+
+    def _run(self) -> None:
+        with grpc.insecure_channel(self._health) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            while not self._stop.wait(_EVERY):
+                began = time.monotonic()
+                try:
+                    check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE, wait_for_ready=True)
+                except grpc.RpcError:
+                    wait = _PATIENCE
+                else:
+                    wait = time.monotonic() - began
+                if wait > max(self.waits, default=0.0):
+                    self.slowest = began
+                self.waits.append(wait)
+                self.peak = max(self.peak, rss(self._pid))

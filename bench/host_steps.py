@@ -13,26 +13,41 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from bench.about import device, revision
-from bench.driven import asked
-from bench.instant import LIMITS, InstantRunner
+from msgspec.structs import replace
+
+from bench.pace import asked
+from bench.result import ROOT, Result, Samples, device, revision, run_one_of, summary
 from bench.workloads import append
+from engine.api import GREEDY, ModelInfo
+from engine.errors import EngineFailed
+from engine.execution.batched.executor import BUCKETS, FEW, Batched
+from engine.execution.batched.pipeline import BatchPipeline, Changes
+from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
+from engine.execution.graph_decode.executor import GraphDecode
+from engine.execution.graph_decode.pipeline import DecodePipeline, RowState
+from engine.execution.needs import chosen_by_kernels
 from engine.execution.patience import Patience
+from engine.execution.sharing import Sharing
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Row, RowResult, Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, EngineSettings, LoadFormat
 from engine.worker.build import build
+from engine.worker.recording import MOST_STEPS, StepRecorder
 
 _PROMPT, _TOKENS = 128, 1024
 _MOST = 50  # steps for each that is counted: prompts and endings of sequences interrupt full steps
@@ -129,6 +144,16 @@ def instant(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
 
 def on_a_model(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
     """Measures over the runner that an engine process builds for the model. Yields the fastest of `--rounds` runs."""
+    runner = _built(given)
+    info, limits = runner.info, limits_of(runner.info)
+    for rows in given.rows:
+        found = [measure(runner.run, limits, info.total_pages, rows, given.steps) for _ in range(given.rounds)]
+        yield rows, min(found, key=lambda one: one.host_us_per_step)
+    runner.close()
+
+
+def _built(given: argparse.Namespace, speculation: bool = True) -> Any:
+    """The runner that an engine process builds."""
     settings = EngineSettings(
         model=given.model,
         load_format=given.load_format,
@@ -136,25 +161,26 @@ def on_a_model(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
         decoder=given.decoder,
         max_sequences=max(given.rows),
         max_context=-(-(_PROMPT + _TOKENS + 64) // PAGE_SIZE) * PAGE_SIZE,
+        speculation=speculation,
     )
     runner = build(settings, lambda stage, done, total: None)
     gc.collect()
     gc.freeze()  # as an engine process does
-    info = runner.info
-    limits = Limits(
+    return runner
+
+
+def limits_of(info: ModelInfo) -> Limits:
+    """What a runner of this kind can take."""
+    return Limits(
         max_sequences=info.max_sequences,
         max_batch_tokens=info.max_batch_tokens,
         max_context=info.max_context,
         lookahead_tokens=info.lookahead_tokens,
         max_tokens_per_row=info.max_tokens_per_row,
     )
-    for rows in given.rows:
-        found = [measure(runner.run, limits, info.total_pages, rows, given.steps) for _ in range(given.rounds)]
-        yield rows, min(found, key=lambda one: one.host_us_per_step)
-    runner.close()
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Items[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="a folder; with --load-format dummy its config.json suffices")
     parser.add_argument("--instant", action="store_true", help="no model: devices that answer at once")
@@ -172,7 +198,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Items[str] | None = None) -> int:
     given = arguments(argv)
     model = "instant" if given.instant else Path(given.model).name
     about = {"device": device(), "revision": given.revision or revision(), "model": model, "path": "host"}
@@ -190,5 +216,290 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+TOKEN = 5
+LIMITS = Limits(
+    max_sequences=256,
+    max_batch_tokens=8192,
+    max_context=1216,
+    lookahead_tokens=max(GraphDecode.lookahead_tokens, Batched.lookahead_tokens),
+    max_tokens_per_row=max(GraphDecode.max_tokens_per_row, Batched.max_tokens_per_row),
+)
+
+
+class InstantSteps:
+    """Implements `graph_decode.pipeline.StepDevice`, the device of the pipelines for few rows."""
+
+    def __init__(self) -> None:
+        self._last = 0  # number of the last step that was launched
+
+    def write(self, states: Items[RowState], number: int) -> None:
+        self._last = number
+
+    def add_pages(self, index: int, first: int, pages: Items[int]) -> None:
+        """Ignores pages: this device stores no keys and values."""
+
+    def launch(self, steps: int, longest: int) -> None:
+        self._last += steps
+
+    def poll(self, index: int, number: int) -> int | None:
+        return TOKEN if number <= self._last else None
+
+    def wait(self) -> None:
+        raise EngineFailed("nothing is under way")
+
+
+class InstantBatches:
+    """Implements `batched.pipeline.StepDevice`, the device of the pipeline for many rows."""
+
+    def __init__(self) -> None:
+        self._launched = 0
+
+    def change(self, changes: Changes) -> None:
+        """Ignores row changes: this device keeps no row state."""
+
+    def launch(self, rows: int) -> None:
+        self._launched += 1
+
+    def poll(self, number: int, rows: int) -> Items[int] | None:
+        return (TOKEN,) * rows if number <= self._launched else None
+
+    def wait(self) -> None:
+        raise EngineFailed("nothing is under way")
+
+
+class FewRows:
+    """Claims the rows that the `graph_decode` executor would claim."""
+
+    def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
+        each = [DecodePipeline(InstantSteps(), sequences, limits.max_context) for _ in range(MOST_PIPELINES)]
+        others = chosen_by_kernels if limits.max_sequences > FEW else None
+        self._sequences, self._pipelines = sequences, AlternatingPipelines(each, sequences, others)
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        of = self._sequences.of
+        return self._pipelines.claims(
+            tuple(row for row in rows if row.count == 1 and row.sample and chosen_by_kernels(of(row)))
+        )
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        return self._pipelines.step(rows)
+
+
+class ManyRows:
+    """Claims the rows that the `batched` executor would claim."""
+
+    def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
+        self._sequences = sequences
+        self._pipeline = BatchPipeline(InstantBatches(), sequences, limits.max_context, BUCKETS)
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        of, holds = self._sequences.of, self._pipeline.holds
+        return tuple(row for row in rows if row.count == 1 and row.sample and (holds(row.key) or chosen_by_kernels(of(row))))
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        return self._pipeline.step(rows)
+
+
+class Prompts:
+    """Claims every row that the other executors left over."""
+
+    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        return rows
+
+    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
+        return {row.key: RowResult((TOKEN,)) for row in rows if row.sample}
+
+
+class InstantRunner:
+    """Runs steps as the model's runner does, but does not apply constraints."""
+
+    def __init__(self, max_sequences: int, max_context: int) -> None:
+        self._sequences = SequenceTable()
+        self.limits = Limits(
+            max_sequences=max_sequences,
+            max_batch_tokens=LIMITS.max_batch_tokens,
+            max_context=max_context,
+            lookahead_tokens=LIMITS.lookahead_tokens,
+            max_tokens_per_row=LIMITS.max_tokens_per_row,
+        )
+        self.pages = max_sequences * -(-max_context // PAGE_SIZE)
+        few, many = FewRows(self._sequences, self.limits), ManyRows(self._sequences, self.limits)
+        self._sharing = Sharing((few, many, Prompts()))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._sequences.apply(plan)
+        results, _ = self._sharing.run(plan.rows)
+        self._sequences.append(plan.rows, results)
+        return StepResult(results)
+
+
+KINDS = (
+    GREEDY,
+    replace(GREEDY, temperature=0.8, seed=1),
+    GREEDY,
+    replace(GREEDY, temperature=0.7, top_k=40, top_p=0.9, seed=2),
+    replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.3),
+    replace(GREEDY, logit_bias=((7, 2.0), (9, -50.0))),
+)
+_PROMPTS = (1, 15, 16, 17, 40, 200)  # tokens
+_CONTEXT = 512
+
+
+def arrivals(vocabulary: int, greedy: bool) -> Iterator[tuple[int, Sequence]]:
+    """Yields the step of each arrival and its sequence: at first one sequence runs, then many, at the end one again."""
+    chance = random.Random(7)
+    for key in range(40):
+        step = 0 if key == 0 else 20 + 2 * key if key < 4 else 60 + key if key < 30 else 150 + 4 * (key - 30)
+        prompt = tuple(chance.randrange(3, vocabulary) for _ in range(_PROMPTS[key % len(_PROMPTS)]))
+        one = asked(key, prompt, 20 + 5 * (key % 17), GREEDY if greedy else KINDS[key % len(KINDS)])
+        if key % 11 == 5:
+            one.request = replace(one.request, logprobs=2)
+        if key % 13 == 6:
+            one.request = replace(one.request, prompt_logprobs=1)
+        yield step, one
+
+
+def record(runner: Runner, recorder: StepRecorder, steps: int, *, greedy: bool) -> Path | None:
+    """Runs up to `steps` steps and returns the path of their recording."""
+    info = runner.info
+    pages = min(info.total_pages, 160)  # few enough that some sequences are preempted
+    limits = Limits(
+        max_sequences=info.max_sequences,
+        max_batch_tokens=64,
+        max_context=min(info.max_context, _CONTEXT),
+        lookahead_tokens=info.lookahead_tokens,
+        max_tokens_per_row=info.max_tokens_per_row,
+    )
+    scheduler, waiting = Scheduler(limits, PagePool(pages)), list(arrivals(info.vocab_size, greedy))
+    for number in range(steps):
+        while waiting and waiting[0][0] <= number:
+            scheduler.admit(waiting.pop(0)[1])
+        plan = scheduler.plan(0.0)
+        if plan is None:
+            continue
+        result = runner.run(plan)
+        scheduler.commit(plan, result, 0.0)
+        recorder.add(plan, result)
+    return recorder.write(EngineFailed("recorded to be done again"))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Microseconds of each step: the planner, the runner, and what is made of its results."""
+
+    plan: list[float]
+    run: list[float]
+    commit: list[float]
+
+
+def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Parts:
+    """Steps in which `rows` sequences decode one token each, after `_WARM` uncounted ones."""
+    scheduler, keys, found = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), Parts([], [], [])
+    tokens = min(_TOKENS, limits.max_context - _PROMPT - 1)
+    for _ in range(_MOST * (_WARM + steps)):
+        while scheduler.live < rows:
+            scheduler.admit(asked(next(keys), tuple(range(3, 3 + _PROMPT)), tokens))
+        marks = [time.perf_counter()]
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        marks.append(time.perf_counter())
+        result = run(plan)
+        marks.append(time.perf_counter())
+        scheduler.commit(plan, result, 0.0)
+        marks.append(time.perf_counter())
+        if len(plan.rows) == rows and all(row.count == 1 for row in plan.rows):
+            for held, before, after in zip((found.plan, found.run, found.commit), marks, marks[1:], strict=False):
+                held.append((after - before) * 1e6)
+        if len(found.run) == _WARM + steps:
+            break
+    return Parts(*(held[_WARM:] for held in (found.plan, found.run, found.commit)))
+
+
+def operations(run: Callable[[], object], device: str, most: int = 12) -> list[tuple[str, float, float]]:
+    """What torch spends its time on meanwhile: name, share, calls. What our own C does shows as the rest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kind = ProfilerActivity.CUDA if device.startswith("cuda") else ProfilerActivity.CPU
+    began = time.perf_counter()
+    with profile(activities=[kind]) as seen:
+        run()
+    whole = (time.perf_counter() - began) * 1e6
+    cuda = device.startswith("cuda")
+    each = [(one.key, one.self_device_time_total if cuda else one.self_cpu_time_total, one.count) for one in _all(seen)]
+    return [
+        (name[:60], took / whole, float(count)) for name, took, count in sorted(each, key=lambda one: -one[1])[:most]
+    ]
+
+
+def _all(seen: Any) -> Any:
+    return seen.key_averages()
+
+
+def command(argv: Items[str] | None = None) -> Result:
+    """Where a step's microseconds go: planner, runner and commit, and within the runner torch's operations."""
+    parser = argparse.ArgumentParser(prog="whippet bench steps", description=summary(command))
+    parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a folder or a GGUF file")
+    parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--decoder", choices=get_args(DecoderChoice), default="auto")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=100, help="that count")
+    given = parser.parse_args(argv)
+    runner = _built(given, speculation=False)
+    info, rows_found, samples = runner.info, dict[str, Any](), dict[str, Samples]()
+    for rows in given.rows:
+        found = parts_of(runner.run, limits_of(info), info.total_pages, rows, given.steps)
+        row = {name: round(statistics.median(getattr(found, name)), 1) for name in ("plan", "run", "commit")}
+        rows_found[str(rows)] = row
+        print(f"{rows:4} rows: " + ", ".join(f"{name} {value} µs" for name, value in row.items()), flush=True)
+        for name in ("plan", "run", "commit"):
+            samples[f"{rows} rows, {name}"] = Samples("µs", tuple(round(one, 2) for one in getattr(found, name)))
+    inside = operations(lambda: parts_of(runner.run, limits_of(info), info.total_pages, given.rows[0], 20), info.device)
+    for name, share, calls in inside:
+        print(f"{share:7.1%} {calls:8.0f} × {name}")
+    runner.close()
+    figures = {"rows": rows_found, "operations": inside, "decoder": info.decoder, "weights": info.weight_format}
+    return Result("steps", {**vars(given), "model": Path(given.model).name}, figures, samples)
+
+
+def plans_main(argv: Items[str] | None = None) -> int:
+    """Records steps for `engine.worker.replay`: the plans that a runner receives and the results that it returns.
+
+        python -m bench.host_steps plans --model models/demo --device cpu --out plans.msgpack
+        python -m engine.worker.replay plans.msgpack --model models/demo --device cpu
+
+    Requests with every kind of sampling arrive one after another and end at different times. The steps therefore have
+    few and many rows, chunks of prompts beside rows that decode, log-probabilities, and rows that are preempted and
+    lose their pages. Two trees that return the same token ids can replay each other's recordings.
+    """
+    parser = argparse.ArgumentParser(description=plans_main.__doc__.splitlines()[0] if plans_main.__doc__ else None)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--decoder", choices=get_args(DecoderChoice), default="auto")
+    parser.add_argument("--steps", type=int, default=MOST_STEPS)
+    parser.add_argument("--greedy", action="store_true", help="every request, whatever else it asks for")
+    parser.add_argument("--out", type=Path, required=True, help="the file")
+    given = parser.parse_args(argv)
+    settings = EngineSettings(
+        model=given.model,
+        load_format=given.load_format,
+        device=given.device,
+        decoder=given.decoder,
+        max_sequences=24,
+        max_context=_CONTEXT,
+        threads=1,
+    )
+    runner = build(settings, lambda stage, done, total: None)
+    recorder = StepRecorder(settings, runner.info, runner.pages.layout.token_bytes * PAGE_SIZE, given.out.parent)
+    path = record(runner, recorder, given.steps, greedy=given.greedy)
+    runner.close()
+    if path is None:
+        return 1
+    path.rename(given.out)
+    print(f"{given.steps} steps at most in {given.out}, {given.out.stat().st_size} bytes")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_one_of(main, plans=plans_main))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.about import device, revision
+from bench.result import device, revision
 
 PARTS: Final = ("host", "decode", "offline", "speculation", "plans", "tests")
 MODELS: Final = ("qwen3-0.6b", "qwen3-0.6b-awq", "mistral-7b-awq", "mistral-7b")
@@ -196,7 +196,7 @@ class Run:
             name = "greedy" if kind else "mixed"
             file = (self.out / f"plans-{name}.msgpack").resolve()
             own = ("--model=models/demo", f"--out={file}", *kind)
-            if self.process(f"record {name} plans", self.trees[0], ("bench.recorded_plans", *own)) is None:
+            if self.process(f"record {name} plans", self.trees[0], ("bench.host_steps", "plans", *own)) is None:
                 continue
             for tree in self.trees:
                 replay = ("engine.worker.replay", str(file), "--model=models/demo")

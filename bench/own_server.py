@@ -16,11 +16,15 @@ from typing import Any
 
 import grpc
 
+from bench.grpc_frames import FrameClient, Stream
+from bench.pace import Answer
+from engine.api import SamplingParams
+from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
 from service.pb.whippet.v1.model_pb2_grpc import ModelServiceStub
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "demo" / "tokenizer.json"
-_READY = re.compile(r"^ready: data (\S+)")
+_READY = re.compile(r"^ready: data (\S+) admin (\S+)")
 
 
 def with_tokenizer(model: Path, target: Path) -> Path:
@@ -42,8 +46,11 @@ def with_tokenizer(model: Path, target: Path) -> Path:
 class Server:
     """A server that runs, and its processes."""
 
-    def __init__(self, address: str, pid: int, seconds: float) -> None:
+    metadata: tuple[tuple[str, str], ...] = ()  # no token is needed
+
+    def __init__(self, address: str, pid: int, seconds: float, admin: str = "") -> None:
         self.address = address
+        self.admin = admin
         self.seconds = seconds  # from its start to its readiness
         self.pid = pid
 
@@ -60,6 +67,18 @@ class Server:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
 
+class Remote:
+    """A server that somebody else started, of whose processes nothing is known."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    def cpu(self) -> float:
+        """Not known."""
+        return 0.0
+
+
 @contextmanager
 def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
     """A server on free ports, until the context ends; of another tree than this one, where that is given."""
@@ -69,16 +88,18 @@ def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
     command = [sys.executable, "-c", code, "--log-level=warning", *ports, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree) as process:
         try:
-            yield Server(_address(process), process.pid, time.monotonic() - began)
+            address, admin = _addresses(process)
+            yield Server(address, process.pid, time.monotonic() - began, admin)
         finally:
             process.terminate()
             process.wait(20)
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Of the data port and of the admin port."""
     for line in process.stdout or ():
         if match := _READY.match(line):
-            return match[1]
+            return match[1], match[2]
     raise RuntimeError("the server did not start")
 
 
@@ -96,3 +117,51 @@ def cpu_seconds(pid: int) -> float:
     """Of a process so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+STREAM = "/whippet.v1.GenerationService/GenerateStream"
+
+
+def request(prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> bytes:
+    """A streamed answer of exactly so many tokens, as text and ids, straight from the model."""
+    message = pb.GenerateStreamRequest(token_ids=pb.TokenIds(ids=prompt))
+    message.stopping.max_tokens = tokens
+    message.stopping.ignore_eos = True
+    message.output.text = message.output.token_ids = True
+    message.cache.response = message.cache.semantic = pb.CACHE_MODE_OFF
+    message.cache.bypass_prefix = True
+    message.sampling.temperature = sampling.temperature
+    message.sampling.top_k = sampling.top_k
+    message.sampling.top_p = sampling.top_p
+    message.sampling.min_p = sampling.min_p
+    message.sampling.repetition_penalty = sampling.repetition_penalty
+    message.sampling.presence_penalty = message.sampling.frequency_penalty = 0.0
+    message.sampling.seed = sampling.seed
+    return message.SerializeToString()
+
+
+def ask(running: Server | Remote, prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> Answer:
+    """One answer over a connection of its own."""
+    payloads: list[tuple[float, bytes]] = []
+    marks: list[float] = []
+
+    def on_message(stream: Stream, data: bytes) -> None:
+        payloads.append((time.monotonic(), data))  # decoded afterwards, out of the way
+        if len(payloads) == 1:
+            marks.append(running.cpu())
+
+    message = request(prompt, tokens, sampling)
+    with FrameClient(running.address, time.monotonic, on_message=on_message) as client:
+        answer = Answer(time.monotonic())
+        stream = client.streams[client.start(STREAM, message, running.metadata)]
+        while client.ended < 1 and client.read():
+            pass
+        answer.cpu = running.cpu() - (marks[0] if marks else 0.0)
+    for at, data in payloads:
+        count = len(pb.GenerateStreamResponse.FromString(data).token_ids)
+        if count:
+            answer.arrivals.append((at, count))
+    if stream.status != 0 or answer.tokens != tokens:
+        said = stream.headers.get("grpc-message", "")
+        raise RuntimeError(f"status {stream.status} ({said}), {answer.tokens} of {tokens} tokens came")
+    return answer

@@ -1,10 +1,21 @@
-"""When the tokens of one answer came, and what that says: rate, gaps, use of the processor."""
+"""When the tokens of one answer came, and what that says (rate, gaps, use of the processor); and the engine's loop
+without its socket, as benches drive it."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
+from engine.kv.page_pool import PagePool
+from engine.scheduling.limits import Limits
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.execution.runner import ModelRunner  # torch, which not everybody who measures needs
 
 
 @dataclass(slots=True)
@@ -43,13 +54,13 @@ class Answer:
         return found
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Items[float], share: float) -> float:
     """By nearest rank."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
-def figures(answers: Sequence[Answer]) -> dict[str, float]:
+def figures(answers: Items[Answer]) -> dict[str, float]:
     """Of several answers to the same question."""
     rates = [one.rate for one in answers]
     gaps = [gap for one in answers for gap in one.gaps()]
@@ -64,6 +75,34 @@ def figures(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def first_tokens(times: Sequence[float]) -> dict[str, float]:
+def first_tokens(times: Items[float]) -> dict[str, float]:
     """Milliseconds to the first token."""
     return {"ms_p50": round(statistics.median(times) * 1e3, 3), "ms_p95": round(quantile(times, 0.95) * 1e3, 3)}
+
+
+CHUNK = 512  # prompt tokens a step
+
+
+def planner(runner: ModelRunner, pool: PagePool, budget: int = CHUNK) -> Scheduler:
+    """Plans for this runner, `budget` prompt tokens a step, without shared prefixes."""
+    info = runner.info
+    limits = Limits(
+        max_sequences=info.max_sequences,
+        max_batch_tokens=budget,
+        max_context=info.max_context,
+        lookahead_tokens=info.lookahead_tokens,
+        max_tokens_per_row=info.max_tokens_per_row,
+    )
+    return Scheduler(limits, pool)
+
+
+def asked(key: int, prompt: tuple[int, ...], tokens: int, sampling: SamplingParams = GREEDY) -> Sequence:
+    """A request for so many tokens."""
+    request = GenerationRequest(
+        request_id=str(key),
+        token_ids=prompt,
+        sampling=sampling,
+        stopping=Stopping(max_tokens=tokens),
+        arrived_at=0.0,
+    )
+    return Sequence(request, list(prompt), key=key)

@@ -13,7 +13,6 @@ alone and beside a flood of background ones. Callers are processes of their own,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -25,14 +24,12 @@ from typing import Any, get_args
 
 import msgspec
 
-from bench.about import device, revision
+from bench.charts import svg
 from bench.own_server import Server, served_model, server, with_tokenizer
-from bench.serving.crew import Crew, crew, soon
-from bench.serving.jobs import Job, Wish, shared_out
-from bench.serving.loads import Source, counts, of_trace, of_workload, poisson, rates, read_prompts
-from bench.serving.outcome import Outcome, outcome, watched
-from bench.serving.plot import svg
-from bench.workloads import append
+from bench.result import Result, device, finish, revision
+from bench.serving.caller import Crew, crew, soon
+from bench.serving.jobs import Job, Outcome, Wish, outcome, shared_out, watched
+from bench.workloads import Source, append, counts, of_trace, of_workload, poisson, rates, read_prompts
 from engine.settings import LoadFormat
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
@@ -234,8 +231,8 @@ def plot(path: Path, title: str, found: Sequence[tuple[str, Outcome]]) -> None:
     path.write_text(svg(title, [name for name, _ in found], panels))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints. 1 where an accepted stream did not end exactly once."""
+def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
+    """Measures and prints. The code is 1 where an accepted stream did not end exactly once."""
     given, flags = arguments(argv)
     with opened(given, flags) as bench:
         workloads(bench)
@@ -251,8 +248,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             interactive(bench)
     if given.plot is not None:
         plot(given.plot, f"{bench.about['model']}, {bench.about['device']}", bench.found)
-    print(json.dumps(bench.records))
-    return 1 if any(found.accepted_not_ended_once for _, found in bench.found) else 0
+    asked = {name: value for name, value in vars(given).items() if name != "token"}
+    result = Result(
+        "serve", {**asked, "model": bench.about["model"]}, {"loads": bench.records}, revision=given.revision or ""
+    )
+    return result, 1 if any(found.accepted_not_ended_once for _, found in bench.found) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints. 1 where an accepted stream did not end exactly once."""
+    result, code = command(argv)
+    finish(result)
+    return code
 
 
 if __name__ == "__main__":

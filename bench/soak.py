@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from bench.about import device, revision
-from bench.driven import CHUNK, asked, planner
+from bench.pace import CHUNK, asked, planner
+from bench.result import device, revision
 from engine.api import GREEDY, SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.ipc.events import Event

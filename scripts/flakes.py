@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.about import device, revision
+from bench.result import device, revision
 
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = ("check", "test", "proofs")

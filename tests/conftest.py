@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.ports import free_port
-from bench.redis_server import RedisServer, write_keys
+from bench.redis_server import RedisServer, free_port, write_keys
 from tests.properties import load_profile
 from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_ignore_collect, pytest_runtest_protocol
 from tests.virtual_time import pytest_asyncio_loop_factories

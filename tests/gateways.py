@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.ports import free_port
+from bench.redis_server import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".tools" / "gateways"

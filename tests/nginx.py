@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bench.ports import free_port
+from bench.redis_server import free_port
 from tests.envoy import Backend
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "load-balancing" / "nginx.conf"

@@ -9,8 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bench.ports import free_port
-from bench.redis_server import RedisServer
+from bench.redis_server import RedisServer, free_port
 from cache.api import Address, Login, RedisSettings
 from cache.kv_blocks.resp import RespConnection, RespError
 from cache.store.redis_hello import GREETING

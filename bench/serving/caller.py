@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -19,7 +21,7 @@ import msgspec
 import uvloop
 from google.rpc import error_details_pb2, status_pb2
 
-from bench.serving.jobs import Ended, Found, Job, Wish, bucket, ids_of
+from bench.serving.jobs import Ended, Found, Job, Wish, bucket, ids_of, shared_out
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 from service.transport.garbage import Garbage
@@ -156,6 +158,64 @@ async def _serve(address: str, token: str) -> None:
         sys.stdout.buffer.flush()
     garbage.cancel()
     os._exit(0)  # channels of a server that is gone have nothing to say
+
+
+_LEAD = 0.3  # seconds between telling a job and its beginning
+
+
+class Crew:
+    """Processes that call one server."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def warm(self, vocabulary: int) -> None:
+        """Opens their connections, with answers that nobody counts."""
+        self.together([Job(time.monotonic(), [Wish(n, 4, 2) for n in range(8)], 4, vocabulary=vocabulary)] * len(self))
+
+    def run(self, job: Job) -> list[Found]:
+        """Shared out among all."""
+        return self.together(shared_out(job, len(self)))
+
+    def together(self, jobs: Sequence[Job]) -> list[Found]:
+        """At once, a process each."""
+        told = list(zip(self._processes, jobs, strict=False))
+        for process, job in told:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.flush()
+        return [_answer(process) for process, _ in told]
+
+
+def _answer(process: subprocess.Popen[bytes]) -> Found:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError("a calling process ended before its answer")
+    return msgspec.json.decode(line, type=Found)
+
+
+def soon() -> float:
+    """When a job that is told now may begin."""
+    return time.monotonic() + _LEAD
+
+
+@contextmanager
+def crew(address: str, token: str, processes: int) -> Iterator[Crew]:
+    """So many processes; they end with the block."""
+    words = [sys.executable, "-m", "bench.serving.caller", address, token]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(processes):
+            started.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        yield Crew(started)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ import grpc
 from bench.redis_server import RedisServer, redis_server, write_keys
 from bench.soaking.callers import Callers, Metadata, bearer, oracle
 from bench.soaking.history import Verdict, verdict
-from bench.soaking.trouble import Trouble, write_quotas, write_tokens
-from bench.soaking.watch import Sample, Watch
+from bench.soaking.trouble import Sample, Trouble, Watch, write_quotas, write_tokens
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1.admin_pb2_grpc import AdminServiceStub
 

@@ -21,6 +21,8 @@ COMMANDS = {
     "health": ("service.cli.health", "ask a server whether it serves, as a probe does"),
     "drain": ("service.cli.drain", "take a server out of service, or back into it"),
     "profile": ("service.cli.profile", "where a running server spends its time, as stacks for a flame graph"),
+    "bench": ("service.cli.bench", "measure: one stream, load, drafts, caches, a ladder of optimisations, peers"),
+    "rollback": ("service.cli.rollback", "turn one optimisation off on a running server, and see what that changes"),
     "quantize": ("service.cli.quantize", "make 4-bit or 8-bit weights of a model folder"),
     "evaluate": ("service.cli.evaluate", "perplexity of a model, and its distance from another"),
     "convert": ("service.cli.convert", "make safetensors of a model folder with pickled weights"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bench import decode, own_server, served
+from bench import decode, own_server
 from bench.pace import Answer, figures, first_tokens, quantile
 from engine.api import GREEDY, SamplingParams
 from service.core.text import Tokenizer
@@ -77,7 +77,7 @@ def test_a_request_over_grpc_asks_for_what_the_engine_is_asked() -> None:
         frequency_penalty=0.0,
         seed=7,
     )
-    message = pb.GenerateStreamRequest.FromString(served.request([5, 6], 9, sampling))
+    message = pb.GenerateStreamRequest.FromString(own_server.request([5, 6], 9, sampling))
     assert list(message.token_ids.ids) == [5, 6]
     assert (message.stopping.max_tokens, message.stopping.ignore_eos) == (9, True)
     assert message.sampling.HasField("seed")
@@ -91,12 +91,12 @@ def test_a_long_prompt_goes_out_in_frames_that_a_server_takes() -> None:
     ports = ["--engine=fake", "--fake.max-context=20000", "--fake.vocab-size=151936"]
     sampling = replace(GREEDY, seed=7)
     with own_server.server(ports) as running:
-        answer = served.ask(running, [150_000] * 8192, 5, sampling)
+        answer = own_server.ask(running, [150_000] * 8192, 5, sampling)
         assert answer.tokens == 5
         with pytest.raises(RuntimeError, match="status 3"):
-            served.ask(running, [1] * 20_000, 5, sampling)
+            own_server.ask(running, [1] * 20_000, 5, sampling)
         with pytest.raises(ValueError, match="window"):
-            served.ask(running, [150_000] * 30_000, 5, sampling)
+            own_server.ask(running, [150_000] * 30_000, 5, sampling)
 
 
 def test_a_folder_without_a_tokenizer_gets_one_of_its_size(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import host_steps, machine, recorded_plans
-from bench.instant import InstantRunner
+from bench import host_steps, machine
+from bench.host_steps import InstantRunner
 from engine.worker import replay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +81,6 @@ def test_every_command_is_one_that_there_is() -> None:
 @pytest.mark.product
 def test_recorded_plans_are_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = str(ROOT / "models" / "demo-draft"), tmp_path / "plans.msgpack"
-    assert recorded_plans.main([f"--model={model}", "--device=cpu", "--steps=120", f"--out={file}"]) == 0
+    assert host_steps.plans_main([f"--model={model}", "--device=cpu", "--steps=120", f"--out={file}"]) == 0
     assert replay.main([str(file), f"--model={model}", "--device=cpu"]) == 0
     assert "all equal" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.soaking.history import Began, Ended, Event, Question, verdict
-from bench.soaking.watch import growth
+from bench.soaking.trouble import growth
 
 OURS, SECOND = Question("acme", "one", "first answer"), Question("acme", "two", "second answer")
 THEIRS = Question("bravo", "one of bravo", "answer of bravo")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import speculation
-from bench.speculating import depths
-from bench.speculating.arms import Beside, Run
+from bench.drafts import Beside, Run
 from engine.execution.speculation.costs import Costs
 
 pytestmark = pytest.mark.proof
@@ -35,7 +34,7 @@ def test_what_a_table_foretells() -> None:
         return Run(tokens=10, seconds=seconds, steps=steps, proposed=5, accepted=5, ids=())
 
     found = Beside(on=(run(((5, 3),), 7.0),), off=(run(((10, 0),), 20.0),), turns=1)
-    with_drafts = depths.needed(found, 1, 3.0, lambda drafted: 1 + drafted / 5)
+    with_drafts = speculation.needed(found, 1, 3.0, lambda drafted: 1 + drafted / 5)
     assert with_drafts == pytest.approx(5 * 1.2 + 3.0 - 1.2)  # a draft of one, in a round with room for three
-    assert depths.plain(found, None, lambda drafted: 1.0) == 10.0
-    assert depths.plain(found, Costs({1: 1.0}), lambda drafted: 1.0) == 20.0  # a GPU's plain steps, as they were
+    assert speculation.plain(found, None, lambda drafted: 1.0) == 10.0
+    assert speculation.plain(found, Costs({1: 1.0}), lambda drafted: 1.0) == 20.0  # a GPU's plain steps, as they were

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from bench.ports import free_port
-from bench.redis_server import Proxy, RedisServer
+from bench.redis_server import Proxy, RedisServer, free_port
 from cache.api import RedisSettings, Store
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring

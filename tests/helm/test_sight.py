@@ -18,8 +18,7 @@ import grpc
 import pytest
 import yaml
 
-from bench.ports import free_port
-from bench.redis_server import RedisServer
+from bench.redis_server import RedisServer, free_port
 from service.observability.metric_names import FAMILIES
 from tests.helm.conftest import CHART, ROOT
 from tests.service.conftest import Server, ask, ask_stream, serve, template

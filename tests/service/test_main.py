@@ -16,7 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.ports import free_port
+from bench.redis_server import free_port
 from service import main
 from service.main import serve as serve_here
 from service.pb.whippet.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc

@@ -18,7 +18,7 @@ import pytest
 
 from bench.floods import GENERATE, Rogue
 from bench.grpc_frames import ACK, PREFACE, SETTINGS, frame
-from bench.ports import free_port
+from bench.redis_server import free_port
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.conftest import PATIENCE, STEP, Server, ask, ask_stream
 from tests.service.scraped import page_of

@@ -16,8 +16,7 @@ from threading import Event, Thread
 import grpc
 import pytest
 
-from bench.floods import GENERATE, HEALTH, REFLECTION, cut_message, flood, silent
-from bench.probing import Prober
+from bench.floods import GENERATE, HEALTH, REFLECTION, Prober, cut_message, flood, silent
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import Server, ask, ask_stream, refused

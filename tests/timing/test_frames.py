@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.floods import Prober
 from bench.fuzzed_frames import round_of
-from bench.probing import Prober
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.config.front_proofs import certify
 from tests.service.conftest import PATIENCE, Server, ask

@@ -14,8 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.ports import free_port
-from bench.redis_server import RedisServer
+from bench.redis_server import RedisServer, free_port
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests import envoy

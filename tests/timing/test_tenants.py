@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.callers import Process, callers, share
-from bench.probing import Prober, rss
+from bench.floods import Prober, rss
 from tests.service.conftest import Server, ask_stream
 from tests.service.tenants import metadata, write_tokens
 

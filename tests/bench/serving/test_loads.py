@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.serving.jobs import Wish
-from bench.serving.loads import Source, counts, of_trace, of_workload, poisson, rates, read_prompts
+from bench.workloads import Source, counts, of_trace, of_workload, poisson, rates, read_prompts
 
 
 def test_arrivals_are_as_many_as_the_rate_says_and_the_same_for_a_seed() -> None:

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from bench.serving.jobs import Ended, Found, bucket
-from bench.serving.outcome import Watched, outcome
-from bench.serving.plot import svg
+from bench.charts import svg
+from bench.serving.jobs import Ended, Found, Watched, bucket, outcome
 
 
 def well(begun: float, first: float, last: float) -> Ended:

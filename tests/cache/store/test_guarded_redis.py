@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.ports import free_port
+from bench.redis_server import free_port
 from cache.answers.lease import Leases
 from cache.api import (
     BlockLayout,

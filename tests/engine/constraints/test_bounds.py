@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.schemas import schemas
+from bench.constrained import schemas
 from engine.constraints.bounds import (
     MOST_REGEX,
     MOST_RULES,

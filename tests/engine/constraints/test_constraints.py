@@ -9,8 +9,7 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
-from bench.constrained import EOS, Answering, asked, demo, grammar, tokenizer
-from bench.schemas import schemas
+from bench.constrained import EOS, Answering, asked, demo, grammar, schemas, tokenizer
 from engine.api import Constraint, FinishReason
 from engine.ipc.events import Failure
 from engine.scheduling.plan import Runner

@@ -7,8 +7,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from bench.constrained import DEMO, PATIENT, Answering, Outcome, asked, grammar
-from bench.schemas import schemas
+from bench.constrained import DEMO, PATIENT, Answering, Outcome, asked, grammar, schemas
 from engine.api import FinishReason, GenerationRequest
 from engine.constraints.constraints import Constraints
 from engine.execution.registry import EXECUTORS

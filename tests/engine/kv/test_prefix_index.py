@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.prefix import DevicePages
-from bench.replay.prefix import LruBlocks, replay_prefix
-from bench.replay.traces import read_blocks
+from bench.replay import LruBlocks, replay_prefix
+from bench.workloads import read_blocks
 from engine.fake import plain_request
 from engine.scheduling.sequence import Sequence
 from tests.engine.prefixed import Engine, text
 from tests.properties import example_count
 
-TRACE = Path(__file__).parents[2] / "bench" / "replay" / "data" / "mooncake_600.jsonl.gz"
+TRACE = Path(__file__).parents[2] / "bench" / "data" / "mooncake_600.jsonl.gz"
 
 
 def test_leaves_go_first_and_of_them_the_longest_unused() -> None:

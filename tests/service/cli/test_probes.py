@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from bench.ports import free_port
+from bench.redis_server import free_port
 from service.cli import main
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from bench.ports import free_port
+from bench.redis_server import free_port
 from service.cli.top_frame import Look, frame, quantile
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.asked import greedy

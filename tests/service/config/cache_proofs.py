@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench.ports import free_port
-from bench.redis_server import RedisServer
+from bench.redis_server import RedisServer, free_port
 from cache.answers.exact import ExactCache
 from cache.api import (
     Allowance,

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.strangers import HALF_A_HANDSHAKE, HALF_A_PREFACE, HTTP2, NOTHING, Strangers
+from bench.floods import HALF_A_HANDSHAKE, HALF_A_PREFACE, HTTP2, NOTHING, Strangers
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 from tests.service.conftest import Server, ask, ask_stream
 

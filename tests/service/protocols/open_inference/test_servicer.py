@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from bench.strangers import HTTP2
+from bench.floods import HTTP2
 from service.pb.inference import grpc_service_pb2 as pb
 from service.pb.inference import grpc_service_pb2_grpc
 from tests.service.conftest import PATIENCE, Server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.two_fronts import Turn, by_median, summary
+from bench.front import Turn, by_median, summary
 
 
 def test_above_one_this_tree_is_the_better() -> None:

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.replay import __main__ as command
-from bench.replay.__main__ import main
-from bench.replay.answers import interval
-from bench.replay.prefix import LruBlocks, replay_prefix
-from bench.replay.traces import read_blocks
+from bench import replay as command
+from bench.replay import LruBlocks, interval, main, replay_prefix
+from bench.workloads import read_blocks
 from service.cli import main as whippet
 
 DATA = Path(__file__).parent / "data"

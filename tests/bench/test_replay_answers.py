@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from scipy.stats import binomtest
 
-from bench.replay.answers import interval, lines, replay_cosine, replay_exact, replay_semantic
-from bench.replay.prefix import LruBlocks, replay_prefix
-from bench.replay.traces import Labelled, TraceRequest, read_blocks, read_labelled
+from bench.replay import LruBlocks, interval, lines, replay_cosine, replay_exact, replay_prefix, replay_semantic
+from bench.workloads import Labelled, TraceRequest, read_blocks, read_labelled
 from cache.answers.exact import ExactCache
 from cache.api import Mode, ModelIdentity, ResponseSettings, SemanticSettings
 from cache.open.counters import Counters

@@ -1,29 +1,33 @@
-"""A model with its proposers, and runs of it with drafts and without, in turns."""
+"""A model with its proposers, and runs of it with drafts and without, in turns; and a proposer that
+knows what comes."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from msgspec import structs
 
-from bench.driven import asked, planner
+from bench.pace import asked, planner
 from engine.execution.registry import EXECUTORS, Executor
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation.captured.executor import CapturedSpeculation
 from engine.execution.speculation.costs import Clock, Costs, clock_of
 from engine.execution.speculation.executor import Speculation
 from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import Proposer
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Proposer, Wish
 from engine.execution.step_state import Parts
 from engine.kv.page_pool import PagePool
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
 
@@ -247,3 +251,40 @@ def record(arm: Arm, found: Beside, prompts: str, streams: int, k: int | None = 
         "turns": found.turns,
         "same": found.same,
     }
+
+
+class Forced:
+    """Each token of its drafts is right with probability `acceptance`, and another one otherwise."""
+
+    name = "forced"
+
+    def __init__(
+        self, answers: Mapping[tuple[int, ...], Items[int]], acceptance: float, depth: int = MOST_DRAFTED
+    ) -> None:
+        """`answers` by prompt. Drafts have `depth` tokens, if so many are wished."""
+        self._answers = answers
+        self._acceptance = acceptance
+        self._depth = depth
+        self._chance = random.Random(1)
+
+    def measure(self, target: Callable[[], None]) -> None:
+        """It costs nothing."""
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """Nothing."""
+        return 0.0
+
+    def reach(self, sequence: SequenceState) -> int:
+        """Up to the end of what it knows."""
+        return min(self._depth, len(self._rest(sequence)))
+
+    def propose(self, wishes: Items[Wish]) -> list[Draft]:
+        """What will come, but for the mistakes."""
+        return [tuple(map(self._said, self._rest(one.sequence)[: one.most])) for one in wishes]
+
+    def _rest(self, sequence: SequenceState) -> Items[int]:
+        known = self._answers.get(tuple(sequence.token_ids[: sequence.prompt_length]), ())
+        return known[sequence.output_length : sequence.output_length + self._depth]
+
+    def _said(self, token_id: int) -> int:
+        return token_id if self._chance.random() < self._acceptance else token_id ^ 1

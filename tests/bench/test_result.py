@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.about import gpu_bytes
+from bench.result import gpu_bytes
 
 pytestmark = pytest.mark.product
 

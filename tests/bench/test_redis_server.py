@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from bench import ports
+from bench import redis_server
 
 
 def test_no_port_is_given_twice_or_where_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,9 +14,9 @@ def test_no_port_is_given_twice_or_where_somebody_listens(monkeypatch: pytest.Mo
         taken.bind(("127.0.0.1", 0))
         last = taken.getsockname()[1]
         few = range(last - 39, last + 1)
-        monkeypatch.setattr(ports, "_OURS", few)
-        monkeypatch.setattr(ports, "_TRIES", 40)
-        found = [ports.free_port() for _ in range(20)]
+        monkeypatch.setattr(redis_server, "_OURS", few)
+        monkeypatch.setattr(redis_server, "_TRIES", 40)
+        found = [redis_server.free_port() for _ in range(20)]
         assert len(set(found)) == 20, "who was given one may not listen there yet"
         assert last not in found
         assert set(found) <= set(few)

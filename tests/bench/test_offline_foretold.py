@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.foretold import MISTRAL, QWEN, StepTimes, foretell, main
+from bench.offline import MISTRAL, QWEN, StepTimes, foretell
+from bench.offline import foretold_main as main
 from bench.workloads import workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "throughput-h100.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.products import cases, divisions
+from bench.kernels import cases, divisions
 from engine.kernels.gpu import GpuShape
 from engine.kernels.plain_product import divide
 

@@ -8,7 +8,8 @@ from contextlib import closing
 import pytest
 
 from bench import own_server
-from bench.bursts import Callers, main
+from bench.start import Callers
+from bench.start import bursts_main as main
 
 pytestmark = pytest.mark.proof
 

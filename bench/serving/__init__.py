@@ -1,1 +1,0 @@
-"""Load over gRPC, from processes of its own: what `bench.serve` measures with."""

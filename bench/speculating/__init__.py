@@ -1,1 +1,0 @@
-"""What `bench.speculation` measures with."""
