@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.result import ROOT, Result, device, finish
+from engine.errors import EngineError
 
 NONSENSE, INTERRUPTED = 2, 130  # exit codes
 DEMO = ROOT / "models" / "demo"
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         sys.stderr.write(f"whippet bench: {error.name} is not installed: pip install 'whippet-serve[bench]'\n")
         return 1
-    except ValueError as error:
+    except (ValueError, EngineError) as error:
         sys.stderr.write(f"whippet bench {name}: {error}\n")
         return NONSENSE
     except KeyboardInterrupt:

@@ -425,14 +425,13 @@ def operations(run: Callable[[], object], device: str, most: int = 12) -> list[t
         run()
     whole = (time.perf_counter() - began) * 1e6
     cuda = device.startswith("cuda")
-    each = [(one.key, one.self_device_time_total if cuda else one.self_cpu_time_total, one.count) for one in _all(seen)]
-    return [
-        (name[:60], took / whole, float(count)) for name, took, count in sorted(each, key=lambda one: -one[1])[:most]
+    averages: Any = seen
+    each = [
+        (one.key[:60], (one.self_device_time_total if cuda else one.self_cpu_time_total) / whole, float(one.count))
+        for one in averages.key_averages()
     ]
-
-
-def _all(seen: Any) -> Any:
-    return seen.key_averages()
+    found = sorted(each, key=lambda one: -one[1])[:most]
+    return [*found, ("the rest: code of our own, and waits", 1.0 - sum(share for _, share, _ in each), 1.0)]
 
 
 def command(argv: Items[str] | None = None) -> Result:

@@ -325,10 +325,10 @@ class Process:
         """Ends it."""
         self._process.terminate()
         try:
-            self._process.wait(10)
+            self._process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
 
 
 def prompts(streams: int, length: int, number: int, vocabulary: int) -> list[list[int]]:

@@ -32,8 +32,8 @@ _CODE = (".py", ".cu", ".cuh", ".c", ".h")
 
 
 def measured_code(bench: str) -> tuple[str, ...]:
-    """Folders that a bench measures."""
-    return MEASURED.get(bench, SERVER)
+    """Folders that a bench measures, by its name or by the first word of it."""
+    return MEASURED.get(bench) or MEASURED.get(bench.partition("_")[0], SERVER)
 
 
 def code_hash(bench: str, root: Path = ROOT) -> str:

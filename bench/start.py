@@ -99,7 +99,7 @@ def command(argv: Sequence[str] | None = None) -> Result:
     given = {name: value for name in _GIVEN if (value := getattr(flags, name)) is not None}
     settings = EngineSettings(model=str(flags.model), **given)
     asked = [*_UNCACHED]
-    asked += [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    asked += [f"--{_flag(name)}={value}" for name, value in given.items()]
     ahead = {} if flags.ahead is None else {"ahead": {"WHIPPET_PREBUILT_DIR": str(flags.ahead.resolve())}}
     kinds: Mapping[str, Mapping[str, str]] = {"empty": {}, "full": {}, **ahead}
     found: dict[str, Any] = {"model": flags.model.name, "cores": len(os.sched_getaffinity(0))}
@@ -126,6 +126,12 @@ def command(argv: Sequence[str] | None = None) -> Result:
 def main() -> int:
     """Measures and prints."""
     return finish(command())
+
+
+def _flag(name: str) -> str:
+    """As a server has it."""
+    plain = name.replace("_", "-")
+    return plain if name in ("device", "load_format") else f"scheduler.{plain}"
 
 
 _GIVEN = ("device", "load_format", "max_sequences", "max_context", "kv_bytes")

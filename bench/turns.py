@@ -74,10 +74,11 @@ class Loop:
 
     def round(self, clock: Clock = time.perf_counter) -> Round:
         """One round, with prompts of its own."""
-        scheduler = self._scheduler()
-        return round_of(scheduler, self.runner, lambda: self._admit(scheduler), self._tokens, self._rows, clock)
+        scheduler = self.scheduler()
+        return round_of(scheduler, self.runner, lambda: self.admit(scheduler), self._tokens, self._rows, clock)
 
-    def _scheduler(self) -> Any:
+    def scheduler(self) -> Any:
+        """A new one, of whatever tree runs."""
         from engine.kv.page_pool import PagePool
         from engine.scheduling.limits import Limits
         from engine.scheduling.scheduler import Scheduler
@@ -92,7 +93,8 @@ class Loop:
         )
         return Scheduler(limits, PagePool(info.total_pages))
 
-    def _admit(self, scheduler: Any) -> None:
+    def admit(self, scheduler: Any) -> None:
+        """Hands over a round's requests."""
         from engine.api import GREEDY, GenerationRequest, Stopping
         from engine.scheduling.sequence import Sequence as Asked
 

@@ -106,8 +106,8 @@ def apply(made: Image, one: Instruction) -> None:
 
 
 def kept(ignored: str, name: str) -> bool:
-    """Whether a file of the tree reaches the build, by the lines of our .dockerignore: nothing, but for `!…`, and of that
-    nothing that a later line names again."""
+    """Whether a file of the tree reaches the build, by the lines of our .dockerignore: nothing, but for `!…`, and of
+    that nothing that a later line names again."""
     lines = [line for line in ignored.splitlines() if line and not line.startswith("#")]
     allowed = [line[1:] for line in lines if line.startswith("!")]
     path = Path(name)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.figure_tables import PICTURES, RENDERERS
-from scripts.results import FigureError, Renderer, Results
+from scripts.results import FigureError, Renderer, Results, nameless, older
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
@@ -87,6 +87,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a figure differs")
     wrong = update(ROOT, RENDERERS, not parser.parse_args().check, PICTURES)
+    if unknown := nameless(ROOT):
+        wrong.append(f"neither a commit nor a hash of the code: {', '.join(unknown)}")
+    if aged := older(ROOT):
+        print(f"{len(aged)} results are older than the code that they measure (no failure):", *aged, sep="\n  ")
     if wrong:
         sys.exit("\n".join([*wrong, "`python -m scripts.figures` writes the figures from bench/results"]))
 
