@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in PARTS:
             return part(name, words[1:])
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"whippet bench: {error.name} is not installed: pip install 'whippet-serve[bench]'\n")
+        sys.stderr.write(f"whippet bench: {error.name} is missing: install it, or the extra `bench` as a whole\n")
         return 1
     except (ValueError, EngineError) as error:
         sys.stderr.write(f"whippet bench {name}: {error}\n")

@@ -26,7 +26,7 @@ import torch
 
 from bench.pace import Answer, asked, figures, first_tokens, planner
 from bench.result import Result, Samples, device, finish, gpu_bytes
-from engine.api import GREEDY, SamplingParams
+from engine.api import GREEDY, ModelInfo, SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.settings import PAGE_SIZE, DecoderChoice, Device, Dtype, EngineSettings, KvDtype, LoadFormat, Quantization
@@ -137,12 +137,12 @@ def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, 
     arm = EngineArm(engine_settings(given), sampling)
     info, reading = arm.runner.info, arm.reading
     found = measure(arm.ask, given, info.vocab_size)
-    bandwidth = given.bandwidth or BANDWIDTH.get(device())
+    bandwidth = given.bandwidth or BANDWIDTH.get(device()) or (None if cuda_of(info) else read_rate())
     for context, row in found["contexts"].items():
         row["bytes"] = reading.bytes_at(context + given.tokens / 2)
         if bandwidth:
             row["roofline"] = round(row["bytes"] / (bandwidth * 1e12) * row["tokens_per_second"], 3)
-    cuda = info.device.startswith("cuda")
+    cuda = cuda_of(info)
     peak = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found |= {"decoder": info.decoder, "dtype": info.dtype, "weights": info.weight_format, "bandwidth": bandwidth}
     found |= {"load_s": round(arm.loaded, 2), "start_s": round(arm.started, 2), "peak_bytes": peak}
@@ -150,6 +150,22 @@ def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, 
     found |= {"objections": {one.decoder: one.reason for one in info.objections}, "vocabulary": info.vocab_size}
     arm.close()
     return found
+
+
+def cuda_of(info: ModelInfo) -> bool:
+    """Whether the model is on a GPU."""
+    return info.device.startswith("cuda")
+
+
+def read_rate() -> float:
+    """TB/s that all threads reach who read 256 MiB of this machine's memory: the best of five. Weights that fit into
+    the processor's caches can be read faster."""
+    block, best = torch.ones(1 << 26), 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        block.sum()
+        best = max(best, block.nbytes / (time.perf_counter() - began) / 1e12)
+    return round(best, 5)
 
 
 def _driver_bytes(before: int | None) -> int | None:

@@ -286,9 +286,9 @@ def semantic() -> dict[str, Any]:
         from cache.semantic.export import ExportFailed, exported, missing
         from cache.semantic.guard import strictly_equal, veto
     except ImportError as error:
-        return {"missing": f"{error.name}: pip install 'whippet-serve[embed]'"}
+        return {"missing": f"{error.name}, of the extra `embed`"}
     if absent := missing(None):
-        return {"missing": f"{', '.join(absent)}: pip install 'whippet-serve[embed]'"}
+        return {"missing": f"{', '.join(absent)}, of the extra `embed`"}
     try:
         embedder = open_embedder(exported(None))
     except ExportFailed as error:

@@ -15,7 +15,7 @@ from typing import Any
 from bench.result import load
 
 Lines = Mapping[str, Sequence[float | None]]
-_WIDE, _HIGH, _LEFT, _FOOT = 640, 260, 72, 46
+_WIDE, _HIGH, _LEFT, _FOOT = 540, 260, 64, 46
 # Told apart by those who see colours otherwise too; each line has its own dashes as well.
 _COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#6e7781")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4")
@@ -317,7 +317,8 @@ def _section(number: int, one: Section) -> str:
     rows = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in one.rows)
     notes = "".join(f"<p>{_safe(note)}</p>" for note in one.notes)
     drawn = "\n".join(
-        f"<figure>{svg(chart)}<figcaption>{_safe(chart.title)}</figcaption></figure>" for chart in one.charts
+        f"<figure>{svg(chart)}<figcaption>{_safe(f'{chart.title}, {chart.unit}')}</figcaption></figure>"
+        for chart in one.charts
     )
     return (
         f'<section id="s{number}"><h2>{_safe(one.title)}</h2>'
@@ -336,8 +337,9 @@ def svg(chart: Chart) -> str:
     room = (right - _LEFT) / max(len(chart.across), 1)
     places = [_LEFT + room * (at + 0.5) for at in range(len(chart.across))]
     for number, (place, name) in enumerate(zip(places, chart.across, strict=True)):
-        low = 16 + 14 * (number % 2 if room < 90 else 0)
-        shown = name if len(name) < 24 else name[:22] + "…"
+        low = 16 + 13 * (number % 2 if room < 120 else 0)
+        most_letters = int(2 * room / 6 if room < 120 else room / 6)
+        shown = name if len(name) <= most_letters else name[: most_letters - 1] + "…"
         found.append(f'<text x="{place:.1f}" y="{bottom + low}" text-anchor="middle">{_safe(shown)}</text>')
     for number, (line, values) in enumerate(chart.lines.items()):
         draw = _bars if chart.bars else _line
@@ -438,3 +440,13 @@ def _cell(value: object) -> str:
 
 def _safe(text: object) -> str:
     return html.escape(text if isinstance(text, str) else json.dumps(text))
+
+
+def standalone(title: str, charts: Sequence[Chart]) -> str:
+    """Pictures one below the other, as a file of their own."""
+    drawn = "".join(svg(chart).replace("<svg ", f'<svg y="{30 + _HIGH * at}" ', 1) for at, chart in enumerate(charts))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDE}" height="{30 + _HIGH * len(charts)}" '
+        f'font-family="sans-serif"><style>.grid {{ stroke: #d0d7de }}</style><rect width="100%" height="100%" '
+        f'fill="white"/><text x="12" y="20" font-size="13">{_safe(title)}</text>{drawn}</svg>\n'
+    )

@@ -24,8 +24,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from bench.charts import svg
 from bench.own_server import Server, served_model, server, with_tokenizer
+from bench.report import Chart, standalone
 from bench.result import Result, device, finish, revision
 from bench.serving.caller import Crew, crew, soon
 from bench.serving.jobs import Job, Outcome, Wish, outcome, shared_out, watched
@@ -220,15 +220,16 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
 def plot(path: Path, title: str, found: Sequence[tuple[str, Outcome]]) -> None:
     """Rate, first token and pace over the loads."""
 
-    def lines(of: Callable[[Outcome], dict[str, float]]) -> dict[str, list[float]]:
+    def lines(of: Callable[[Outcome], dict[str, float]]) -> dict[str, list[float | None]]:
         return {share: [of(one).get(share, 0.0) for _, one in found] for share in ("p50", "p95", "p99")}
 
-    panels: list[tuple[str, dict[str, Sequence[float]]]] = [
-        ("output tokens/s", {"tokens/s": [one.output_tokens_per_second for _, one in found]}),
-        ("first token, ms", {**lines(lambda one: one.ttft_ms)}),
-        ("a token, ms", {**lines(lambda one: one.tpot_ms)}),
+    names = [name for name, _ in found]
+    charts = [
+        Chart("output tokens", "tokens/s", names, {"tokens/s": [one.output_tokens_per_second for _, one in found]}),
+        Chart("first token", "ms", names, lines(lambda one: one.ttft_ms)),
+        Chart("a token", "ms", names, lines(lambda one: one.tpot_ms)),
     ]
-    path.write_text(svg(title, [name for name, _ in found], panels))
+    path.write_text(standalone(title, charts))
 
 
 def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.charts import svg
+from bench.report import Chart, standalone
 from bench.serving.jobs import Ended, Found, Watched, bucket, outcome
 
 
@@ -48,7 +48,9 @@ def test_nothing_that_came_has_figures_too() -> None:
 
 
 def test_a_plot_has_each_load_and_line() -> None:
-    drawn = svg("a < b", ["n1", "n2"], [("rate", {"p50": [1.0, 2.0], "p95": [2.0, 3.0]}), ("none", {"x": [0.0, 0.0]})])
+    lines = {"p50": [1.0, 2.0], "p95": [2.0, 3.0]}
+    charts = [Chart("rate", "ms", ["n1", "n2"], lines), Chart("none", "ms", ["n1", "n2"], {"x": [0.0, 0.0]})]
+    drawn = standalone("a < b", charts)
     assert drawn.startswith("<svg")
     assert "a &lt; b" in drawn
     assert drawn.count("<polyline") == 3
