@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 
-from bench.live import DEMO, Asked, Live, copying, free, started
+from bench.live import DEMO, Live, LiveRequest, copying, free, started
 from bench.result import Result, Samples
 
 # In the order in which they are switched on. What a build has beyond these comes before the caches.
@@ -67,15 +67,17 @@ def rungs(switches: Mapping[str, str], quantized: str) -> tuple[list[Rung], list
     return found, left
 
 
-def work(tokens: int, turn: int) -> list[list[Asked]]:
+def work(tokens: int, turn: int) -> list[list[LiveRequest]]:
     """Groups of requests, one group after the other, those of a group at once: a copy and a free text alone, four
     together that begin alike, then two of them asked again."""
-    alone = [[Asked(copying(turn), tokens, answers=True)], [Asked(free(turn), tokens, answers=True)]]
-    together = [Asked(f"{_SHARED}\n# {turn} {n}\ndef f{n}():", tokens, answers=True) for n in range(4)]
+    alone = [[LiveRequest(copying(turn), tokens, answers=True)], [LiveRequest(free(turn), tokens, answers=True)]]
+    together = [LiveRequest(f"{_SHARED}\n# {turn} {n}\ndef f{n}():", tokens, answers=True) for n in range(4)]
     return [*alone, together, together[:2]]
 
 
-def climb(live: Live, rung: Rung, known: Sequence[str], groups: Sequence[Sequence[Asked]]) -> tuple[float, list[int]]:
+def climb(
+    live: Live, rung: Rung, known: Sequence[str], groups: Sequence[Sequence[LiveRequest]]
+) -> tuple[float, list[int]]:
     """Tokens a second of the whole work, and all ids of the two that ran alone."""
     for name in known:
         live.switch(name, name in rung.on)

@@ -31,8 +31,15 @@ from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 DEMO = ROOT / "models" / "demo"
 _PATIENCE = 300.0  # seconds of a call
 _CALLERS = 3  # in turn, where evidence must come from several
-PLACES = "the library", "the post office", "the town hall", "the railway station", "the swimming pool", "the museum"
-ASKED = (  # each a question with the same one in other words, and one that only looks alike
+PLACE_NAMES = (
+    "the library",
+    "the post office",
+    "the town hall",
+    "the railway station",
+    "the swimming pool",
+    "the museum",
+)
+QUESTIONS_ALIKE = (  # each a question with the same one in other words, and one that only looks alike
     ("When does {0} open?", "when does {0} open", "When does {0} close?"),
     ("How do I get to {0}?", "How do I get to {0}", "How do I get from {0}?"),
     ("Is {0} open on Sundays?", "is {0} open on sundays?", "Is {0} closed on Sundays?"),
@@ -40,7 +47,7 @@ ASKED = (  # each a question with the same one in other words, and one that only
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LiveRequest:
     """A request as these benches make it: greedy, of exactly so many tokens."""
 
     text: str
@@ -78,7 +85,7 @@ class Live:
         self._admin_channel = grpc.insecure_channel(admin) if admin else None
         self._admin: Any = None if self._admin_channel is None else AdminServiceStub(self._admin_channel)  # type: ignore[no-untyped-call]
 
-    def ask(self, asked: Asked) -> Reply:
+    def ask(self, asked: LiveRequest) -> Reply:
         """One answer, to its end. Raises grpc.RpcError."""
         message = pb.GenerateStreamRequest(text=asked.text)
         message.stopping.max_tokens, message.stopping.ignore_eos = asked.tokens, True
@@ -192,7 +199,7 @@ def speculation(argv: Sequence[str] | None = None) -> Result:
     samples: dict[str, Samples] = {}
     with opened(given, flags) as live:
         for name, prompt in sets.items():
-            live.ask(Asked(prompt(0), given.tokens))
+            live.ask(LiveRequest(prompt(0), given.tokens))
             turns = [_with_and_without(live, prompt(n), given.tokens, n) for n in range(1, given.rounds + 1)]
             on, off = [turn[0] for turn in turns], [turn[1] for turn in turns]
             proposed = sum(one.finish.usage.draft_proposed for one in on)
@@ -214,7 +221,7 @@ def speculation(argv: Sequence[str] | None = None) -> Result:
 
 def _with_and_without(live: Live, text: str, tokens: int, turn: int) -> tuple[Reply, Reply]:
     order = (True, False) if turn % 2 else (False, True)
-    found = {drafts: live.ask(Asked(text, tokens, drafts=drafts)) for drafts in order}
+    found = {drafts: live.ask(LiveRequest(text, tokens, drafts=drafts)) for drafts in order}
     return found[True], found[False]
 
 
@@ -234,13 +241,13 @@ def cache(argv: Sequence[str] | None = None) -> Result:
     shared = "\n".join(f"    value_{n} = measure({n * 37 % 101})" for n in range(given.shared))
     with opened(given) as live:
         arms = {"generated": [], "stored": [], "computed": [], "prefix found": []}  # type: dict[str, list[Reply]]
-        live.ask(Asked(f"# {run}\n{shared}\n# 0", 2))
+        live.ask(LiveRequest(f"# {run}\n{shared}\n# 0", 2))
         for n in range(given.rounds):
-            arms["generated"].append(live.ask(Asked(f"# {run} {n}\ndef f():", given.tokens, answers=True)))
+            arms["generated"].append(live.ask(LiveRequest(f"# {run} {n}\ndef f():", given.tokens, answers=True)))
             _settle(live)
-            arms["stored"].append(live.ask(Asked(f"# {run} {n}\ndef f():", given.tokens, answers=True)))
-            arms["computed"].append(live.ask(Asked(f"# {run}\n{shared}\n# {n}", 2, prefix=False)))
-            arms["prefix found"].append(live.ask(Asked(f"# {run}\n{shared}\n# {n}", 2)))
+            arms["stored"].append(live.ask(LiveRequest(f"# {run} {n}\ndef f():", given.tokens, answers=True)))
+            arms["computed"].append(live.ask(LiveRequest(f"# {run}\n{shared}\n# {n}", 2, prefix=False)))
+            arms["prefix found"].append(live.ask(LiveRequest(f"# {run}\n{shared}\n# {n}", 2)))
         kept = settings(given, live)
     stored = sum(one.finish.cache_source == pb.CACHE_SOURCE_RESPONSE for one in arms["stored"])
     cached = [one.finish.usage.cached_tokens for one in arms["prefix found"]]
@@ -294,7 +301,7 @@ def semantic() -> dict[str, Any]:
     except ExportFailed as error:
         return {"missing": str(error)}
     right, wrong, of = 0, 0, 0
-    for place, (one, same, other) in itertools.product(PLACES, ASKED):
+    for place, (one, same, other) in itertools.product(PLACE_NAMES, QUESTIONS_ALIKE):
         first = one.format(place)
         for text, means in ((same.format(place), True), (other.format(place), False)):
             near = float(embedder.embed(first) @ embedder.embed(text)) >= 0.80
@@ -343,22 +350,22 @@ def rollback(argv: Sequence[str] | None = None) -> int:
 
 
 def _rollback(live: Live, given: argparse.Namespace) -> int:
-    known = {one.name: one for one in live.switches()}
+    known = {found.name: found for found in live.switches()}
     if given.name not in known:
-        for one in known.values():
-            state = "on" if one.effective else f"{'on' if one.enabled else 'off'} {one.why_not}".strip()
-            print(f"{one.name:16} {state:40} {one.description}")
+        for switch in known.values():
+            state = "on" if switch.effective else f"{'on' if switch.enabled else 'off'} {switch.why_not}".strip()
+            print(f"{switch.name:16} {state:40} {switch.description}")
         return 0 if given.name == "list" else 2
     before = _measured(live, given)
     began = time.monotonic()
-    state = live.switch(given.name, given.undo)
+    switched = live.switch(given.name, given.undo)
     took = time.monotonic() - began
     after = _measured(live, given)
-    print(f"{given.name}: {'on' if state.enabled else 'off'} after {1e3 * took:.0f} ms. {state.why_not}".rstrip())
+    state = "on" if switched.enabled else "off"
+    print(f"{given.name}: {state} after {1e3 * took:.0f} ms. {switched.why_not}".rstrip())
     for name, less in (("tokens/s", False), ("first token, ms", True)):
         one, two = statistics.median(before[name]), statistics.median(after[name])
-        better = (two < one) == less
-        word = "better" if better else "worse"
+        word = "better" if (two < one) == less else "worse"
         print(f"{name:16} before {one:10.1f}  after {two:10.1f}  {two / one - 1:+.1%} {word}")
     turn = "off again" if given.undo else "on again"
     print(f"To turn it {turn}: whippet rollback {given.name}{'' if given.undo else ' --undo'}")
@@ -367,7 +374,7 @@ def _rollback(live: Live, given: argparse.Namespace) -> int:
         for when, found in (("before", before), ("after", after))
         for name, values in found.items()
     }
-    figures = {"switch": given.name, "enabled": state.enabled, "switched_ms": round(1e3 * took, 1)}
+    figures = {"switch": given.name, "enabled": switched.enabled, "switched_ms": round(1e3 * took, 1)}
     asked = {key: value for key, value in vars(given).items() if key not in ("token", "output")}
     return finish(Result("rollback", asked, figures, samples), given.output)
 
@@ -378,9 +385,9 @@ def _measured(live: Live, given: argparse.Namespace) -> dict[str, list[float]]:
     replies = []
     for n in range(given.answers):
         text = copying(n // 2) if n % 2 else free(n // 2)
-        live.ask(Asked(text, given.tokens, answers=True))
+        live.ask(LiveRequest(text, given.tokens, answers=True))
         began = time.monotonic()
-        reply = live.ask(Asked(text, given.tokens, answers=True))
+        reply = live.ask(LiveRequest(text, given.tokens, answers=True))
         replies.append((reply, time.monotonic() - began))
     return {
         "tokens/s": [one.tokens / max(took, 1e-9) for one, took in replies],

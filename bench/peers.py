@@ -128,7 +128,8 @@ class Transformers:
         best, cores = (float("inf"), 1), torch.get_num_threads()
         for dtype in (torch.float32, torch.bfloat16):
             loaded = package.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
-            before, self._model = self._model, loaded
+            before: Any = self._model
+            self._model = loaded
             took = min((self._timed(threads), threads) for threads in sorted({1, cores}))
             if took < best:
                 best = took
@@ -395,9 +396,9 @@ def command(argv: Sequence[str] | None = None) -> Result:
                         del running[name]
                         break
                     if number:
-                        row = f"{name}, {streams} streams"
-                        rates.setdefault(row, []).append(streams * (given.tokens - 1) / max(whole - one, 1e-9))
-                        firsts.setdefault(row, []).append(1e3 * one)
+                        key = f"{name}, {streams} streams"
+                        rates.setdefault(key, []).append(streams * (given.tokens - 1) / max(whole - one, 1e-9))
+                        firsts.setdefault(key, []).append(1e3 * one)
             print(f"round {number} of {given.rounds}", flush=True)
     rows = _rows(rates, firsts)
     for row in rows:

@@ -317,7 +317,7 @@ def _section(number: int, one: Section) -> str:
     rows = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in one.rows)
     notes = "".join(f"<p>{_safe(note)}</p>" for note in one.notes)
     drawn = "\n".join(
-        f"<figure>{svg(chart)}<figcaption>{_safe(f'{chart.title}, {chart.unit}')}</figcaption></figure>"
+        f"<figure>{svg(chart)}<figcaption>{_safe(chart.title)}, {_safe(chart.unit)}</figcaption></figure>"
         for chart in one.charts
     )
     return (

@@ -96,7 +96,7 @@ class Loop:
     def admit(self, scheduler: Any) -> None:
         """Hands over a round's requests."""
         from engine.api import GREEDY, GenerationRequest, Stopping
-        from engine.scheduling.sequence import Sequence as Asked
+        from engine.scheduling.sequence import Sequence as EngineSequence
 
         for row in range(self._rows):
             self._keys += 1
@@ -109,7 +109,7 @@ class Loop:
                 stopping=Stopping(max_tokens=self._tokens),
                 arrived_at=0.0,
             )
-            scheduler.admit(Asked(request, prompt, key=self._keys))
+            scheduler.admit(EngineSequence(request, prompt, key=self._keys))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
