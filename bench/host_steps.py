@@ -294,7 +294,9 @@ class ManyRows:
 
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         of, holds = self._sequences.of, self._pipeline.holds
-        return tuple(row for row in rows if row.count == 1 and row.sample and (holds(row.key) or chosen_by_kernels(of(row))))
+        return tuple(
+            row for row in rows if row.count == 1 and row.sample and (holds(row.key) or chosen_by_kernels(of(row)))
+        )
 
     def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
         return self._pipeline.step(rows)
