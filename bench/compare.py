@@ -235,7 +235,7 @@ def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
     parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="with --before")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--rows", type=int, default=1, help="sequences at once")
-    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--threads", type=int, help="on a CPU")
     parser.add_argument("--rounds", type=int, default=20, help="of a start; each runs both sides")
     parser.add_argument("--starts", type=int, default=3, help="of both processes")

@@ -157,8 +157,7 @@ def started(model: str | None, flags: Sequence[str]) -> Iterator[Any]:
     if model is None:
         raise ValueError("name a model: --model FOLDER, or a GGUF file")
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(model).resolve()
-        served = path if path.is_file() else with_tokenizer(path, Path(scratch) / "model")
+        served = with_tokenizer(Path(model).resolve(), Path(scratch) / "model")
         with server([f"--model={served}", *flags]) as own:
             yield own
 

@@ -28,8 +28,8 @@ _READY = re.compile(r"^ready: data (\S+) admin (\S+)")
 
 
 def with_tokenizer(model: Path, target: Path) -> Path:
-    """The folder itself; where it has no tokenizer, one like it with the demo's, filled up with made-up tokens."""
-    if (model / "tokenizer.json").exists():
+    """The model itself. Of a folder without a tokenizer, one like it with the demo's, filled up with made-up tokens."""
+    if model.is_file() or (model / "tokenizer.json").exists():
         return model
     config = json.loads((model / "config.json").read_text())
     tokenizer = json.loads(TOKENIZER.read_text())

@@ -104,7 +104,7 @@ def command(argv: Sequence[str] | None = None) -> Result:
     kinds: Mapping[str, Mapping[str, str]] = {"empty": {}, "full": {}, **ahead}
     found: dict[str, Any] = {"model": flags.model.name, "cores": len(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as folder:
-        served = flags.model if flags.model.is_file() else with_tokenizer(flags.model, Path(folder) / "model")
+        served = with_tokenizer(flags.model, Path(folder) / "model")
         for kind, environment in kinds.items():
             caches = Path(folder) / ("ahead" if kind == "ahead" else "kept")  # which the first start fills
             with _environment(**environment):
