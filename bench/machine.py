@@ -95,7 +95,8 @@ def _of_host(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
 
 
 def _of_decode(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
-    engine = json.loads(said.strip().splitlines()[-1])["engine"]
+    record = json.loads(said.strip().splitlines()[-1])
+    engine = record.get("figures", record)["engine"]  # an older tree's record has it at the top
     found: Values = {
         f"decode {context}": (row["tokens_per_second"], "tokens/s") for context, row in engine["contexts"].items()
     }

@@ -22,7 +22,8 @@ DEMO = ROOT / "models" / "demo"
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], dict[str, Any]]:
     assert decode.main(["--threads=1", "--rounds=2", "--first=2", "--device=cpu", *argv]) == 0
     *table, line = capsys.readouterr().out.splitlines()
-    return table, json.loads(line)
+    record = json.loads(line)
+    return table, {**record["figures"], **record}
 
 
 @pytest.mark.proof
