@@ -78,6 +78,10 @@ def decode(figures: Mapping[str, Any]) -> Iterator[Section]:
         notes = [f"First token: p50 {found['first_token']['ms_p50']} ms, p95 {found['first_token']['ms_p95']} ms."]
         if bandwidth:
             notes.append(f"The roofline is the bytes that a token must read, at {1e3 * bandwidth:,.1f} GB/s.")
+        if any(row.get("roofline", 0) > 1 for row in found["contexts"].values()):
+            notes.append(
+                "Above it: drafts give several tokens for one read, or the weights lie in the processor's caches."
+            )
         head = ["tokens before", "tokens/s", "a token, µs, p50", "p95", "p99", "of the roofline"]
         charts = [
             Chart("Tokens a second against the roofline", "tokens/s", across, lines),
