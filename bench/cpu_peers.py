@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from bench.about import device, revision
-from bench.driven import asked, planner
+from bench.pace import asked, planner
+from bench.result import device, revision
 from engine.cores import usable_cores
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool

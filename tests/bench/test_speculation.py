@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import speculation
-from bench.drafts import Beside, Run
+from bench.speculation import Beside, Run
 from engine.execution.speculation.costs import Costs
 
 pytestmark = pytest.mark.proof

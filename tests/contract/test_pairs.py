@@ -17,7 +17,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as some
 from msgspec import structs
 
-from bench.drafts import Forced
+from bench.speculation import Forced
 from engine.api import GenerationRequest, Stopping
 from engine.execution.registry import CAPTURED, EXECUTORS, ExecutorEntry
 from engine.execution.runner import ModelRunner

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from bench.drafts import Forced
+from bench.speculation import Forced
 from engine.api import GenerationRequest
 from engine.execution.registry import EXECUTORS
 from engine.execution.runner import ModelRunner

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from bench.drafts import Forced
+from bench.speculation import Forced
 from engine.api import FinishReason, GenerationRequest, Stopping
 from engine.execution.registry import EXECUTORS
 from engine.execution.runner import ModelRunner
