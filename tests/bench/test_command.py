@@ -14,6 +14,7 @@ from bench.live import interval
 from bench.result import Result, Samples, code_hash, digest, measured_code
 from scripts.results import flat, nameless, older
 
+pytestmark = pytest.mark.product  # the parts import torch and all that it asks the machine
 ROOT = Path(__file__).resolve().parents[2]
 
 
