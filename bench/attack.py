@@ -33,7 +33,7 @@ import grpc
 from bench.floods import HEALTH, REFLECTION, Prober, addresses, crowded, cut_message, flood, rss, silent
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
-from service.transport.heap import ENVIRONMENT
+from service.transport.process.heap import ENVIRONMENT
 
 _STEP = 0.01  # seconds of the fake engine
 _TURN = 2.0  # seconds of one kind of attack

@@ -29,7 +29,7 @@ from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import build
 from service.core.text.constraint import ConstraintJob, constraint
-from service.core.text.jobs import pack
+from service.core.text.sandbox.jobs import pack
 from service.core.text.tokenizer import Tokenizer as TextTokenizer
 
 DEMO = Path("models/demo")

@@ -41,7 +41,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
-from service.core.text.jobs import Refusal
+from service.core.text.sandbox.jobs import Refusal
 
 # Keywords that the made schemas leave out, one each: which of them a library enforces, passes over, or refuses.
 RARE: dict[str, Schema] = {

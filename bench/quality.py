@@ -33,7 +33,7 @@ from engine.worker.build import prepare
 from quant import metrics
 from quant.calibration import text_windows
 from quant.checkpoint.awq import write_gemm
-from quant.checkpoint.config import read_config
+from quant.checkpoint.reading import read_config
 from quant.checkpoint.safetensors import Checkpoint
 from quant.checkpoint.tensors import layer_linears, layer_prefix
 from quant.decoder import Decoder

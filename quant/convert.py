@@ -17,13 +17,13 @@ from typing import Final, Protocol
 import torch
 
 from quant.checkpoint.check import check_folder
-from quant.checkpoint.config import load_config
 from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.gguf.file import gguf_file, is_gguf
 from quant.checkpoint.header import DTYPES
 from quant.checkpoint.named import misnamed
+from quant.checkpoint.reading import load_config
 from quant.checkpoint.safetensors import INDEX
 from quant.checkpoint.tensors import HEAD
 from quant.companions import copy_companions

@@ -9,11 +9,12 @@ from typing import Final
 import torch
 
 from quant.block import Block, BlockWeights, KeyValues, rms_norm
-from quant.checkpoint.config import ModelConfig, load_config
+from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.forms import Dense, Linear
 from quant.checkpoint.linear import read_linear
 from quant.checkpoint.opening import open_checkpoint
+from quant.checkpoint.reading import load_config
 from quant.checkpoint.source import FLOATS, TensorSource, check, fetch
 from quant.checkpoint.spec import QuantSpec
 from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_linears, layer_norms, layer_prefix

@@ -8,10 +8,10 @@ from typing import Final
 
 import torch
 
-from quant.checkpoint.config import load_config
 from quant.checkpoint.gguf.blocks import widened
 from quant.checkpoint.gguf.file import gguf_file
 from quant.checkpoint.gguf.tensors import GgufTensors
+from quant.checkpoint.reading import load_config
 
 _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

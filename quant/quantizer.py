@@ -13,9 +13,10 @@ from typing import Any, Final, Literal
 import torch
 
 from quant.calibration import SHIPPED, Windows, own_windows, split, text_windows
-from quant.checkpoint.config import ModelConfig, load_config, read_config
+from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.formats import read_spec
+from quant.checkpoint.reading import load_config, read_config
 from quant.checkpoint.safetensors import Checkpoint
 from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_linears, layer_norms, layer_prefix
 from quant.decoder import Decoder

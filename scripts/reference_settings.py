@@ -8,7 +8,7 @@ from itertools import groupby
 from scripts.cells import table
 from service.config.leaves import Leaf, leaves, spelled
 from service.config.settings import Settings
-from service.core.reloading import LIVE_CACHE
+from service.core.operations.reloading import LIVE_CACHE
 
 HEAD = """# Settings
 

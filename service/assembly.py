@@ -14,20 +14,20 @@ from engine.errors import InvalidModel
 from engine.launch import Begun
 from engine.settings import CPU_SEQUENCES
 from service.config.settings import Settings
-from service.core.admission import Admission
+from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches, checked
 from service.core.answers.flush import Flusher
 from service.core.answers.lookup import AnswerSources
-from service.core.draining import Drain
 from service.core.generation import Generator
 from service.core.model import ServedModel
+from service.core.operations.draining import Drain
+from service.core.operations.profiling import Profiler
+from service.core.operations.reloading import Reloader
 from service.core.parsing.formats import choose
-from service.core.profiling import Profiler
-from service.core.reloading import Reloader
 from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.archive import TokenizerArchive
-from service.core.text.processes import TextProcesses
+from service.core.text.sandbox.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability.instruments import Instruments
 from service.observability.metrics import Metrics
@@ -40,19 +40,19 @@ from service.protocols.vllm_engine.services import VllmEngine
 from service.protocols.whippet_v1.services import WhippetV1
 from service.tracing.start import Traces
 from service.tracing.start import start as start_traces
-from service.transport import reflection
-from service.transport.descriptors import divide
-from service.transport.evictor import Evictor
-from service.transport.health import SERVICE as HEALTH
-from service.transport.health import Health
-from service.transport.http2 import PortBounds
-from service.transport.identity import Identity, closed_console
-from service.transport.inbox import SMALL, Inbox, InboxBounds
+from service.transport.call.http2 import PortBounds
+from service.transport.call.inbox import SMALL, Inbox, InboxBounds
+from service.transport.call.rpc import Guard, Strangers
+from service.transport.call.writer import StallWatch
+from service.transport.identity.identity import Identity, closed_console
+from service.transport.identity.tenants_file import quotas_of
+from service.transport.port import reflection
+from service.transport.port.evictor import Evictor
+from service.transport.port.health import SERVICE as HEALTH
+from service.transport.port.health import Health
 from service.transport.ports import SIDE_BOUNDS, Port, open_port, open_shared_port
+from service.transport.process.descriptors import divide
 from service.transport.relays.relays import RelayCounts, RelayOptions
-from service.transport.rpc import Guard, Strangers
-from service.transport.tenants_file import quotas_of
-from service.transport.writer import StallWatch
 
 
 def protocols(settings: Settings) -> tuple[WireProtocol, ...]:

@@ -11,7 +11,7 @@ from engine.launch import Begun
 from quant.checkpoint.named import misnamed
 from service.config.settings import BadSettings
 from service.config.sources import load
-from service.core.cache_dir import UnsafeFolder, cache_dir, prebuilt_dir
+from service.core.operations.cache_dir import UnsafeFolder, cache_dir, prebuilt_dir
 from service.observability import logs
 
 # Exit codes; beside them those of `service.serving`

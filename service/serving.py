@@ -16,14 +16,14 @@ from engine.client import texts_digest
 from engine.launch import Begun
 from service.assembly import Parts, build
 from service.config.settings import Settings
-from service.core.text.processes import TextProcesses
+from service.core.text.sandbox.processes import TextProcesses
 from service.observability.scrape import PATH as METRICS_PATH
 from service.protocols.whippet_v1.rights import GENERATION
 from service.signals import Signals
-from service.transport.garbage import Garbage
-from service.transport.heap import Heap
-from service.transport.identity import closed_console, refuse_strangers
-from service.transport.silence import silence
+from service.transport.identity.identity import closed_console, refuse_strangers
+from service.transport.process.garbage import Garbage
+from service.transport.process.heap import Heap
+from service.transport.process.silence import silence
 
 # Exit codes
 STOPPED = 0  # by a signal, no request was lost

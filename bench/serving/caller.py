@@ -24,7 +24,7 @@ from google.rpc import error_details_pb2, status_pb2
 from bench.serving.jobs import Ended, Found, Job, Wish, bucket, ids_of, shared_out
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
-from service.transport.garbage import Garbage
+from service.transport.process.garbage import Garbage
 
 _CONNECTIONS = 4
 _BEHIND = 0.001  # seconds that are too few to sleep for

@@ -8,8 +8,9 @@ from pathlib import Path
 from engine.errors import Unsupported
 from engine.loading.border import checkpoint_errors
 from engine.settings import Quantization
-from quant.checkpoint.config import ModelConfig, load_config
+from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.formats import INT8, format_name, read_spec
+from quant.checkpoint.reading import load_config
 from quant.checkpoint.spec import GgufSpec, Int8Spec, QuantSpec
 
 

@@ -1,22 +1,19 @@
 """What a model folder's config.json says, checked and put into one shape.
 
 Reads the spellings of transformers 4 (`torch_dtype`, `rope_theta`, `rope_scaling`) and 5 (`dtype`, `rope_parameters`).
-Of a model that also takes images, the config of its text part is read.
 A key that is left out has the value that the family's config class in transformers gives it. Whatever would be computed
 wrongly is refused here, by file, key and remedy.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from quant.checkpoint.errors import short
-from quant.checkpoint.fields import Fields, read_json
+from quant.checkpoint.fields import Fields
 from quant.checkpoint.rope import RopeConfig, context_limit, parse_rope, parse_ropes_by_kind
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
@@ -83,10 +80,6 @@ FAMILIES: Final = {
         },
     ),
 }
-# Architectures with a text part in `text_config`: the architecture of that part.
-TEXT_PARTS: Final = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
-# Keys that such a model states beside its text part.
-_BESIDE: Final = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,31 +115,6 @@ class ModelConfig:
     def layers(self) -> int:
         """Number of decoder layers."""
         return len(self.windows)
-
-
-def load_config(folder: Path) -> ModelConfig:
-    """Reads and checks the config of a model folder or of a GGUF file. Raises BadFile."""
-    return parse_config(read_config(folder), str(folder / CONFIG))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the `config.json` of a model folder, unchecked, or its equivalent made from a GGUF file's metadata.
-    Raises BadFile."""
-    from quant.checkpoint.gguf.file import gguf_file, is_gguf  # imported here because that module imports this one
-
-    if is_gguf(folder):
-        found: dict[str, Any] = json.loads(gguf_file(folder).texts[CONFIG])
-        return found
-    return _text_part(read_json(folder / CONFIG, "give the folder that holds the model's config.json"))
-
-
-def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of the text part of a model that also takes images, and other configs unchanged."""
-    names, text = raw.get("architectures"), raw.get("text_config")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_PARTS or not isinstance(text, dict):
-        return raw
-    beside = {key: raw[key] for key in _BESIDE if key in raw}
-    return {**text, **beside, "architectures": [TEXT_PARTS[names[0]]]}
 
 
 def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:

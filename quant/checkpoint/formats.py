@@ -7,11 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from quant.checkpoint.config import CONFIG, read_config
+from quant.checkpoint.config import CONFIG
 from quant.checkpoint.detect import detect
 from quant.checkpoint.errors import BadConfig, BadFile, UnsupportedFormat
 from quant.checkpoint.fields import read_json
 from quant.checkpoint.gguf.file import gguf_file, is_gguf
+from quant.checkpoint.reading import read_config
 from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, GgufSpec, Int8Spec, PackedScheme, QuantSpec
 from quant.checkpoint.tensors import EMBEDDING
 

@@ -24,7 +24,7 @@ from service.cli import machine as machines
 from service.cli.channel import USAGE, complain
 from service.cli.doctor_text import render
 from service.cli.interpreter import command, environment
-from service.core.cache_dir import PREBUILT, UnsafeFolder, look, look_ahead
+from service.core.operations.cache_dir import PREBUILT, UnsafeFolder, look, look_ahead
 from service.version import version
 
 _AS_SERVE = "as for `whippet serve`; default: %(default)s"

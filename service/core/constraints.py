@@ -13,8 +13,8 @@ from engine.api import Constraint
 from engine.constraints.deaths import Deaths
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import ConstraintText, Origin
-from service.core.text.jobs import Refusal, pack
-from service.core.text.processes import JobDied, TextProcesses
+from service.core.text.sandbox.jobs import Refusal, pack
+from service.core.text.sandbox.processes import JobDied, TextProcesses
 
 Key = tuple[str, tuple[str, ...]]  # kind and texts
 _KEPT: Final = 4 * 2**20  # bytes of text

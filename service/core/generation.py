@@ -15,15 +15,16 @@ from msgspec.structs import replace
 
 from cache.api import AnswerEnding, AnswerPart
 from engine.api import Constraint, FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
-from service.core.admission import Abortable, Admission
+from service.core.admission.admission import Abortable, Admission
+from service.core.admission.quotas import FREE
+from service.core.answers.delivery import Messages, Outlet, Sink, Whole
 from service.core.answers.engine_answer import Charge
 from service.core.answers.lookup import AnswerSources, Findings
+from service.core.answers.parsed_outlet import ParsedOutlet, with_marks
+from service.core.answers.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
 from service.core.answers.sources import AnswerSource
-from service.core.delivery import Messages, Outlet, Sink, Whole
 from service.core.errors import InvalidRequest, Violation
 from service.core.model import ServedModel
-from service.core.parsing.outlet import ParsedOutlet, with_marks
-from service.core.quotas import FREE
 from service.core.request import (
     CacheSource,
     ChatPrompt,
@@ -35,7 +36,6 @@ from service.core.request import (
     Request,
     Stops,
 )
-from service.core.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
 from service.core.validation import too_long
 from service.observability.histogram import Histogram
 from service.observability.record import RecordBuilder

@@ -13,8 +13,8 @@ from service.core.parsing.formats import NO_FORMATS, AnswerFormats, prompt_tail
 from service.core.request import ChatPrompt, ModelFacts, Origin, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer, TokenTexts
 from service.core.text.conversation import sent_texts
-from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
-from service.core.text.processes import TextProcesses
+from service.core.text.sandbox.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
+from service.core.text.sandbox.processes import TextProcesses
 from service.core.text.tokenizer import MOST_TEXT
 from service.core.validation import too_long
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from service.core.admission import Admission
+from service.core.admission.admission import Admission
 from service.core.model import ServedModel
 from service.core.request import ChatPrompt, Origin, TextPrompt
 

@@ -9,14 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from cache.api import BORDERS, Mode
 from engine.api import Engine, EngineLoad, EngineState
-from service.core.admission import Admission
+from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
 from service.observability.calls import Rows
 from service.observability.histogram import Histogram
 from service.observability.instruments import Instruments
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES, Counted
-from service.transport.identity import Identity
+from service.transport.identity.identity import Identity
 from service.version import version
 
 Counts = Mapping[tuple[str, str], int]  # (event, label) → count

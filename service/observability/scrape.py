@@ -20,10 +20,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from service.transport.descriptors import SIDE_PORT
-from service.transport.http1 import MAX_HEAD, Exchange, Refused, Request, Site, parse_head, response
+from service.transport.port.http1 import MAX_HEAD, Exchange, Refused, Request, Site, parse_head, response
+from service.transport.port.surplus import Host, first_to_go
 from service.transport.ports import cannot_listen
-from service.transport.surplus import Host, first_to_go
+from service.transport.process.descriptors import SIDE_PORT
 
 PATH = "/metrics"
 _MAX_CONNECTIONS = SIDE_PORT

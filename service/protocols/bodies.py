@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from service.core.delivery import AnswerMessage
+from service.core.answers.delivery import AnswerMessage
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import PromptFacts
 from service.protocols.shape import check_shape
-from service.transport.context import Context
-from service.transport.rpc import Call, StreamBody, UnaryBody
+from service.transport.call.context import Context
+from service.transport.call.rpc import Call, StreamBody, UnaryBody
 
 _Message = TypeVar("_Message", bound=Message)
 _Request = TypeVar("_Request")

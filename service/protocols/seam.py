@@ -11,22 +11,22 @@ from typing import Protocol
 import grpc
 
 from engine.api import Engine, EngineState
-from service.core.admission import Admission
+from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.flush import Flusher
-from service.core.draining import Drain
 from service.core.generation import Generator
 from service.core.model import ServedModel
-from service.core.profiling import Profiler
+from service.core.operations.draining import Drain
+from service.core.operations.profiling import Profiler
 from service.core.switches import Switches
 from service.core.text.archive import TokenizerArchive
-from service.core.text.processes import TextProcesses
+from service.core.text.sandbox.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability.instruments import Instruments
 from service.observability.record import Observers
-from service.transport.inbox import Inbox
-from service.transport.rpc import Guard
-from service.transport.writer import StallWatch
+from service.transport.call.inbox import Inbox
+from service.transport.call.rpc import Guard
+from service.transport.call.writer import StallWatch
 
 
 @dataclass(frozen=True, slots=True)

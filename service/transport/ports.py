@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import grpc
 
 from service.config.settings import BadSettings
-from service.transport.closing import Gate, Stoppable
-from service.transport.descriptors import SIDE_PORT
-from service.transport.http2 import PortBounds, bind, options
-from service.transport.inbox import SMALL
+from service.transport.call.http2 import PortBounds, bind, options
+from service.transport.call.inbox import SMALL
+from service.transport.port.closing import Gate, Stoppable
+from service.transport.port.tls import Certificates
+from service.transport.process.descriptors import SIDE_PORT
 from service.transport.relays.relays import RelayCounts, RelayOptions, Relays
-from service.transport.tls import Certificates
 
 
 class PortTaken(Exception):

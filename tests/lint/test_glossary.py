@@ -43,7 +43,7 @@ def test_it_names_every_executor() -> None:
     [
         "engine/nowhere",
         "engine/scheduling/plan.py:Nothing",
-        "service/core/admission.py:admit",  # a method is no name of the module
+        "service/core/admission/admission.py:admit",  # a method is no name of the module
     ],
 )
 def test_what_is_not_there_is_found(place: str) -> None:

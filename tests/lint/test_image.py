@@ -18,7 +18,7 @@ from scripts.dockerfile import Image, expand, image, instructions, kept, stages
 from service.config.leaves import leaves
 from service.config.settings import Settings
 from service.config.sources import load
-from service.transport.heap import ENVIRONMENT
+from service.transport.process.heap import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()

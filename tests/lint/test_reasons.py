@@ -12,7 +12,7 @@ from scripts.figures import ROOT
 from service.core import errors
 from service.core.errors import Reason
 from service.pb.whippet.v1 import errors_pb2
-from service.transport.status import DOMAIN, failure_of
+from service.transport.call.status import DOMAIN, failure_of
 
 PROTO = (ROOT / "protos" / "whippet" / "v1" / "errors.proto").read_text("utf-8")
 PAGE = (ROOT / "docs" / "clients.md").read_text("utf-8")

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quant import convert as converting
 from quant.__main__ import main
-from quant.checkpoint.config import load_config
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.formats import read_spec
+from quant.checkpoint.reading import load_config
 from quant.convert import convert
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize

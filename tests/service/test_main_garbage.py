@@ -27,7 +27,7 @@ pytestmark = pytest.mark.proof
 COUNTING = """
 import asyncio, gc, signal, sys
 from service.main import serve
-from service.transport.garbage import Garbage
+from service.transport.process.garbage import Garbage
 
 def look():
     print("found", gc.collect(), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from service.transport.token_entries import read_entries
+from service.transport.identity.token_entries import read_entries
 from tests.service.conftest import PATIENCE, Server, ask_stream
 from tests.service.tenants import metadata
 from tests.service.transport.presented import entry

@@ -22,8 +22,8 @@ from engine.api import (
     TokenStream,
 )
 from engine.errors import Aborted
-from service.core.admission_slots import AdmissionSlot
-from service.core.delivery import MOST
+from service.core.admission.admission_slots import AdmissionSlot
+from service.core.answers.delivery import MOST
 from service.core.errors import Overloaded
 from service.core.request import Delivery
 from service.core.text import Detokenizer

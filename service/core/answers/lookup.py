@@ -23,12 +23,12 @@ from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Que
 from cache.open.caches import Caches
 from engine.api import Engine, GenerationRequest, Priority
 from engine.errors import DeadlineExceeded, EngineError
-from service.core.admission_slots import AdmissionSlot, AdmissionSlots
+from service.core.admission.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
+from service.core.answers.delivery import company
 from service.core.answers.engine_answer import Charge, EngineAnswer, Patience
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
-from service.core.delivery import company
 from service.core.errors import Overloaded
 from service.core.model import ServedModel
 from service.core.request import Access, CacheOutcome, CacheSource, Delivery, Origin, Request

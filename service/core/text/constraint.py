@@ -18,7 +18,7 @@ import msgspec
 from engine.constraints.bounds import OutOfBounds, check_ebnf, check_regex, check_schema, on_own_stack
 from engine.constraints.grammars import limits
 from engine.constraints.vocabulary import read_vocabulary
-from service.core.text.jobs import Refusal
+from service.core.text.sandbox.jobs import Refusal
 from service.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

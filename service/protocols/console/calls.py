@@ -21,9 +21,9 @@ from google.protobuf.message import Message
 from service.core.errors import InvalidRequest, Violation
 from service.pb.whippet.v1 import admin_pb2, generation_pb2
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION
-from service.transport.context import Context, Trailers
-from service.transport.errors import forget_frames
-from service.transport.http1 import Exchange, Refused, head, response
+from service.transport.call.context import Context, Trailers
+from service.transport.call.errors import forget_frames
+from service.transport.port.http1 import Exchange, Refused, head, response
 
 JSON = "application/json"
 LINES = "application/x-ndjson"

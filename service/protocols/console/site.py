@@ -19,10 +19,10 @@ from service.core.errors import ServiceError
 from service.protocols.console.calls import JSON, ROUTES, SAFE, Calls, Presented, failure, refusal
 from service.protocols.console.state import State
 from service.protocols.seam import UseCases
-from service.transport.auth import ALL_RIGHTS
-from service.transport.http1 import Exchange, Refused, Request
-from service.transport.rpc import Guard
-from service.transport.status import failure_of
+from service.transport.call.auth import ALL_RIGHTS
+from service.transport.call.rpc import Guard
+from service.transport.call.status import failure_of
+from service.transport.port.http1 import Exchange, Refused, Request
 
 HEADER = "x-whippet-console"
 STATE = "/api/state"

@@ -15,8 +15,8 @@ from service.protocols.console.calls import JSON, SAFE
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1 import render, render_load
 from service.protocols.whippet_v1.rights import ADMIN, RIGHTS
-from service.transport.auth import Rights
-from service.transport.http1 import KEPT, response
+from service.transport.call.auth import Rights
+from service.transport.port.http1 import KEPT, response
 
 _LASTS = 1.0  # seconds
 

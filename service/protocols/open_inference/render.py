@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.api import FinishReason
-from service.core.delivery import AnswerMessage
+from service.core.answers.delivery import AnswerMessage
 from service.core.request import ModelFacts
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.parse import VERSION, Question

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 from msgspec.structs import replace
 
-from service.core.delivery import AnswerMessage
+from service.core.answers.delivery import AnswerMessage
 from service.core.request import Origin, PromptFacts
 from service.observability.record import Observers
 from service.pb.inference import grpc_service_pb2 as pb
@@ -15,10 +15,10 @@ from service.protocols.open_inference.parse import NAMES, VERSION, Question, che
 from service.protocols.seam import UseCases
 from service.protocols.shape import check_shape
 from service.protocols.wishes import fields_called
-from service.transport.inbox import Inbox
-from service.transport.rpc import Call
-from service.transport.status import ResourceTypes, failure_of
-from service.transport.writer import StallWatch, Writer
+from service.transport.call.inbox import Inbox
+from service.transport.call.rpc import Call
+from service.transport.call.status import ResourceTypes, failure_of
+from service.transport.call.writer import StallWatch, Writer
 from service.version import version
 
 SERVICE = "inference.GRPCInferenceService"

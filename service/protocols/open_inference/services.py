@@ -7,10 +7,10 @@ from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.bodies import as_it_is, unary
 from service.protocols.open_inference.servicer import RESOURCES, SERVICE, OpenInferenceServicer
 from service.protocols.seam import Services, UseCases
-from service.transport.auth import ALL_RIGHTS, Right, Rights
-from service.transport.inbox import Inbox
-from service.transport.rpc import Endpoints, Guard, service
-from service.transport.writer import StallWatch
+from service.transport.call.auth import ALL_RIGHTS, Right, Rights
+from service.transport.call.inbox import Inbox
+from service.transport.call.rpc import Endpoints, Guard, service
+from service.transport.call.writer import StallWatch
 
 _GENERATE: Rights = frozenset((Right.GENERATE,))
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from engine.api import FinishReason, SamplingParams, TokenLogprob
 from engine.settings import PAGE_SIZE
-from service.core.delivery import AnswerMessage
+from service.core.answers.delivery import AnswerMessage
 from service.core.model import ModelDescription
 from service.core.request import Ending
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from engine.api import TokenLogprob
-from service.core.delivery import AnswerMessage
+from service.core.answers.delivery import AnswerMessage
 from service.core.errors import UnknownRequest
 from service.core.request import PromptFacts
 from service.pb.smg.grpc.common import tokenizer_pb2
@@ -15,8 +15,8 @@ from service.protocols.seam import UseCases
 from service.protocols.vllm_engine import render
 from service.protocols.vllm_engine.parse import NAMES, Question, read_generate
 from service.protocols.wishes import fields_called
-from service.transport.rpc import Call
-from service.transport.writer import StallWatch, Writer
+from service.transport.call.rpc import Call
+from service.transport.call.writer import StallWatch, Writer
 
 _PIECE = 64 * 1024  # bytes of an archive in one message
 

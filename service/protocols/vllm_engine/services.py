@@ -8,11 +8,11 @@ from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from service.protocols.bodies import as_it_is, streamed, unary
 from service.protocols.seam import Services, UseCases
 from service.protocols.vllm_engine.servicer import VllmEngineServicer
-from service.transport.auth import ALL_RIGHTS, Right, Rights
-from service.transport.inbox import Inbox
-from service.transport.rpc import Endpoints, Guard, service
-from service.transport.status import ResourceTypes
-from service.transport.writer import StallWatch
+from service.transport.call.auth import ALL_RIGHTS, Right, Rights
+from service.transport.call.inbox import Inbox
+from service.transport.call.rpc import Endpoints, Guard, service
+from service.transport.call.status import ResourceTypes
+from service.transport.call.writer import StallWatch
 
 ENGINE = "vllm.grpc.engine.VllmEngine"
 RESOURCES = ResourceTypes(model="vllm.grpc.engine.Model", request="vllm.grpc.engine.GenerateRequest")

@@ -6,7 +6,7 @@ import re
 
 from cache.api import Kind
 from service.core.answers.flush import Flush
-from service.core.profiling import LONGEST
+from service.core.operations.profiling import LONGEST
 from service.core.request import Origin
 from service.core.validation import Violations
 from service.pb.whippet.v1 import admin_pb2

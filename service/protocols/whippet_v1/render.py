@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from engine.api import FinishReason, SamplingParams, TokenLogprob
-from service.core.delivery import AnswerMessage
+from service.core.answers.delivery import AnswerMessage
 from service.core.model import ModelDescription
 from service.core.parsing.answer import whole_calls
 from service.core.request import CacheOutcome, CacheSource, Ending, Output, PromptFacts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from service.transport.auth import ALL_RIGHTS, Right, Rights
+from service.transport.call.auth import ALL_RIGHTS, Right, Rights
 
 GENERATION = "whippet.v1.GenerationService"
 MODEL = "whippet.v1.ModelService"

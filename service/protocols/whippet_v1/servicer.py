@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from service.core.delivery import AnswerMessage
+from service.core.answers.delivery import AnswerMessage
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.request import ChatPrompt, Output, PromptFacts, Request, TextPrompt
@@ -22,9 +22,9 @@ from service.protocols.whippet_v1.parse import (
     read_tokenize,
 )
 from service.protocols.whippet_v1.parse_admin import read_drain, read_flush, read_profile, read_switch
-from service.transport.auth import DEFAULT_TENANT
-from service.transport.rpc import Call
-from service.transport.writer import StallWatch, Writer
+from service.transport.call.auth import DEFAULT_TENANT
+from service.transport.call.rpc import Call
+from service.transport.call.writer import StallWatch, Writer
 
 
 class StreamOutlet:

@@ -8,10 +8,10 @@ from service.protocols.bodies import as_it_is, streamed, unary
 from service.protocols.seam import Services, UseCases
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION, MODEL, RIGHTS
 from service.protocols.whippet_v1.servicer import AdminServicer, GenerationServicer, ModelServicer
-from service.transport.inbox import Inbox
-from service.transport.rpc import Endpoints, Guard, service
-from service.transport.status import ResourceTypes
-from service.transport.writer import StallWatch
+from service.transport.call.inbox import Inbox
+from service.transport.call.rpc import Endpoints, Guard, service
+from service.transport.call.status import ResourceTypes
+from service.transport.call.writer import StallWatch
 
 RESOURCES = ResourceTypes(model="whippet.v1.Model", request="whippet.v1.GenerateRequest")
 

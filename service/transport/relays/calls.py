@@ -10,8 +10,8 @@ from typing import NamedTuple, NoReturn, cast
 
 import grpc
 
-from service.transport.context import Context, Metadata, Trailers
-from service.transport.errors import forget_frames
+from service.transport.call.context import Context, Metadata, Trailers
+from service.transport.call.errors import forget_frames
 from service.transport.relays.frames import (
     Abort,
     Answer,

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from service.transport.http2 import Identification, PortBounds
+from service.transport.call.http2 import Identification, PortBounds
 
 _HEADER = 8  # bytes of a length
 Pairs = list[tuple[str, Any]]  # text, or bytes where the name ends in -bin

@@ -21,12 +21,13 @@ import grpc
 import uvloop
 
 from service.observability import logs
-from service.transport import http2
-from service.transport.busy import BusyPeers
-from service.transport.errors import forget_frames
-from service.transport.evictor import Evictor
-from service.transport.garbage import Garbage
-from service.transport.heap import Heap
+from service.transport.call import http2
+from service.transport.call.busy import BusyPeers
+from service.transport.call.errors import forget_frames
+from service.transport.port.evictor import Evictor
+from service.transport.process.garbage import Garbage
+from service.transport.process.heap import Heap
+from service.transport.process.silence import silence
 from service.transport.relays.frames import (
     Abort,
     Alive,
@@ -50,7 +51,6 @@ from service.transport.relays.frames import (
     Write,
 )
 from service.transport.relays.life import SignsOfLife
-from service.transport.silence import silence
 
 _MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
 _OOM_SCORE = 200  # above the front's; the engine process has 300

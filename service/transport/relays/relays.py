@@ -21,7 +21,9 @@ import grpc
 
 from engine.settings import LogFormat
 from service.core.errors import Overloaded, Reason
-from service.transport.http2 import PortBounds
+from service.transport.call.http2 import PortBounds
+from service.transport.call.status import failure_of
+from service.transport.port.tls import Certificates
 from service.transport.relays.calls import RelayedCalls
 from service.transport.relays.frames import (
     Alive,
@@ -42,8 +44,6 @@ from service.transport.relays.frames import (
     TurnedAway,
 )
 from service.transport.relays.life import SignsOfLife
-from service.transport.status import failure_of
-from service.transport.tls import Certificates
 
 _BACKOFF = (1.0, 60.0)  # seconds until another is started: after one that had listened; at most
 _START = 60.0  # seconds until it listens, on however slow a machine

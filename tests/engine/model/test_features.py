@@ -22,7 +22,8 @@ from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.worker.shapes import shape_weights
-from quant.checkpoint.config import ModelConfig, load_config
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.reading import load_config
 
 QWEN3 = Path(__file__).resolve().parents[3] / "models" / "demo"
 CHANGES: dict[Feature, dict[str, Any]] = {

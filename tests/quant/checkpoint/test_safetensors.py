@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from quant.checkpoint.config import load_config, read_config
 from quant.checkpoint.errors import BadFile, CheckpointError
 from quant.checkpoint.formats import read_spec
 from quant.checkpoint.header import read_header
+from quant.checkpoint.reading import load_config, read_config
 from quant.checkpoint.safetensors import Checkpoint
 from tests.properties import example_count
 

@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.grpc_frames import FrameClient
 from service.config.settings import Settings
 from service.observability.record import Observers
-from service.transport.descriptors import divide
-from service.transport.health import Health
-from service.transport.http2 import PortBounds
-from service.transport.inbox import SMALL, Inbox, InboxBounds
+from service.transport.call.http2 import PortBounds
+from service.transport.call.inbox import SMALL, Inbox, InboxBounds
+from service.transport.port.health import Health
 from service.transport.ports import open_port
+from service.transport.process.descriptors import divide
 from tests.service.config.proofs import Proof, Tools, becomes
 from tests.service.conftest import PATIENCE
 

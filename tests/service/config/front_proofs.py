@@ -24,18 +24,18 @@ from engine.errors import InvalidModel
 from engine.fake import plain_request
 from service.assembly import protocols
 from service.config.settings import BadSettings, Settings
-from service.core.admission import Admission
-from service.core.cache_dir import PREBUILT, cache_dir, prebuilt_dir
-from service.core.draining import Drain
+from service.core.admission.admission import Admission
 from service.core.errors import Overloaded
+from service.core.operations.cache_dir import PREBUILT, cache_dir, prebuilt_dir
+from service.core.operations.draining import Drain
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
 from service.protocols.open_inference.services import OpenInference
 from service.protocols.vllm_engine.services import VllmEngine
-from service.transport.identity import Identity, refuse_strangers
+from service.transport.call.writer import StallWatch
+from service.transport.identity.identity import Identity, refuse_strangers
+from service.transport.identity.tenants_file import TenantsFile
 from service.transport.ports import SIDE_BOUNDS, open_port
-from service.transport.tenants_file import TenantsFile
-from service.transport.writer import StallWatch
 from tests.service.asked import chat
 from tests.service.browsed import browse
 from tests.service.certificates import HERE, Authority, private_key, write_pair

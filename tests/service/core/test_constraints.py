@@ -10,7 +10,7 @@ from engine.constraints.budget import MOST_DEATHS, REFUSED_FOR
 from service.core.constraints import Constraints
 from service.core.errors import InvalidRequest
 from service.core.request import ConstraintText
-from service.core.text.processes import JobDied
+from service.core.text.sandbox.processes import JobDied
 
 
 class Deadly:

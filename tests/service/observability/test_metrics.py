@@ -13,14 +13,14 @@ from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import EngineLoad, EngineState, TierReport
 from service.config.settings import LimitOptions, OptimizationOptions
 from service.config.sources import load
-from service.core.admission import Admission
+from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.switches import Switches
 from service.observability.instruments import Instruments
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES
 from service.observability.metrics import Metrics
 from service.observability.scrape import MetricsPort
-from service.transport.identity import Identity
+from service.transport.identity.identity import Identity
 from tests.service.conftest import ROOT
 from tests.service.scraped import Page, fetch, parsed, value
 from tests.service.scripted import ScriptedEngine

@@ -16,12 +16,12 @@ import pytest
 from bench.grpc_frames import FrameClient
 from service.core.errors import Overloaded, Unauthenticated
 from service.observability.record import UNKNOWN_METHOD, Metadata, Observers, RecordBuilder, RequestRecord
-from service.transport.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Rights
-from service.transport.health import Health
-from service.transport.inbox import SMALL, Inbox
-from service.transport.rpc import Call, Endpoints, Strangers, service
-from service.transport.status import ResourceTypes
-from service.transport.writer import StallWatch, Writer
+from service.transport.call.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Rights
+from service.transport.call.inbox import SMALL, Inbox
+from service.transport.call.rpc import Call, Endpoints, Strangers, service
+from service.transport.call.status import ResourceTypes
+from service.transport.call.writer import StallWatch, Writer
+from service.transport.port.health import Health
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -22,8 +22,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from bench.floods import Rogue
 from bench.grpc_frames import ACK, PING, SETTINGS, FrameClient, frame
 from service.pb.whippet.v1 import admin_pb2, model_pb2
-from service.transport import http2
-from service.transport.http2 import PortBounds
+from service.transport.call import http2
+from service.transport.call.http2 import PortBounds
 from service.transport.ports import SIDE_BOUNDS, open_port
 from tests.service.conftest import Server, all_flags, ask, ask_stream, refused
 from tests.service.forked import Template

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 
-from quant.checkpoint.config import load_config, parse_config
+from quant.checkpoint.config import parse_config
 from quant.checkpoint.digest import TEXTS, of_texts
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.formats import described_by, format_name, read_spec
@@ -23,6 +23,7 @@ from quant.checkpoint.gguf.config import shortest
 from quant.checkpoint.gguf.file import gguf_file, is_gguf
 from quant.checkpoint.gguf.tensors import GgufTensors
 from quant.checkpoint.opening import open_checkpoint
+from quant.checkpoint.reading import load_config
 from quant.checkpoint.tensors import dense_tensors
 from tests.quant import gguf_files
 from tests.quant.gguf_files import FAMILIES, SIZES, begun, config_of, factors, finish, write_model

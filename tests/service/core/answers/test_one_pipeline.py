@@ -17,17 +17,17 @@ from msgspec import structs
 from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import GREEDY, Finish, FinishReason, Priority, Start, TokenEvents
 from service.config.settings import LimitOptions, OptimizationOptions
-from service.core.admission import Admission, Ticket
+from service.core.admission.admission import Admission, Ticket
 from service.core.answers.caches import AnswerCaches
+from service.core.answers.delivery import MANY, AnswerMessage
 from service.core.answers.lookup import AnswerSources
-from service.core.delivery import MANY, AnswerMessage
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.request import CacheSource, CacheUse, Delivery, Ending, Origin, Output, PromptFacts, Request, Stops
 from service.core.request import TokenPrompt as Prompt
 from service.core.switches import Switches
 from service.core.text import Tokenizer
-from service.core.text.processes import TextProcesses
+from service.core.text.sandbox.processes import TextProcesses
 from tests.properties import example_count
 from tests.service.scripted import Script, ScriptedEngine
 

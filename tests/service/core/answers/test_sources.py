@@ -13,10 +13,10 @@ from engine.api import Finish, FinishReason, Priority, Start, TokenEvents
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from engine.fake import plain_request
 from service.config.settings import LimitOptions
-from service.core.admission_slots import AdmissionSlots
+from service.core.admission.admission_slots import AdmissionSlots
+from service.core.answers.delivery import MANY, MOST, company
 from service.core.answers.engine_answer import EngineAnswer
 from service.core.answers.sources import SharedAnswer
-from service.core.delivery import MANY, MOST, company
 from service.core.request import Delivery
 from service.core.text import Detokenizer, Tokenizer
 from tests.service.scripted import Script, ScriptedEngine

@@ -17,8 +17,8 @@ import pytest
 from engine.errors import InvalidModel
 from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions, Tokenizer
 from service.core.text.files import MAX_BYTES
-from service.core.text.jobs import EncodeChat, EncodeText, Refusal, pack
-from service.core.text.processes import SMALL_LIMITS, JobFailed, TextProcesses
+from service.core.text.sandbox.jobs import EncodeChat, EncodeText, Refusal, pack
+from service.core.text.sandbox.processes import SMALL_LIMITS, JobFailed, TextProcesses
 
 DEMO = Path("models/demo")
 Change = Callable[[dict[str, Any]], object]

@@ -21,9 +21,9 @@ from service.protocols.console.site import Console
 from service.protocols.console.state import State
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION
-from service.transport.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Right, Rights
-from service.transport.context import Context
-from service.transport.http1 import MAX_BODY
+from service.transport.call.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Right, Rights
+from service.transport.call.context import Context
+from service.transport.port.http1 import MAX_BODY
 
 Body = Callable[[object, Context], Awaitable[bytes | None]]
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from cache.api import CacheOptions, Mode, SemanticOptions
 from engine.api import Finish, FinishReason, Start, TokenEvents
 from service.config.settings import ChatSettings, LimitOptions, OptimizationOptions
-from service.core.admission import Admission
+from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.lookup import AnswerSources
 from service.core.generation import Generator
@@ -25,13 +25,13 @@ from service.core.switches import Switches
 from service.core.text import Tokenizer
 from service.core.text.chat import ChatTemplate
 from service.core.text.pieces import byte_letters
-from service.core.text.processes import TextProcesses
+from service.core.text.sandbox.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.servicer import GenerationServicer
-from service.transport.context import Context
-from service.transport.rpc import Call
-from service.transport.writer import StallWatch
+from service.transport.call.context import Context
+from service.transport.call.rpc import Call
+from service.transport.call.writer import StallWatch
 from tests.service.protocols.whippet_v1.test_messages import Recorder
 from tests.service.scripted import Script, ScriptedEngine
 

@@ -25,7 +25,7 @@ from engine.api import (
 )
 from engine.errors import EngineFailed
 from service.config.settings import LimitOptions, OptimizationOptions
-from service.core.admission import Admission
+from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
 from service.core.answers.lookup import AnswerSources
 from service.core.errors import StreamStalled
@@ -34,14 +34,14 @@ from service.core.model import ServedModel
 from service.core.request import Origin
 from service.core.switches import Switches
 from service.core.text import Tokenizer
-from service.core.text.processes import TextProcesses
+from service.core.text.sandbox.processes import TextProcesses
 from service.core.tokenization import Tokenization
 from service.observability.record import RecordBuilder
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.whippet_v1.servicer import GenerationServicer
-from service.transport.context import Context
-from service.transport.rpc import Call
-from service.transport.writer import StallWatch, Writer
+from service.transport.call.context import Context
+from service.transport.call.rpc import Call
+from service.transport.call.writer import StallWatch, Writer
 from tests.properties import example_count
 from tests.service.scripted import Script, ScriptedEngine
 

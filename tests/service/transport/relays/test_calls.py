@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import grpc
 
-from service.transport.context import Context
+from service.transport.call.context import Context
 from service.transport.relays.calls import RelayedCalls
 from service.transport.relays.frames import Came, Gone, Link, Order, Report, Taken
 

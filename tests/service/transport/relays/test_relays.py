@@ -21,12 +21,12 @@ import pytest
 from bench.grpc_frames import FrameClient
 from service.config.settings import BadSettings, TlsOptions
 from service.core.errors import Reason
-from service.transport.context import Context
-from service.transport.http2 import PortBounds
+from service.transport.call.context import Context
+from service.transport.call.http2 import PortBounds
+from service.transport.port.tls import Certificates
 from service.transport.ports import Port, PortTaken, open_port, open_shared_port
 from service.transport.relays import process, relays
 from service.transport.relays.relays import RelayCounts, RelayOptions, Relays
-from service.transport.tls import Certificates
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 
 pytestmark = pytest.mark.product

@@ -1,0 +1,1 @@
+"""Who may start when: limits, quotas, the fair queue and the slots."""

@@ -1,0 +1,198 @@
+"""Who gets in: live names, tenants' quotas, drain, and a bound on all that is live. What the engine runs is bounded by
+`admission_slots`.
+
+A ticket is held from the first look at a request until its end; the table of tickets is what is live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from engine.errors import Aborted
+from service.config.settings import LimitOptions
+from service.core.admission.admission_slots import AdmissionSlots
+from service.core.admission.pace import Stay
+from service.core.admission.quotas import Quotas
+from service.core.errors import Draining, DuplicateRequest, Reason, UnknownRequest
+
+_DRAIN_RETRY = 1.0  # seconds
+_MOST_LOOKUPS = 512  # requests that are tokenized or ask the caches; more only where as many may be in the engine
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """How a tenant does that the operator wants named in metrics."""
+
+    tenant: str
+    live: int  # requests
+    tokens_left: float | None  # negative: to be paid back; None: without a quota
+
+
+class Abortable(Protocol):
+    """What a live request reads its answer from."""
+
+    def abort(self, reason: str) -> None: ...
+
+
+class Ticket:
+    """One live request. Leaving the `with` block ends it."""
+
+    def __init__(self, owner: Admission, tenant: str, request_id: str, since: float, answers: int) -> None:
+        self._owner = owner
+        self.answers = answers
+        self.tenant = tenant
+        self.since = since  # on the admission's clock
+        self.request_id = request_id
+        self.in_lookup = True
+        self._answer: Abortable | None = None
+        self._aborted: str | None = None
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owner.leave(self)
+
+    def lookup_ended(self) -> None:
+        """It is known what the caches have for it."""
+        if self.in_lookup:
+            self.in_lookup = False
+            self._owner.lookup_ended()
+
+    def attach(self, answer: Abortable) -> None:
+        """From here on `abort` reaches the answer. Raises Aborted where it came before."""
+        if self._aborted is not None:
+            raise Aborted(self._aborted)
+        self._answer = answer
+
+    def abort(self, reason: str) -> None:
+        """Its caller gets Aborted."""
+        self._aborted = reason
+        if self._answer is not None:
+            self._answer.abort(reason)
+
+
+class Admission:
+    """The table of live requests and the limits on it."""
+
+    def __init__(
+        self,
+        limits: LimitOptions,
+        capacity: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        refusals: Counter[str] | None = None,
+        quotas: Quotas | None = None,
+    ) -> None:
+        self.quotas = quotas or Quotas()
+        self.slots = AdmissionSlots(limits, capacity, clock, refusals)
+        self._limits = limits
+        self._clock = clock
+        self._live: dict[tuple[str, str], Ticket] = {}
+        self._tenants: Counter[str] = Counter()
+        self._stay = Stay()
+        self._in_lookup = 0
+        self._unnamed = itertools.count()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def live(self) -> int:
+        """Requests that hold a ticket."""
+        return len(self._live)
+
+    @property
+    def uses(self) -> tuple[TenantUse, ...]:
+        """Of the tenants that the tenants file says may be named."""
+        quotas = self.quotas
+        return tuple(TenantUse(name, self._tenants[name], quotas.left(name)) for name in quotas.in_metrics)
+
+    @property
+    def in_lookup(self) -> int:
+        """Of those, whose answer may yet be found in a cache."""
+        return self._in_lookup
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new gets in."""
+        return self._draining
+
+    def check_unread(self, tenant: str) -> None:
+        """See AdmissionSlots.check_unread."""
+        if not self._draining:  # who comes then is told so
+            self.slots.check_unread(tenant)
+
+    def admit(self, tenant: str, request_id: str | None, deadline: float | None, answers: int = 1) -> Ticket:
+        """A line in the table. Without a name, `abort` cannot reach it. Raises Draining, DuplicateRequest,
+        DeadlineExceeded or Overloaded."""
+        if self._draining:
+            self.slots.refusals[Reason.DRAINING] += 1
+            raise Draining(_DRAIN_RETRY * random.uniform(1.0, 1.5))
+        if request_id is None:
+            request_id = f"\0{next(self._unnamed)}"  # no caller's name has such a character
+        if (tenant, request_id) in self._live:
+            raise DuplicateRequest(request_id)
+        if deadline is not None and deadline <= self._clock():
+            raise self.slots.late("the deadline has passed")
+        tenant_limit = self.quotas.policy(tenant).requests or self._limits.tenant_requests
+        if tenant_limit is not None and self._tenants[tenant] + answers > tenant_limit:
+            one_leaves = self._stay.mean / tenant_limit
+            raise self.slots.overloaded("the tenant has too many live requests", Reason.TENANT_QUOTA, one_leaves)
+        if len(self._live) >= self._limits.live_requests or self._in_lookup >= max(_MOST_LOOKUPS, self.slots.total):
+            one_leaves = self._stay.mean / len(self._live)
+            raise self.slots.overloaded("too many requests are live", Reason.LIVE_REQUESTS, one_leaves)
+        ticket = Ticket(self, tenant, request_id, self._clock(), answers)
+        self._live[tenant, request_id] = ticket
+        self._tenants[tenant] += answers
+        self._in_lookup += 1
+        self._idle.clear()
+        return ticket
+
+    def lookup_ended(self) -> None:
+        """See Ticket.lookup_ended."""
+        self._in_lookup -= 1
+
+    def leave(self, ticket: Ticket) -> None:
+        """It has ended."""
+        ticket.lookup_ended()
+        self._stay.ended(self._clock() - ticket.since)
+        del self._live[ticket.tenant, ticket.request_id]
+        self._tenants[ticket.tenant] -= ticket.answers
+        if not self._tenants[ticket.tenant]:
+            del self._tenants[ticket.tenant]
+        if not self._live:
+            self._idle.set()
+
+    def abort(self, tenant: str, request_id: str, reason: str) -> None:
+        """Ends a live request. Raises UnknownRequest."""
+        ticket = self._live.get((tenant, request_id))
+        if ticket is None:
+            raise UnknownRequest(request_id)
+        ticket.abort(reason)
+
+    def drain(self) -> None:
+        """Lets nothing new in."""
+        self._draining = True
+
+    def resume(self) -> None:
+        """Lets requests in again."""
+        self._draining = False
+
+    async def idle(self, within: float | None) -> int:
+        """Waits until nothing is live, `within` seconds at most. Returns what is live then."""
+        try:
+            async with asyncio.timeout(within):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return len(self._live)

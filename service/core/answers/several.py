@@ -1,0 +1,139 @@
+"""Several answers to one prompt through the outlet of one call.
+
+Each is a generation with a reader of its own; here their messages meet. Where all would be the same, one is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+
+from msgspec.structs import replace
+
+from engine.api import GenerationRequest
+from service.core.admission.admission import Abortable
+from service.core.answers.delivery import AnswerMessage, Outlet
+from service.core.request import PromptFacts
+from service.observability.record import RecordBuilder
+
+_SEEDS = 1 << 64
+
+
+def sibling(request: GenerationRequest, number: int, siblings: int) -> GenerationRequest:
+    """What the engine is asked for answer `number`. The first is what it would be alone."""
+    sampling = replace(request.sampling, seed=(request.sampling.seed + number) % _SEEDS)
+    return replace(
+        request,
+        request_id=f"{request.request_id}#{number}",
+        sampling=sampling,
+        number=number,
+        siblings=siblings,
+        prompt_logprobs=None if number else request.prompt_logprobs,
+    )
+
+
+class MergedOutlet:
+    """Takes one message at a time, in the order in which they were given: no answer holds up another for longer."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._turn = asyncio.Lock()
+        self._begun = False
+        self._prompt: PromptFacts | None = None  # until a message has taken it
+
+    def of(self, number: int) -> Outlet:
+        """Where answer `number` goes."""
+        return _Numbered(self, number)
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        """Of whichever answer is first."""
+        async with self._turn:
+            if not self._begun:
+                self._begun, self._prompt = True, prompt
+                await self._outlet.begin(prompt)
+
+    async def send(self, message: AnswerMessage) -> None:
+        async with self._turn:
+            prompt, self._prompt = self._prompt, None
+            await self._outlet.send(replace(message, prompt=prompt))
+
+
+class _Numbered:
+    """One answer's end of a MergedOutlet."""
+
+    def __init__(self, merged: MergedOutlet, number: int) -> None:
+        self._merged = merged
+        self._number = number
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        await self._merged.begin(prompt)
+
+    async def send(self, message: AnswerMessage) -> None:
+        await self._merged.send(replace(message, number=self._number))
+
+
+class RepeatedOutlet:
+    """Sends every message once for each answer."""
+
+    def __init__(self, outlet: Outlet, answers: int) -> None:
+        self._outlet = outlet
+        self._answers = answers
+
+    async def begin(self, prompt: PromptFacts) -> None:
+        await self._outlet.begin(prompt)
+
+    async def send(self, message: AnswerMessage) -> None:
+        await self._outlet.send(message)
+        if message.prompt_ids and not message.token_ids and message.ending is None:
+            return
+        for number in range(1, self._answers):
+            await self._outlet.send(_copied(message, number))
+
+
+class Sources:
+    """What all answers of a call are read from."""
+
+    def __init__(self) -> None:
+        self._sources: list[Abortable] = []
+
+    def attach(self, source: Abortable) -> None:
+        """One more."""
+        self._sources.append(source)
+
+    def abort(self, reason: str) -> None:
+        """The readers get Aborted."""
+        for source in self._sources:
+            source.abort(reason)
+
+
+async def all_of(readings: Iterable[Coroutine[object, object, None]]) -> None:
+    """Returns when each has ended; where one fails the others are cancelled, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for reading in readings:
+                group.create_task(reading)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def note_all(record: RecordBuilder, parts: list[RecordBuilder]) -> None:
+    """Makes one record of those of a call's answers."""
+    first = parts[0]
+    for name in ("submitted_at", "queue", "prefill", "cached_tokens", "cache_source", "finish_reason"):
+        setattr(record, name, getattr(first, name))
+    record.draft_proposed = sum(part.draft_proposed for part in parts)
+    record.draft_accepted = sum(part.draft_accepted for part in parts)
+    record.completion_tokens = sum(part.completion_tokens for part in parts)
+    record.first_token_at = min(
+        (part.first_token_at for part in parts if part.first_token_at is not None), default=None
+    )
+    record.last_token_at = max((part.last_token_at for part in parts if part.last_token_at is not None), default=None)
+    record.decode = max((part.decode for part in parts if part.decode is not None), default=None)
+
+
+def _copied(message: AnswerMessage, number: int) -> AnswerMessage:
+    """The same as part of another answer, for which nothing was computed."""
+    ending = message.ending
+    if ending is not None:
+        ending = replace(ending, prompt_tokens=0, cached_tokens=0, draft_proposed=0, draft_accepted=0)
+    return replace(message, number=number, prompt=None, ending=ending, prompt_ids=(), prompt_logprobs=())

@@ -1,0 +1,85 @@
+"""Out of service, in order: health says so, and requests are admitted for `delay` seconds more, since who sends them
+here learns of it late. Then nothing new gets in, and what is live ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from service.core.admission.admission import Admission
+from service.core.errors import Stopping
+
+
+class Drain:
+    """Where the server stands on that way."""
+
+    def __init__(self, admission: Admission, delay: float) -> None:
+        self._admission = admission
+        self._delay = delay
+        self._refuses = asyncio.Event()
+        self._undone = asyncio.Event()  # of the present drain
+        self._timer: asyncio.TimerHandle | None = None  # until requests are refused
+        self._for_good = False
+        self._begun = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether callers are to go elsewhere, be they admitted or not."""
+        return self._begun
+
+    @property
+    def admitting(self) -> bool:
+        """Whether requests are admitted."""
+        return not self._refuses.is_set()
+
+    def begin(self, *, for_good: bool = False) -> None:
+        """A second time it changes nothing of the delay."""
+        self._for_good |= for_good
+        if self._begun:
+            return
+        self._begun = True
+        self._undone = asyncio.Event()
+        if self._delay:
+            self._timer = asyncio.get_running_loop().call_later(self._delay, self.refuse)
+        else:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """The delay is over, or does not matter."""
+        self._stop_timer()
+        self._admission.drain()
+        self._refuses.set()
+
+    def undo(self) -> None:
+        """In service again, as if nothing had been. Raises Stopping where the process is to end."""
+        if self._for_good:
+            raise Stopping
+        self._stop_timer()
+        self._begun = False
+        self._refuses.clear()
+        self._admission.resume()
+        self._undone.set()
+
+    async def refused(self) -> None:
+        """Returns once nothing new gets in."""
+        await self._refuses.wait()
+
+    async def over(self, within: float | None) -> int:
+        """Waits until nothing is live and nothing new gets in, until the drain is undone, or for `within` seconds.
+        Returns what is live then."""
+        waits = (asyncio.ensure_future(self._drained()), asyncio.ensure_future(self._undone.wait()))
+        try:
+            await asyncio.wait(waits, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
+        return self._admission.live
+
+    async def _drained(self) -> None:
+        await self._refuses.wait()
+        await self._admission.idle(None)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,1 @@
+"""Processes that work on callers' text, bounded in time and memory."""

@@ -1,0 +1,92 @@
+"""Who calls, and what they may do."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.core.errors import PermissionDenied, Reason, Unauthenticated
+from service.transport.call.context import Metadata
+
+DEFAULT_TENANT = "default"
+
+
+class Right(enum.StrEnum):
+    """What a token or certificate permits."""
+
+    VIEW = "view"
+    GENERATE = "generate"
+    ADMIN = "admin"
+
+
+Rights = frozenset[Right]
+ALL_RIGHTS: Rights = frozenset(Right)
+CALLER_RIGHTS: Rights = frozenset((Right.VIEW, Right.GENERATE))  # of a certificate that nobody has named
+
+
+class Presented(Protocol):
+    """What a call brings to say who makes it."""
+
+    def invocation_metadata(self) -> Metadata | None: ...
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """Of its connection: what TLS has verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The tenant that a token belongs to, and its rights."""
+
+    tenant: str
+    rights: Rights
+    name: str = ""  # which of the tenant's tokens it is; empty: all callers look alike
+
+
+class NoTokens:
+    """No tokens are configured: every caller is the default tenant with the same rights."""
+
+    def __init__(self, rights: Rights = ALL_RIGHTS) -> None:
+        self._everyone = Caller(DEFAULT_TENANT, rights)
+
+    def authorize(self, call: Presented, permitted: Rights) -> Caller:
+        return allowed(self._everyone, permitted)
+
+    def tenants(self) -> frozenset[str]:
+        """The default one."""
+        return frozenset((self._everyone.tenant,))
+
+
+def allowed(caller: Caller, permitted: Rights) -> Caller:
+    """The same, who has one of the rights. Raises PermissionDenied."""
+    if permitted.isdisjoint(caller.rights):
+        raise PermissionDenied(tuple(right.value for right in Right if right in permitted))
+    return caller
+
+
+def bearer(metadata: Metadata) -> bytes | None:
+    """The token of a call, if it has one. Raises Unauthenticated."""
+    for key, value in metadata:
+        if key == "authorization":
+            raw = value.encode() if isinstance(value, str) else value
+            scheme, _, token = raw.partition(b" ")
+            if scheme.lower() == b"bearer" and token.strip():
+                return token.strip()
+            raise Unauthenticated("authorization is not `Bearer TOKEN`", Reason.TOKEN_MALFORMED)
+    return None
+
+
+def certified(connection: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """The alternative names of a client's certificate as a tokens file has them, kind first. Kinds are kept apart: who
+    may have a host name certified may not thereby have a URI."""
+    return tuple(
+        alternative_name(kind, raw.decode("ascii", "replace"))
+        for kind, key in (("URI", "peer_uri"), ("DNS", "peer_dns"), ("email", "peer_email"))
+        for raw in connection.get(key, ())
+    )
+
+
+def alternative_name(kind: str, name: str) -> str:
+    """`URI:spiffe://…`, as openssl prints it; host names in small letters."""
+    return f"{kind}:{name.lower() if kind == 'DNS' else name}"

@@ -1,0 +1,1 @@
+"""Who calls: tokens, certificates and tenants."""

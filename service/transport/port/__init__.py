@@ -1,0 +1,1 @@
+"""One port: its listener, bounds, certificates, and the services that every port has."""

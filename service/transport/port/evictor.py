@@ -1,0 +1,217 @@
+"""Evicts idle connections of the gRPC ports of this process, where a port has more connections than its bound.
+
+gRPC owns its sockets, and at its limit it can only refuse the newest connection: a client that opens enough connections
+and stays silent would block the port for all others. So gRPC is allowed more connections than the bound
+(`http2.PortBounds.spare`). A thread finds their sockets among the descriptors of the process and shuts down those that
+`surplus` chooses, which looks to gRPC as if the client had disconnected. This works below TLS and HTTP/2, so that an
+unfinished handshake counts as an idle connection. It is a thread because a flood of connections can delay the event
+loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from service.transport.call.busy import BusyPeers
+from service.transport.call.http2 import PortBounds
+from service.transport.port.surplus import Host, surplus
+
+_EVERY = 0.1  # seconds between two polls
+_EVERY_CROWDED = 0.01  # seconds between two polls, after one that evicted
+_SETTLED = 0.25  # seconds of idleness before which a connection is evicted only where half of the spare is used up
+_LONGEST = 5.0  # seconds after which a poll lists the descriptors, however few are open
+_LOG_EVERY = 60.0  # seconds between two log lines about one port
+_FDS = "/proc/self/fd"
+# For SO_LINGER: the socket is reset when it is closed, and leaves no TIME_WAIT and no half-closed connection behind.
+_RESET = struct.pack("ii", 1, 0)
+_log = logging.getLogger(__name__)
+
+Inode = int
+
+
+@dataclass(slots=True)
+class Connection:
+    """Describes an accepted connection. Implements surplus.Held."""
+
+    fd: int
+    inode: Inode
+    port: int
+    peer: str  # as gRPC names it
+    host: Host
+    accepted: float  # when a poll first found the socket; seconds, the evictor's clock
+    idle_since: float | None = None
+
+
+@dataclass(slots=True)
+class _Watched:
+    """Holds the bounds and the connections of one port."""
+
+    bound: int
+    spare: int  # connections beyond the bound that gRPC still accepts
+    busy: BusyPeers
+    evicted: int = 0  # connections, since the last log line
+    logged: float = -_LOG_EVERY
+    connections: list[Connection] = field(default_factory=list)
+
+
+class Evictor:
+    """Keeps the watched ports of this process within their bounds. Tests call `look` instead of `start`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failure_logged = -_LOG_EVERY
+        self._ports: dict[int, _Watched] = {}
+        self._known: dict[Inode, Connection] = {}
+        self._others: set[Inode] = set()  # sockets that are no connection of a watched port
+        self._looked = -_LONGEST
+        self._thread: threading.Thread | None = None
+
+    def watch(self, port: int, bounds: PortBounds, busy: BusyPeers) -> None:
+        """Enforces the bound of a port that this process listens on, from the next poll on."""
+        self._ports = {**self._ports, port: _Watched(bounds.connections, bounds.spare, busy)}
+        self._others = set()
+
+    def start(self) -> None:
+        """Starts the thread that polls until the process ends. Further calls do nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="evictor", daemon=True)
+            self._thread.start()
+
+    def look(self) -> int:
+        """Polls once. Returns how many connections were evicted."""
+        now = self._clock()
+        least = min((one.bound for one in self._ports.values()), default=0)
+        if now - self._looked < _LONGEST and 0 < _descriptors() <= least:
+            return 0  # fewer descriptors of all kinds than any port may have connections
+        self._looked = now
+        self._find(now)
+        return sum(self._relieve(number, watched, now) for number, watched in self._ports.items())
+
+    def _run(self) -> None:
+        while True:
+            try:
+                evicted = self.look()
+            except Exception:
+                evicted = 0
+                self._log_failure()
+            time.sleep(_EVERY_CROWDED if evicted else _EVERY)
+
+    def _log_failure(self) -> None:
+        """Logs the exception that is being handled, at most once in _LOG_EVERY seconds."""
+        now = self._clock()
+        if now - self._failure_logged >= _LOG_EVERY:
+            self._failure_logged = now
+            _log.exception("connections could not be looked at")
+
+    def _find(self, now: float) -> None:
+        """Updates the list of connections of each port from the descriptors of the process."""
+        for watched in self._ports.values():
+            watched.connections = []
+        known, others = {}, set()
+        for fd, inode in _sockets():
+            if inode in self._others:
+                others.add(inode)
+                continue
+            one = self._known.get(inode)
+            if one is None:
+                ends = _ends(fd)
+                if ends is None:
+                    continue  # the socket is not connected yet, or not any more
+                port, peer, host = ends
+                if port not in self._ports:
+                    others.add(inode)
+                    continue
+                one = Connection(fd, inode, port, peer, host, now)
+            one.fd = fd
+            known[inode] = one
+            self._ports[one.port].connections.append(one)
+        self._known, self._others = known, others
+
+    def _relieve(self, number: int, watched: _Watched, now: float) -> int:
+        leaving = self._surplus(watched, now)
+        for one in leaving:
+            _shut(one)
+        watched.busy.keep({one.peer for one in watched.connections})
+        watched.evicted += len(leaving)
+        if watched.evicted and now - watched.logged >= _LOG_EVERY:
+            _log.warning("port %d: %d connections without a call were closed for others", number, watched.evicted)
+            watched.evicted, watched.logged = 0, now
+        return len(leaving)
+
+    def _surplus(self, watched: _Watched, now: float) -> list[Connection]:
+        """Chooses the connections to evict.
+
+        Prefers those that have been idle for _SETTLED seconds: a new connection gets that long to make its first call,
+        and a client whose connections are evicted reconnects no more often. Where that leaves more than half of the
+        spare in use, takes any idle connection."""
+        idle = [(one, watched.busy.idle_since(one.peer, one.accepted)) for one in watched.connections]
+        for one, since in idle:
+            one.idle_since = None if since is None or now - since < _SETTLED else since
+        leaving = surplus(watched.connections, watched.bound)
+        most = watched.bound + watched.spare // 2
+        if len(idle) - len(leaving) > most:
+            for one, since in idle:
+                one.idle_since = since
+            leaving = surplus(watched.connections, most)
+        return leaving
+
+
+def _descriptors() -> int:
+    """Returns how many descriptors are open; 0 where the kernel (before 6.2) does not report it in one call."""
+    return os.stat(_FDS).st_size
+
+
+def _sockets() -> Iterator[tuple[int, Inode]]:
+    for name in os.listdir(_FDS):
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
+            found = os.fstat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                yield int(name), found.st_ino
+
+
+def _ends(fd: int) -> tuple[int, str, Host] | None:
+    """Returns the local port, and gRPC's name and the host of the peer. Returns None where the socket is not connected,
+    and port 0 where it is no internet socket."""
+    one = None
+    try:
+        one = socket.socket(fileno=fd)
+        if one.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0, "", Host("", local=True)  # a socket never changes its family, so that it is not asked again
+        port = one.getsockname()[1]
+        address, peer_port, *more = one.getpeername()
+        return port, _name(address, peer_port, more[1] if more else 0), Host.of(address)
+    except OSError:
+        return None
+    finally:
+        if one is not None:
+            one.detach()
+
+
+def _name(address: str, port: int, scope: int) -> str:
+    """Formats an address as grpc.aio.ServicerContext.peer does, to find it in BusyPeers."""
+    address = address.partition("%")[0]
+    if ":" not in address:
+        return f"ipv4:{address}:{port}"
+    if address.startswith("::ffff:") and "." in address:
+        return f"ipv4:{address[len('::ffff:') :]}:{port}"
+    return f"ipv6:%5B{address}{f'%25{scope}' if scope else ''}%5D:{port}"
+
+
+def _shut(one: Connection) -> None:
+    """Resets the connection. Works on a duplicate and compares its inode first, since gRPC may close the descriptor at
+    any time and the process may reuse its number for another socket."""
+    with contextlib.suppress(OSError):  # the connection was closed meanwhile
+        fd = os.dup(one.fd)
+        with contextlib.closing(socket.socket(fileno=fd)) as own:
+            if os.fstat(fd).st_ino == one.inode:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                own.shutdown(socket.SHUT_RDWR)
