@@ -151,6 +151,8 @@ call models 0 '{}' "$@" "$address" whippet.v1.ModelService/ListModels &&
     has out '"name": "' '"vocab_size": [1-9]' '"max_context_tokens": [1-9]' '"tokenizer_digest": "[0-9a-f]{64}"' && pass
 model=$(sed -n 's/^ *"name": "\(.*\)",\{0,1\}$/\1/p' "$work/out" | head -n 1)
 chats=$(grep -c '"chat": true' "$work/out")
+# More tokens than a model's own limit, so that only time ends an answer.
+most=$(($(sed -n 's/^ *"max_*[cC]ontext_*[tT]okens": \([0-9]*\).*$/\1/p' "$work/out" | head -n 1) / 2))
 
 # A text whose continuation is plain, so that no rounding decides on it; several pages of the prefix cache long.
 numbers='one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, sixteen,'
@@ -181,7 +183,7 @@ streamed=$(texts)
 call "caches give what was streamed" 0 "{$greedy}" "$@" "$address" "$service/Generate" && says "$streamed" &&
     call "caches give what was streamed" 0 "{$greedy}" "$@" "$address" "$service/Generate" && says "$streamed" && pass
 
-endless="\"text\": \"$numbers\", \"stopping\": {\"ignore_eos\": true}"
+endless="\"text\": \"$numbers\", \"stopping\": {\"ignore_eos\": true, \"max_tokens\": $most}"
 call "a time budget ends an answer" 0 "{$endless, \"time_budget\": \"0.01s\", $fresh}" "$@" "$address" "$service/Generate" &&
     has out '"reason": "FINISH_REASON_TIME_BUDGET"' && pass
 

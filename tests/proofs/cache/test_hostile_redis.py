@@ -20,7 +20,7 @@ __all__ = ["serve", "template"]
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 GAP = 0.5  # seconds between two messages of a stream, or of a health check, on two cores
 ON = ("--optimizations.response-cache=true", "--fake.step-time=0.01")
-ASKED = 12  # requests that look something up
+ASKED = 6  # requests that look something up
 PLAIN = 0.05  # seconds, of a probe's pause
 HELD = 200 * 2**20  # bytes by which a front may grow
 
