@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.conftest import PATIENCE, ROOT, Server, all_flags, ask
-from tests.service.transport.test_token_file import entry
+from tests.service.transport.identity.test_token_file import entry
 
 pytestmark = pytest.mark.product
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
-from tests.service.transport.test_token_file import entry
 
 from bench.redis_server import free_port
 from service.cli import main
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.conftest import PATIENCE, ROOT, Server, ask, ask_stream
+from tests.service.transport.identity.test_token_file import entry
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 TOKEN = (("authorization", "Bearer secret"),)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.service.core.test_admission import Clock
 
 from engine.api import Priority
 from engine.errors import DeadlineExceeded
@@ -21,6 +20,7 @@ from service.core.admission.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.admission.pace import retry_hint
 from service.core.errors import Overloaded
 from tests.properties import example_count
+from tests.service.core.admission.test_admission import Clock
 
 
 def make(capacity: int = 2, clock: Clock | None = None, **limits: Any) -> AdmissionSlots:
