@@ -231,7 +231,7 @@ def _launch(fd: int) -> subprocess.Popen[bytes]:
     """Gets nothing of the environment that it does not need. The interpreter ignores the working folder, so that no
     `service` there is taken for ours."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    home = Path(__file__).resolve().parents[3]
+    home = Path(__file__).resolve().parents[4]
     if home.name not in ("site-packages", "dist-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
     return subprocess.Popen(

@@ -11,7 +11,7 @@ import pytest
 from engine.api import Priority
 from service.config.settings import BadSettings
 from service.core.admission.tenants import TenantPolicy
-from service.transport.identity.identity import tenants_file
+from service.transport.identity import tenants_file
 from service.transport.identity.tenants_file import TenantsFile, read_tenants
 
 WHOLE = """
