@@ -152,7 +152,8 @@ call models 0 '{}' "$@" "$address" whippet.v1.ModelService/ListModels &&
 model=$(sed -n 's/^ *"name": "\(.*\)",\{0,1\}$/\1/p' "$work/out" | head -n 1)
 chats=$(grep -c '"chat": true' "$work/out")
 # More tokens than a model's own limit, so that only time ends an answer.
-most=$(($(sed -n 's/^ *"max_*[cC]ontext_*[tT]okens": \([0-9]*\).*$/\1/p' "$work/out" | head -n 1) / 2))
+room=$(sed -n 's/^ *"max_*[cC]ontext_*[tT]okens": \([0-9]*\).*$/\1/p' "$work/out" | head -n 1)
+most=$((${room:-2} / 2))
 
 # A text whose continuation is plain, so that no rounding decides on it; several pages of the prefix cache long.
 numbers='one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen, sixteen,'
