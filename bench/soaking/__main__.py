@@ -44,7 +44,7 @@ POOLS = 4 * 16  # connections to Redis that a front keeps at most
 KV_BYTES = 32 << 20
 HOME = 20.0  # seconds until what a request held must have been given back
 _ADDRESSES = re.compile(r"^ready: data (\S+) admin (\S+) ", re.MULTILINE)
-_METRICS = re.compile(r"^metrics: (http://\S+)$", re.MULTILINE)
+_METRICS = re.compile(r"^ready: .* metrics (http://\S+)$", re.MULTILINE)
 _CALLS = re.compile(
     r'^whippet_requests_total\{(?=.*code="(\w+)")(?=.*method="[\w./]*Generate\w*").*\} (\S+)$', re.MULTILINE
 )
