@@ -21,7 +21,8 @@ DEMO = ROOT / "models" / "demo"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the command. `runs` names the function that gets its flags and gives a Result, or that and a code."""
+    """Describes a part of the command. `runs` names the function that gets its flags and gives a Result, or that and
+    a code."""
 
     runs: str
     help: str
@@ -104,7 +105,7 @@ def all_parts(argv: Sequence[str]) -> int:
 
 
 def _one(one: Run, folder: Path, seconds: float, log: Any) -> str:
-    """How it went."""
+    """Runs a part in a process of its own and returns its outcome for the table."""
     target = folder / f"{one.part}.json"
     target.unlink(missing_ok=True)
     words = [sys.executable, "-P", "-m", "bench", one.part, *one.flags, f"--output={target}"]

@@ -321,7 +321,7 @@ class Decode:
         return graph
 
     def _draw_anew(self, keys: Sequence[int]) -> None:
-        """The rows' noise."""
+        """Replaces the noise of the rows."""
         if self.sampled is None:
             self.buffers.choice.noise_key.copy_(torch.tensor(keys))
             return
@@ -354,7 +354,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a timing is of."""
+    """Names the sizes of a timing."""
 
     rows: int
     columns: int
@@ -408,7 +408,7 @@ def choosing(library: Kernels, weights: StepWeights, buffers: StepBuffers, *, tw
 
 
 def models(folder: str | None) -> dict[str, Callable[[], StepWeights]]:
-    """That decode, by name."""
+    """Lists the models that decode, by name."""
     pages = ROWS * (ANEW // 16 + 1)
     found: dict[str, Callable[[], StepWeights]] = {
         name: partial(random_weights, spec, Format.BF16, pages, 2 * ANEW) for name, spec in MODELS.items()

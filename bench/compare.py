@@ -47,14 +47,14 @@ class Change:
     rounds: int
 
     def verdict(self, tolerance: float = TOLERANCE) -> str:
-        """In a word."""
+        """Names the outcome in one word."""
         if self.rounds < _LEAST:
             return "too few rounds"
         beyond = math.log1p(tolerance)
         return "slower" if self.low > beyond else "faster" if self.high < -beyond else "no difference"
 
     def line(self, tolerance: float = TOLERANCE) -> str:
-        """A row of the table."""
+        """Returns the row of the table."""
         low, high = (f"{math.expm1(each):+.1%}" for each in (self.low, self.high))
         return (
             f"{self.name:34} {self.before:12.2f} {self.after:12.2f} {self.unit:9} {low:>7} … {high:>7}"
@@ -63,7 +63,7 @@ class Change:
 
 
 def change(name: str, before: Samples, after: Samples, paired: bool, seed: int = 1) -> Change:
-    """By bootstrap: over pairs of rounds where sides were interleaved, else over each side's rounds."""
+    """Bootstraps over pairs of rounds where sides were interleaved, else over each side's rounds."""
     sign = 1 if before.less_is_better else -1
     one, two = (tuple(max(value, 1e-12) for value in side.values) for side in (before, after))
     generator, draws = random.Random(seed), list[float]()
@@ -87,12 +87,12 @@ def middle(values: Sequence[float]) -> float:
 
 
 def changes(before: Mapping[str, Samples], after: Mapping[str, Samples], paired: bool) -> list[Change]:
-    """Of every figure that both have."""
+    """Compares every figure that both sides have."""
     return [change(name, one, after[name], paired) for name, one in before.items() if name in after]
 
 
 def regressions(found: Sequence[Change], tolerance: float) -> list[Change]:
-    """Those that got slower."""
+    """Returns the changes that are slower."""
     return [one for one in found if one.verdict(tolerance) == "slower"]
 
 
@@ -155,7 +155,7 @@ class Turns:
             pass
 
     def round(self) -> dict[str, float]:
-        """Raises RuntimeError."""
+        """Runs one round in the process. Raises RuntimeError."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -170,7 +170,7 @@ class Turns:
         return line
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -218,7 +218,7 @@ def of_commits(given: argparse.Namespace, before: Path, after: Path) -> tuple[di
 
 
 def joined(parts: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
-    """Rounds of several starts."""
+    """Collects the rounds of several starts."""
     return {
         name: Samples(one.unit, tuple(value for part in parts for value in part[name].values))
         for name, one in parts[0].items()

@@ -241,6 +241,6 @@ class Schemas:
 
 
 def schemas(count: int, seed: int = 0) -> list[Schema]:
-    """So many."""
+    """Draws so many schemas, the same for a seed."""
     made = Schemas(seed)
     return [made.schema() for _ in range(count)]

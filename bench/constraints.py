@@ -288,7 +288,7 @@ class Words:
         self._known = {token: at for at, token in enumerate(self.tokens)}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Longest first."""
+        """Tokenizes greedily by the longest match."""
         left, found = text.encode() if isinstance(text, str) else text, []
         while left:
             size = next(size for size in range(min(16, len(left)), 0, -1) if left[:size] in self._known)
@@ -318,7 +318,7 @@ class Bench:
         self._keys = itertools.count(1)
 
     def run(self, requests: Items[GenerationRequest]) -> list[tuple[int, float]]:
-        """Of each: its tokens, and how many came a second after the first."""
+        """Runs requests together. Returns for each its tokens, and how many came a second after the first."""
         info = self._runner.info
         limits = Limits(
             max_sequences=16,
@@ -418,7 +418,7 @@ def steps_main() -> None:
 
 
 def quiet(phase: str, done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignores the progress."""
 
 
 if __name__ == "__main__":

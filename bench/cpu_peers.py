@@ -80,7 +80,7 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the engine."""
         self._process.communicate()
 
 
@@ -101,7 +101,7 @@ def _fields(settings: EngineSettings) -> dict[str, Any]:
 
 
 def peer_files(peer: Peer, gguf: str, work: Path) -> dict[str, str]:
-    """By format; what is missing is made."""
+    """Returns the peer's files by format, and makes those that are missing."""
     found = {"4 bits": gguf}
     for name, kind in (("16 bits", "BF16"), ("8 bits", "Q8_0")):
         target = work / f"{Path(gguf).stem}.{kind}.gguf"

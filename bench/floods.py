@@ -260,7 +260,7 @@ _PATIENCE = 30.0  # seconds until a probe has failed
 
 
 def rss(pid: int) -> int:
-    """Bytes."""
+    """Returns the resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -300,7 +300,7 @@ class Prober:
 
     @property
     def worst(self) -> float:
-        """Seconds."""
+        """Returns the longest probe in seconds."""
         return max(self.waits, default=_PATIENCE)
 
     def _run(self) -> None:

@@ -252,7 +252,7 @@ SHARES = (None, 0.01, 1.0)  # None: traces are off
 
 
 def collector() -> tuple[grpc.Server, str]:
-    """Takes everything."""
+    """Starts a trace collector that accepts everything."""
     handler = grpc.unary_unary_rpc_method_handler(lambda data, context: b"")
     taking = grpc.server(ThreadPoolExecutor(1))
     taking.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_EXPORT, {"Export": handler}),))
@@ -278,7 +278,7 @@ def calls(address: str, pid: int, count: int) -> float:
 
 
 def traces_measure(rounds: int, count: int) -> dict[str, list[float]]:
-    """By share, each round's."""
+    """Measures each share of traced calls in rounds, and returns the rounds' figures by share."""
     found: dict[str, list[float]] = {}
     taking, endpoint = collector()
     with ExitStack() as stack:

@@ -352,7 +352,7 @@ class Case:
 
 
 def cases(model: str) -> list[Case]:
-    """Of a model's layer."""
+    """Lists the products of one layer of a model."""
     spec = SPECS[model]
     return [
         Case("queries, keys, values", spec.heads.rows, spec.hidden),
@@ -386,7 +386,7 @@ class Chain:
         self._stream = ops.Stream(self._random(tokens, case.rows), normed, 1e-6)
 
     def library_us(self) -> float:
-        """By the library."""
+        """Times the library's product."""
         out = torch.empty(self._tokens, self._case.rows, device="cuda", dtype=torch.bfloat16)
         inner = torch.empty(self._tokens, self._width, device="cuda", dtype=torch.bfloat16)
 
@@ -400,7 +400,7 @@ class Chain:
         return median_of_replays(enqueue, len(self._weights))
 
     def own_us(self, how: few.Division) -> float:
-        """By ours. Raises ValueError where it is wrong."""
+        """Times our product. Raises ValueError where its result is wrong."""
         kind = torch.bfloat16 if how.slices == 1 else torch.float32
         out = torch.full((how.slices, self._tokens, self._width), float("nan"), device="cuda", dtype=kind)
         launches: list[Launch] = []
@@ -430,7 +430,7 @@ class Chain:
 
 
 def measure(case: Case, tokens: int, library: KernelLibrary, launcher: Launcher, every: bool) -> dict[str, object]:
-    """One record."""
+    """Returns one record of a result file."""
     chosen = few.divide(tokens, case.rows, case.columns, library.gpu, gated=case.gated)
     tried = list(divisions(case, tokens, library.gpu)) if every else [] if chosen is None else [chosen]
     chain = Chain(case, tokens, library, launcher)

@@ -107,7 +107,7 @@ class Live:
         return reply
 
     def switches(self) -> list[admin_pb2.Optimization]:
-        """By name. Raises grpc.RpcError."""
+        """Lists the server's switches. Raises grpc.RpcError."""
         answer = self._admin.ListOptimizations(
             admin_pb2.ListOptimizationsRequest(), metadata=self._metadata, timeout=_PATIENCE
         )
@@ -125,7 +125,7 @@ class Live:
         self._admin.FlushCache(admin_pb2.FlushCacheRequest(), metadata=self._metadata, timeout=_PATIENCE)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the channels."""
         self._channel.close()
         if self._admin_channel is not None:
             self._admin_channel.close()
@@ -313,7 +313,7 @@ def semantic() -> dict[str, Any]:
 
 
 def interval(wrong: int, of: int) -> tuple[float, float]:
-    """Wilson's, of 95 %."""
+    """Returns Wilson's interval of 95 %."""
     if not of:
         return 0.0, 1.0
     z, share = 1.959964, wrong / of

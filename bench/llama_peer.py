@@ -21,7 +21,7 @@ _quiet = llama.llama_log_callback(lambda level, text, data: None)
 
 
 def model_of(file: str) -> Any:
-    """Loaded once."""
+    """Loads a file once."""
     if file not in _models:
         how = llama.llama_model_default_params()
         how.use_extra_bufts = False  # products by AMX crash where a virtual machine only claims to have it

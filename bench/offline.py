@@ -272,7 +272,7 @@ _ID = RowResult((5,))
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one model on one GPU, in ms."""
+    """Holds the measured times of steps of one model on one GPU, in ms."""
 
     rows: tuple[tuple[int, float], ...]  # of a step of so many rows, each with CONTEXT tokens
     prompts: tuple[tuple[int, float], ...]  # of a pass of so many tokens
@@ -283,13 +283,13 @@ class StepTimes:
         return _between(self.rows, rows) + (context - rows * CONTEXT) * self.token_bytes / BANDWIDTH if rows else 0.0
 
     def prompt(self, tokens: int) -> float:
-        """In passes, the last of them smaller."""
+        """Returns the time of a prompt in ms: full passes, and a smaller one at the end."""
         whole, rest = divmod(tokens, PASS)
         return whole * _between(self.prompts, PASS) + (_between(self.prompts, rest) if rest else 0.0)
 
 
 def _between(known: tuple[tuple[int, float], ...], size: int) -> float:
-    """By straight lines between what is known, and on beyond it."""
+    """Interpolates between what was measured, and extends the last line beyond it."""
     if size <= known[0][0]:
         return known[0][1]
     (low, before), (high, after) = next((pair for pair in pairwise(known) if size <= pair[1][0]), known[-2:])
@@ -321,7 +321,7 @@ TIMES = {
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """Of one workload."""
+    """Holds the predicted figures of one workload."""
 
     tokens_per_second: float
     requests_per_second: float
@@ -365,7 +365,7 @@ def foretell(times: StepTimes, work: Work, budget: int, most_rows: int, target: 
 
 
 def _taken(times: StepTimes, plan: StepPlan) -> float:
-    """ms."""
+    """Returns the time of a planned step in ms."""
     decoded = [row.start + 1 for row in plan.rows if row.count == 1]
     fed = sum(row.count for row in plan.rows) - len(decoded)
     return times.step(len(decoded), sum(decoded)) + times.prompt(fed)

@@ -75,7 +75,7 @@ class Remote:
         self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
 
     def cpu(self) -> float:
-        """Not known."""
+        """Returns no figure, because nothing is known of its processes."""
         return 0.0
 
 
@@ -96,7 +96,7 @@ def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
 
 
 def _addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Of the data port and of the admin port."""
+    """Returns the addresses of the data port and of the admin port."""
     for line in process.stdout or ():
         if match := _READY.match(line):
             return match[1], match[2]

@@ -66,7 +66,7 @@ class Kind:
         return "needs a folder, not a GGUF file" if self.package != "engine" and Path(model).is_file() else ""
 
     def version(self) -> str:
-        """As installed."""
+        """Returns the installed version."""
         from importlib.metadata import PackageNotFoundError, version
 
         for name in (self.package, self.package.replace("_", "-"), "whippet-serve", "llama-cpp-python"):
@@ -323,7 +323,7 @@ class Process:
         return self.take()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the peer's process."""
         self._process.terminate()
         try:
             self._process.communicate(timeout=10)

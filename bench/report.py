@@ -34,7 +34,7 @@ class Chart:
 
     @property
     def most(self) -> float:
-        """Of all values."""
+        """Returns the largest of all values."""
         values = [value for line in self.lines.values() for value in line if value is not None]
         values += [high for line in (self.bounds or {}).values() for _, high in line]
         return max(values, default=0.0) or 1.0
@@ -42,7 +42,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Of the page."""
+    """Describes a section of the page."""
 
     title: str
     head: Sequence[str]
@@ -106,7 +106,7 @@ def _memory(found: Mapping[str, Any]) -> Section:
 
 
 def serve(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Load against latency."""
+    """Shows load against latency."""
     loads = figures["loads"]
     head = ["load", "tokens/s", "requests/s", "first token, ms, p50", "p95", "p99", "a token, ms, p95", "errors"]
     keys = ("output_tokens_per_second", "requests_per_second", "ttft_ms_p50", "ttft_ms_p95", "ttft_ms_p99")
@@ -129,7 +129,7 @@ def serve(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def offline(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Throughput."""
+    """Shows throughput."""
     loads = figures["loads"]
     rows = [[one["workload"], one["output_tokens_per_second"], one["ttft_ms_p95"], one["errors"]] for one in loads]
     rate = {"tokens/s": [one["output_tokens_per_second"] for one in loads]}
@@ -194,7 +194,7 @@ def cache(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def quality(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Of fewer bits."""
+    """Shows what fewer bits cost."""
     rows: list[Sequence[object]] = []
     for name, one in figures["forms"].items():
         if "left_out" in one:
@@ -207,7 +207,7 @@ def quality(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def steps(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Where the time goes."""
+    """Shows where the time of a step goes."""
     parts = ("plan", "run", "commit")
     rows: list[Sequence[object]] = [[n, *(row[part] for part in parts)] for n, row in figures["rows"].items()]
     lines = {part: [row[part] for row in figures["rows"].values()] for part in parts}
@@ -218,7 +218,7 @@ def steps(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def start(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Until ready."""
+    """Shows the seconds until a server is ready."""
     rows = []
     for name, one in figures.items():
         if isinstance(one, dict):
@@ -230,7 +230,7 @@ def start(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def ladder(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Each optimisation's own gain."""
+    """Shows each optimisation's own gain."""
     found = figures["rungs"]
     rows = [[one["rung"], one["tokens_per_second"], f"{one['gain']:.2f}", f"{one['total']:.2f}"] for one in found]
     lines = {"tokens/s": [one["tokens_per_second"] for one in found]}
@@ -244,7 +244,7 @@ def ladder(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def peers(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Beside others."""
+    """Shows this engine beside others."""
     found = figures["rows"]
     rows: list[Sequence[object]] = [
         [one["peer"], one["tokens_per_second"], one["first_ms"], one["whippet_times"]] for one in found

@@ -46,7 +46,7 @@ def code_hash(bench: str, root: Path = ROOT) -> str:
 
 
 def digest(files: Mapping[str, bytes]) -> str:
-    """Of files by name."""
+    """Hashes files by name and content."""
     found = hashlib.sha256()
     for name, content in sorted(files.items()):
         found.update(f"{name}\0{len(content)}\0".encode() + content)

@@ -340,12 +340,12 @@ class Beside:
 
     @property
     def acceptance(self) -> float:
-        """A drafted token."""
+        """Returns the share of drafted tokens that were right."""
         return sum(one.accepted for one in self.on) / max(1, sum(one.proposed for one in self.on))
 
     @property
     def same(self) -> bool:
-        """Whether every answer was the same."""
+        """Returns whether every answer was the same."""
         return all(on.ids == off.ids for on, off in zip(self.on, self.off, strict=True))
 
 
@@ -431,10 +431,10 @@ class Forced:
         self._chance = random.Random(1)
 
     def measure(self, target: Callable[[], None]) -> None:
-        """It costs nothing."""
+        """Measures nothing: this proposer costs nothing."""
 
     def seconds(self, rows: int, depth: int) -> float:
-        """Nothing."""
+        """Returns no time at all."""
         return 0.0
 
     def reach(self, sequence: SequenceState) -> int:

@@ -271,7 +271,7 @@ def bursts_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _row(name: str, count: int, last: Sequence[float]) -> str:
-    """Of the last first token of each burst."""
+    """Returns a table's row of the last first token of each burst."""
     return (
         f"{name:16} {count:3} together: the last first token after "
         f"{min(last):6.2f} ms at best, {quantile(last, 0.5):6.2f} median, {quantile(last, 0.9):6.2f} p90"

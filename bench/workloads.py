@@ -110,7 +110,7 @@ class Source:
     read: tuple[Wish, ...] = ()
 
     def take(self, count: int) -> list[Wish]:
-        """So many, numbered."""
+        """Returns so many requests, numbered."""
         if not self.read:
             return [Wish(number, self.prompt, self.tokens) for number in range(count)]
         return [msgspec.structs.replace(self.read[at % len(self.read)], number=at) for at in range(count)]
@@ -131,7 +131,7 @@ def read_prompts(path: Path, tokens: int) -> tuple[Wish, ...]:
 
 
 def of_workload(name: str, prompt: int, tokens: int) -> list[Wish]:
-    """All at once."""
+    """Makes the requests of a workload, all of which begin at once."""
     return [Wish(at, *sizes) for at, sizes in enumerate(workload(name, prompt, tokens))]
 
 
@@ -190,7 +190,7 @@ def modules() -> dict[str, str]:
 
 
 def prompts(name: str, tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
-    """Of a set, at most so many."""
+    """Returns at most `count` prompts of a set."""
     texts = [text for _, text in zip(range(count), _texts(name), strict=False)]
     return [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 

@@ -39,7 +39,7 @@ class Feedback:
         self._blocks = [_eliminated(activations.damped(place)) for place in range(len(activations.blocks))]
 
     def round(self, weight: torch.Tensor, ranges: Ranges) -> Int4Groups:
-        """weight: float32 [N, K]."""
+        """Rounds a weight, float32 [N, K], column by column."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         group = self._activations.group
         for block, solved in zip(self._activations.blocks, self._blocks, strict=True):

@@ -73,7 +73,7 @@ class Job:
         return self._state.get("notes", {}).get(name)
 
     def note(self, name: str, value: Any) -> None:
-        """Stores JSON."""
+        """Stores a value as JSON."""
         self._state.setdefault("notes", {})[name] = value
         self._save()
 

@@ -98,7 +98,7 @@ class LayerCalibration:
         return choice.alpha
 
     def _stays(self, fold: Fold) -> bool:
-        """In eight bits."""
+        """Returns whether the fold's linears stay in eight bits."""
         return fold.linears[0] in self._eight
 
 

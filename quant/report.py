@@ -64,7 +64,7 @@ class Report:
 
 
 def _plan_lines(plan: Mapping[str, Any] | None) -> list[str]:
-    """Where the bits went."""
+    """Describes where the bits went."""
     if plan is None:
         return []
     eight = sum(len(names) for names in plan["eight"].values())

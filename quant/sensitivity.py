@@ -44,7 +44,7 @@ class Part:
     eight: float
 
     def bits(self, group: int | None) -> float:
-        """Of all its weights, with their scales; None: in eight bits."""
+        """Counts the bits of all its weights with their scales. None as the group stands for eight bits."""
         return self.weights * (8 + _ROW_BITS / self.inputs if group is None else 4 + _GROUP_BITS / group)
 
 
@@ -71,7 +71,7 @@ def least_bits(config: ModelConfig, groups: Iterable[int]) -> float:
 
 
 def uniform(group: int) -> Plan:
-    """Four bits throughout."""
+    """Returns the plan of four bits throughout."""
     return Plan(group, {}, 4 + _GROUP_BITS / group)
 
 

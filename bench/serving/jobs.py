@@ -140,7 +140,7 @@ _SMI = (
 
 @dataclass(slots=True)
 class Watched:
-    """Of the machine while a load ran."""
+    """Counts what the machine did while a load ran."""
 
     front: float | None = None  # seconds of processor time that the front used; None where the server is not ours
     relays: float | None = None  # likewise of its relays together
@@ -272,5 +272,5 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def _of_all(value: Callable[[float], float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Returns quantiles in milliseconds."""
     return {f"p{share}": round(value(share / 100) * 1e3, 3) for share in _SHARES}

@@ -173,7 +173,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Of one moment."""
+    """Holds what the processes had at one moment."""
 
     at: float  # seconds
     front: int  # bytes resident
@@ -228,7 +228,7 @@ class Watch:
         )
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Takes samples until the task is cancelled."""
         while True:
             self.samples.append(self.look())
             await asyncio.sleep(self.every)

@@ -13,7 +13,7 @@ _Message = TypeVar("_Message")
 
 
 class FrameError(Exception):
-    """The peer sent what is no message of ours."""
+    """The peer sent bytes that are no message of ours."""
 
 
 def _as_text(value: Any) -> str:
@@ -45,7 +45,8 @@ class FrameReader(Generic[_Message]):
         self._rest = bytearray()  # begins with a frame that has not come whole
 
     def feed(self, data: bytes) -> list[_Message]:
-        """The messages that are whole by now. FrameError where the stream is broken; it cannot be read on."""
+        """Returns the messages that are complete by now. Raises FrameError where the stream is broken; it cannot be
+        read on."""
         if self._rest:
             self._rest += data
             if _frame_end(self._rest, 0) > len(self._rest):

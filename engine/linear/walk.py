@@ -82,7 +82,7 @@ class WalkedLayer:
 
 @dataclass(frozen=True, slots=True)
 class WalkedModel:
-    """All that the walk knows of a model."""
+    """Holds all that the walk knows of a model."""
 
     layers: tuple[WalkedLayer, ...]
     norm: torch.Tensor
@@ -115,7 +115,7 @@ class _Held:
     kept: list[object] = field(default_factory=list)
 
     def linear(self, linear: Linear, inputs: int, outputs: int) -> _Linear:
-        """Raises Unfit."""
+        """Describes a linear to the library. Raises Unfit."""
         flat = _flat(linear)
         parts = (_Part * len(flat))(*(_part(one, inputs) for one in flat))
         biases = [(_bias(one), part.outputs) for one, part in zip(flat, parts, strict=True)]
@@ -139,7 +139,7 @@ class Walk:
     """A model in the form that `walk.c` reads. Its weights must stay where they are."""
 
     def __init__(self, model: WalkedModel, products: CpuProducts) -> None:
-        """Raises Unfit."""
+        """Describes the model to the library. Raises Unfit."""
         self._library = products.library
         self._library.walk_room.restype = self._library.walk_units.restype = _long
         self._threads = products.walkers
@@ -219,7 +219,7 @@ def _bias(linear: Linear) -> torch.Tensor | None:
 
 
 def _part(linear: Linear, inputs: int) -> _Part:
-    """Raises Unfit."""
+    """Describes one matrix of a linear. Raises Unfit."""
     if isinstance(linear, Int4Cpu):
         (outputs, own, group), q = linear.shape, linear.q
         zero = linear.zero.data_ptr()

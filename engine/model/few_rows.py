@@ -25,7 +25,7 @@ MOST_ROWS: Final = 16  # tokens; torch's walk is as fast for more
 
 
 class FewRows:
-    """A model whose weights are on a CPU."""
+    """Walks over the layers of a model whose weights are on a CPU."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -50,7 +50,7 @@ class FewRows:
 
 
 def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> FewRows | str:
-    """The walk, or why there is none."""
+    """Opens the walk, or returns why there is none."""
     reason = why_not_few_rows(config, placement)
     if reason is not None or placement.products is None:
         return reason or ""

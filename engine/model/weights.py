@@ -135,7 +135,7 @@ def _load_layer(
 
 
 def _gains(config: ModelConfig, source: TensorSource, name: str, placement: Placement) -> torch.Tensor:
-    """What a norm multiplies by, float32; some families store it less one."""
+    """Reads what a norm multiplies by, float32. Some families store it less one."""
     found = torch.empty(source.shape(name), dtype=torch.float32, device=placement.device)
     found.copy_(finite(source.tensor(name), name))
     return found.add_(config.norm_offset) if config.norm_offset else found

@@ -22,5 +22,5 @@ class RecentErrors:
             self._records.append(record)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """The newest first."""
+        """Yields the newest record first."""
         return reversed(self._records)

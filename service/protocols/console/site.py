@@ -36,7 +36,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253})(:\d{1,5})?")
 
 
 class Console:
-    """A Site."""
+    """Implements `http1.Site` for the console."""
 
     def __init__(
         self,
