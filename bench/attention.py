@@ -274,7 +274,7 @@ def with_copy(weights: StepWeights) -> StepWeights:
 
 def demo(folder: str) -> StepWeights:
     """A trained model's weights."""
-    from engine.execution.graph_decode.weights import step_weights
+    from engine.execution.graphs.weights import step_weights
     from engine.settings import EngineSettings
     from engine.worker.build import prepare
 

@@ -4,9 +4,9 @@
     python -m bench.host_steps --instant
 
 A step counts if exactly `--rows` rows decode one token each in it; the report gives the median. A wait is one call of
-`Patience.wait` in `engine.execution.patience`. Polls of the device that find no result count as host time, so each wait
-is prolonged to leave few of them, and the table gives the number of waits. `--instant` runs the scheduler and the
-pipelines over devices that answer at once, without torch and without a GPU, to compare two trees on one machine.
+`engine.execution.polling.RingPoller.wait`. Polls of the device that find no result count as host time, so each wait is
+prolonged to leave few of them, and the table gives the number of waits. `--instant` runs the scheduler, the router and
+the pipelines over devices that answer at once, without a GPU, to compare two trees on one machine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,20 @@ from bench.result import ROOT, Result, Samples, device, revision, run_one_of, su
 from bench.workloads import append
 from engine.api import GREEDY, ModelInfo
 from engine.errors import EngineFailed
-from engine.execution.batched.executor import BUCKETS, FEW, Batched
-from engine.execution.batched.pipeline import BatchPipeline, Changes
-from engine.execution.graph_decode.alternating import MOST_PIPELINES, AlternatingPipelines
-from engine.execution.graph_decode.executor import GraphDecode
-from engine.execution.graph_decode.pipeline import DecodePipeline, RowState
-from engine.execution.needs import chosen_by_kernels
-from engine.execution.patience import Patience
-from engine.execution.sharing import Sharing
+from engine.execution.graphs.batch import BUCKETS, Batched
+from engine.execution.graphs.decode import GraphDecode
+from engine.execution.pipeline import (
+    BatchPipeline,
+    Changes,
+    Launch,
+    MorePages,
+    Pipeline,
+    Rewrite,
+    in_flight,
+    run_share,
+)
+from engine.execution.polling import RingPoller
+from engine.execution.router import ALL_OPTIONS, FEW, Executors, Lane, Lanes, Router
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Runner, StepPlan, StepResult
@@ -77,21 +83,21 @@ class Waits:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Patches `Patience.wait` within the block, so that each wait is counted and lasts at least `_WAIT` seconds."""
-        waits, own = self, Patience.wait
+        """Patches `RingPoller.wait` within the block: each wait is counted and lasts at least `_WAIT` seconds."""
+        waits, own = self, RingPoller.wait
 
-        def wait(self: Patience) -> None:
+        def wait(self: RingPoller) -> None:
             began = time.perf_counter()
             own(self)
             time.sleep(_WAIT)
             waits.count += 1
             waits.seconds += time.perf_counter() - began
 
-        Patience.wait = wait  # type: ignore[method-assign]
+        RingPoller.wait = wait  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Patience.wait = own  # type: ignore[method-assign]
+            RingPoller.wait = own  # type: ignore[method-assign]
 
 
 def measure(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> HostTime:
@@ -227,89 +233,42 @@ LIMITS = Limits(
 
 
 class InstantSteps:
-    """Implements `graph_decode.pipeline.StepDevice`, the device of the pipelines for few rows."""
+    """Implements `pipeline.RowDevice`."""
 
     def __init__(self) -> None:
         self._last = 0  # number of the last step that was launched
 
-    def write(self, states: Items[RowState], number: int) -> None:
-        self._last = number
+    def update(self, update: Rewrite | MorePages) -> None:
+        if isinstance(update, Rewrite):
+            self._last = update.number
 
-    def add_pages(self, index: int, first: int, pages: Items[int]) -> None:
-        """Ignores pages: this device stores no keys and values."""
-
-    def launch(self, steps: int, longest: int) -> None:
-        self._last += steps
+    def launch(self, launch: Launch) -> None:
+        self._last += launch.steps
 
     def poll(self, index: int, number: int) -> int | None:
         return TOKEN if number <= self._last else None
 
     def wait(self) -> None:
-        raise EngineFailed("nothing is under way")
+        raise EngineFailed("nothing is in flight")
 
 
 class InstantBatches:
-    """Implements `batched.pipeline.StepDevice`, the device of the pipeline for many rows."""
+    """Implements `pipeline.BatchDevice`."""
 
     def __init__(self) -> None:
         self._launched = 0
 
-    def change(self, changes: Changes) -> None:
+    def update(self, update: Changes) -> None:
         """Ignores row changes: this device keeps no row state."""
 
-    def launch(self, rows: int) -> None:
+    def launch(self, launch: Launch) -> None:
         self._launched += 1
 
     def poll(self, number: int, rows: int) -> Items[int] | None:
         return (TOKEN,) * rows if number <= self._launched else None
 
     def wait(self) -> None:
-        raise EngineFailed("nothing is under way")
-
-
-class FewRows:
-    """Claims the rows that the `graph_decode` executor would claim."""
-
-    def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
-        each = [DecodePipeline(InstantSteps(), sequences, limits.max_context) for _ in range(MOST_PIPELINES)]
-        others = chosen_by_kernels if limits.max_sequences > FEW else None
-        self._sequences, self._pipelines = sequences, AlternatingPipelines(each, sequences, others)
-
-    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        of = self._sequences.of
-        return self._pipelines.claims(
-            tuple(row for row in rows if row.count == 1 and row.sample and chosen_by_kernels(of(row)))
-        )
-
-    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        return self._pipelines.step(rows)
-
-
-class ManyRows:
-    """Claims the rows that the `batched` executor would claim."""
-
-    def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
-        self._sequences = sequences
-        self._pipeline = BatchPipeline(InstantBatches(), sequences, limits.max_context, BUCKETS)
-
-    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        of, holds = self._sequences.of, self._pipeline.holds
-        return tuple(
-            row for row in rows if row.count == 1 and row.sample and (holds(row.key) or chosen_by_kernels(of(row)))
-        )
-
-    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        return self._pipeline.step(rows)
-
-
-class Prompts:
-    """Claims every row that the other executors left over."""
-
-    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        return rows
-
-    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        return {row.key: RowResult((TOKEN,)) for row in rows if row.sample}
+        raise EngineFailed("nothing is in flight")
 
 
 class InstantRunner:
@@ -325,14 +284,27 @@ class InstantRunner:
             max_tokens_per_row=LIMITS.max_tokens_per_row,
         )
         self.pages = max_sequences * -(-max_context // PAGE_SIZE)
-        few, many = FewRows(self._sequences, self.limits), ManyRows(self._sequences, self.limits)
-        self._sharing = Sharing((few, many, Prompts()))
+        self._few = [Pipeline(InstantSteps(), self._sequences, max_context) for _ in range(2)]
+        self._many = BatchPipeline(InstantBatches(), self._sequences, max_context, BUCKETS)
+        lanes = Lanes(few=2, many=BUCKETS[-1] if max_sequences > FEW else 0)
+        self._router = Router(self._sequences, lanes, Executors({Lane.FEW: self}))
+
+    def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
+        return in_flight(self._few, rows)
 
     def run(self, plan: StepPlan) -> StepResult:
         self._sequences.apply(plan)
-        results, _ = self._sharing.run(plan.rows)
+        assignment = self._router.assign(plan, ALL_OPTIONS)
+        results: dict[int, RowResult] = {}
+        for share in assignment.shares:
+            if share.lane == Lane.FEW:
+                results |= run_share(self._few[share.pipeline], share, ALL_OPTIONS)
+            elif share.lane == Lane.MANY:
+                results |= self._many.step(share.rows)
+            else:
+                results |= {row.key: RowResult((TOKEN,)) for row in share.rows if row.sample}
         self._sequences.append(plan.rows, results)
-        return StepResult(results)
+        return StepResult(results, assignment)
 
 
 KINDS = (

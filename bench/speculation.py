@@ -33,11 +33,11 @@ from bench.result import device, revision
 from bench.workloads import append
 from engine.execution.registry import EXECUTORS, Executor
 from engine.execution.runner import ModelRunner
-from engine.execution.speculation.captured.executor import CapturedSpeculation
 from engine.execution.speculation.costs import Clock, Costs, clock_of
-from engine.execution.speculation.executor import Speculation
+from engine.execution.speculation.drafted import Speculation
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Proposer, Wish
+from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.kv.page_pool import PagePool
 from engine.scheduling.scheduler import Scheduler

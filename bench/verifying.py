@@ -29,11 +29,11 @@ from bench.attention import with_copy
 from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, Spec, median_us, random_weights, timers
 from bench.result import device, revision, run_one_of, summary
 from engine.api import GREEDY, Stopping
-from engine.execution.graph_decode.pipeline import RowState
-from engine.execution.speculation.captured.captured_rounds import CapturedRounds
-from engine.execution.speculation.captured.draft_steps import DeviceDraft
-from engine.execution.speculation.captured.executor import SEVERAL
-from engine.execution.speculation.captured.rounds import GROUPS, RoundPipeline, RoundTold
+from engine.execution.graphs.draft_steps import DeviceDraft
+from engine.execution.graphs.verify import VerifyGraphs
+from engine.execution.pipeline import GROUPS, Pipeline, Rewrite, RowState, verify_lookahead
+from engine.execution.pipeline import Launch as StepLaunch
+from engine.execution.speculation.verify_executor import SEVERAL
 from engine.kernels import batch_sampling as many_rows
 from engine.kernels import two_pass
 from engine.kernels.attention import Heads, RowPages
@@ -113,7 +113,7 @@ def plain_steps(library: KernelLibrary, launcher: Launcher, weights: StepWeights
     return statistics.median(times[1:])
 
 
-def round_costs(device: CapturedRounds, text: Text, group: int) -> list[float]:
+def round_costs(device: VerifyGraphs, text: Text, group: int) -> list[float]:
     """Microseconds of a round, back to back on the device, its host not asked, at places spread over the text."""
     times: list[float] = []
     for done in range(0, TOKENS, TOKENS // 4):
@@ -121,22 +121,23 @@ def round_costs(device: CapturedRounds, text: Text, group: int) -> list[float]:
         for state in states:
             state.token_ids += text.plain[:done]
         for _ in range(2):
-            device.write([row_state(state) for state in states], [group - 1] * text.streams, 0)
-            device.launch(group, text.most)
+            device.update(Rewrite(tuple(row_state(state, group - 1) for state in states), 0))
+            launch = StepLaunch(text.most, group=group)
+            device.launch(launch)
             begin, end = timers()
             begin.record()
             for _ in range(ROUNDS):
-                device.launch(group, text.most)
+                device.launch(launch)
             end.record()
             torch.cuda.synchronize()
         times.append(float(begin.elapsed_time(end)) * 1e3 / ROUNDS)
     return times
 
 
-def row_state(state: SequenceState) -> RowState:
+def row_state(state: SequenceState, drafts: int) -> RowState:
     start = len(state.token_ids) - 1
     last = state.prompt_length + TOKENS - 1
-    return RowState(state.token_ids[-1], start, last, (), 0.0, 0, tuple(state.pages), state, ())
+    return RowState(state.token_ids[-1], start, last, (), 0.0, 0, tuple(state.pages), state, (), drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +152,28 @@ class Run:
     same: int  # tokens until the first that is not the plain text's
 
 
-def run(device: CapturedRounds, text: Text, group: int) -> Run:
+def run(device: VerifyGraphs, text: Text, group: int) -> Run:
     """The whole text, rounds launched ahead, the host reading along, until the first sequence has it."""
     table, states = text.begin()
-    pipeline = RoundPipeline(device, table, text.most)
-    told: list[RoundTold] = []
+    buckets = (text.streams,)
+    pipeline = Pipeline(device, table, text.most, buckets=buckets, sizes=(1,), settles=False)
+    pipeline.lookahead = {text.streams: verify_lookahead(1.0)}
     until = len(text.prompt) + TOKENS
     torch.cuda.synchronize()
     began = time.perf_counter()
     while all(len(state.token_ids) < until for state in states):
         rows = [Row(state.key, state.slot, len(state.token_ids) - 1, 1, True) for state in states]
-        brought = pipeline.step(rows, group, [group - 1] * len(rows))
+        brought = pipeline.step(rows, group=group, most_drafts=[group - 1] * len(rows))
         for state in states:
             state.token_ids += brought[state.key].token_ids
-            told += brought[state.key].rounds
     seconds = time.perf_counter() - began
     torch.cuda.synchronize()
     made = [state.token_ids[len(text.prompt) :] for state in states]
     pairs = [(at, a, b) for ids in made for at, (a, b) in enumerate(zip(ids, text.plain, strict=False))]
     same = min((at for at, a, b in pairs if a != b), default=TOKENS)
-    proposed, accepted = sum(one.proposed for one in told), sum(one.accepted for one in told)
-    return Run(sum(map(len, made)), seconds, len(told) // len(states), proposed, accepted, same)
+    verified = [one for _, one in pipeline.verified]
+    proposed, accepted = sum(one.proposed for one in verified), sum(one.accepted for one in verified)
+    return Run(sum(map(len, made)), seconds, pipeline.read.total(), proposed, accepted, same)
 
 
 def expected(chance: float, drafts: int) -> float:
@@ -232,10 +234,10 @@ def forced(
 
 def rounds_of(
     library: Kernels, weights: StepWeights, text: Text, future: Future | None, draft: DeviceDraft | None
-) -> CapturedRounds:
+) -> VerifyGraphs:
     """For as many sequences as there are of the text."""
     groups = GROUPS if text.streams == 1 else (SEVERAL[text.streams],)
-    made = CapturedRounds(library, weights, text.most, future, draft, sequences=text.streams, groups=groups)
+    made = VerifyGraphs(library, weights, text.most, future, draft, sequences=text.streams, groups=groups)
     made.build()
     return made
 

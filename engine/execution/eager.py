@@ -11,12 +11,13 @@ import torch
 
 from engine.api import TokenLogprob
 from engine.execution.needs import require_known
+from engine.execution.router import ALL_OPTIONS, Lanes, StepOptions
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.transformer import StepInput
 from engine.sampling.sampler import token_logprobs
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import Row, RowResult, Share
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
@@ -51,30 +52,26 @@ class Eager:
     def warmup(self, progress: Progress) -> None:
         """Nothing to prepare."""
 
-    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Every row."""
-        return rows
+    @property
+    def lanes(self) -> Lanes:
+        """Returns no lane of its own: it takes the rows that no other executor takes."""
+        return Lanes()
 
     @property
     def switches(self) -> Mapping[str, str | None]:
-        """On a CPU `fused_kernels` is the walk in C of a few tokens; off, they go by torch's as all others do."""
+        """Returns the option that it obeys. On a CPU `fused_kernels` is the walk in C of a few tokens; off, torch's
+        operations compute these as all others."""
         model = self._parts.model
         return {"fused_kernels": model.why_not_fused} if model.placement.device.type == "cpu" else {}
-
-    def switch(self, name: str, enabled: bool) -> None:
-        """Turns the walk in C on or off, that of a draft model too."""
-        self._parts.model.fused = enabled
-        if self._parts.draft is not None:
-            self._parts.draft.model.fused = enabled
 
     def close(self) -> None:
         """There is nothing to give back."""
 
-    def run(self, rows: tuple[Row, ...]) -> dict[int, RowResult]:
-        """One token for each row that samples; log-probabilities of the prompt for each that scores."""
-        ordered = in_order(rows)
+    def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
+        """Returns one token for each row that samples, and log-probabilities of the prompt for each that scores."""
+        ordered = in_order(share.rows)
         sampled = [row for row in ordered if row.sample]
-        fed = self.feed(ordered)
+        fed = self.feed(ordered, options)
         results: dict[int, RowResult] = {}
         if sampled:
             logits = self._parts.model.logits(fed.sampled)
@@ -82,12 +79,19 @@ class Eager:
             results = {row.key: result for row, result in zip(sampled, found, strict=True)}
         return results | self.scored(ordered, fed, results)
 
-    def feed(self, rows: Rows[Row], drafts: Mapping[int, Draft] = NO_DRAFTS) -> Fed:
+    def feed(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS, drafts: Mapping[int, Draft] = NO_DRAFTS) -> Fed:
         """Feeds rows, which must have those of one token first. `drafts`, by the row's key, are fed after rows of one
         token."""
+        self._use(options)
         hidden = self._parts.model.forward(self._pack(rows, drafts), self._parts.pool)
         sampled = sum(1 + len(drafts.get(row.key, ())) for row in rows if row.sample)
         return Fed(hidden[:sampled], hidden[sampled:])
+
+    def _use(self, options: StepOptions) -> None:
+        """Lets the models, a draft model too, walk in C or not."""
+        self._parts.model.fused = options.fused_kernels
+        if self._parts.draft is not None:
+            self._parts.draft.model.fused = options.fused_kernels
 
     def logits(self, rows: Rows[Row]) -> torch.Tensor | None:
         """Feeds rows, which must have those of one token first. Returns float32 [rows that sample, vocab], or None

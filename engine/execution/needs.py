@@ -1,7 +1,8 @@
-"""What a sequence asks for, as far as it decides who may choose its tokens. Torch-free."""
+"""What a sequence needs, as far as that decides which executor computes its rows. Torch-free."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 from engine.errors import EngineFailed
@@ -10,12 +11,26 @@ from engine.scheduling.sequence_state import SequenceState
 MOST_STOPS = 8  # stop tokens of a row that the kernels compare with; `engine.kernels.tokens.MAX_STOPS`
 
 
-def chosen_by_kernels(sequence: SequenceState, *, masked: bool = False) -> bool:
-    """Returns whether kernels choose the sequence's tokens. They do not where it has log-probabilities or more than
-    MOST_STOPS stop tokens; where it has a constraint, only those of `masked` steps do."""
-    if sequence.logprobs is not None or (sequence.constraint is not None and not masked):
-        return False
-    return len(sequence.stopping.stop_token_ids) <= MOST_STOPS
+class Needs(enum.Enum):
+    """Who can choose the tokens of a sequence. Fixed from its admission to its end."""
+
+    KERNELS = "kernels"
+    MASK = "mask"  # the kernels, given a mask for each token: the sequence has a constraint
+    SAMPLER = "sampler"  # torch alone: the sequence has log-probabilities or too many stop tokens
+    MASKED_SAMPLER = "masked sampler"  # torch alone, and the sequence has a constraint
+
+
+def needs_of(sequence: SequenceState) -> Needs:
+    """Returns who can choose the sequence's tokens."""
+    constrained = sequence.constraint is not None
+    if sequence.logprobs is not None or len(sequence.stopping.stop_token_ids) > MOST_STOPS:
+        return Needs.MASKED_SAMPLER if constrained else Needs.SAMPLER
+    return Needs.MASK if constrained else Needs.KERNELS
+
+
+def chosen_by_kernels(sequence: SequenceState) -> bool:
+    """Returns whether the kernels choose the sequence's tokens without a mask."""
+    return needs_of(sequence) is Needs.KERNELS
 
 
 def require_known(token_ids: Iterable[int], vocabulary: int) -> None:

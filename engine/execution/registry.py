@@ -1,13 +1,7 @@
-"""What can do steps, best first, ending in eager, which does every row.
+"""The executors that can compute steps, best first. The last one, eager, computes every row.
 
-Each executor says in `claims` which of a step's rows it takes, of those that the ones before it left; all work on the
-same pages and the same stream. One that brings several ids a row does so as far as the row's pages reach.
-
-`speculation` takes whole steps, in which it expects some rows to bring several ids; `captured_speculation` the only row
-of a step that decodes, where drafts pay. `constrained` takes rows of one token in steps that have a constrained row.
-
-Rows of one token are `graph_decode`'s while they are few, then `batched`'s. `batched` comes last of the three, so that
-what it launches ahead is under way while the host takes in the step.
+The router decides which of them computes which rows of a step; all work on the same pages and the same stream. An
+executor that brings several ids for a row does so as far as the row's pages reach.
 """
 
 from __future__ import annotations
@@ -19,20 +13,26 @@ from typing import Protocol
 from engine.api import Objection, ProposerInfo, Unused
 from engine.errors import Unsupported
 from engine.execution import eager, forward_pass, trials
-from engine.execution.batched import executor as batched
-from engine.execution.constrained import executor as constrained
-from engine.execution.graph_decode import executor as graph_decode
-from engine.execution.graph_prefill import executor as graph_prefill
-from engine.execution.sharing import Claiming
-from engine.execution.speculation import executor as speculation
-from engine.execution.speculation.captured import executor as captured
+from engine.execution.graphs import batch, decode, masked, prefill
+from engine.execution.router import Lane, Lanes, StepOptions
+from engine.execution.speculation import drafted
+from engine.execution.speculation import verify_executor as verify
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
+from engine.scheduling.plan import RowResult, Share
 
 
-class Executor(Claiming, Protocol):
-    """Does rows of steps on one model. `run` is called in torch's inference mode, after the sequences' slots and pages
-    were brought up to date."""
+class Executor(Protocol):
+    """Computes shares of steps on one model. One that launches ahead is a `router.LaunchesAhead` too, and one that
+    verifies drafts a `router.Proposes`."""
+
+    def run(self, share: Share, options: StepOptions) -> Mapping[int, RowResult]:
+        """Returns, by key, what the rows that sample or score brought. It is called in torch's inference mode, after
+        the sequences' slots and pages were brought up to date."""
+
+    @property
+    def lanes(self) -> Lanes:
+        """What the router may give it, once it is warm; of the other executors' lanes nothing."""
 
     def warmup(self, progress: Progress) -> None:
         """What must be ready before the first request."""
@@ -47,11 +47,7 @@ class Executor(Claiming, Protocol):
 
     @property
     def switches(self) -> Mapping[str, str | None]:
-        """The optimisations that can be turned on and off here; for each that then does nothing for this model on this
-        machine, why."""
-
-    def switch(self, name: str, enabled: bool) -> None:
-        """Turns one of `switches` on or off."""
+        """The options that make a difference here; for each that does nothing for this model on this machine, why."""
 
     def close(self) -> None: ...
 
@@ -69,33 +65,28 @@ class ExecutorEntry:
     ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
-CAPTURED = "captured_speculation"
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(  # asks for no kernel that `graph_decode` does not
-        "constrained", "graph", constrained.why_not, constrained.Constrained, trials.KERNELS, optional=True
+        Lane.MASKED, "graph", masked.why_not, masked.Constrained, trials.KERNELS, optional=True
     ),
     ExecutorEntry(
-        CAPTURED,
+        Lane.VERIFY,
         "graph",
-        captured.why_not,
-        captured.CapturedSpeculation,
+        verify.why_not,
+        verify.CapturedSpeculation,
         trials.KERNELS,
         optional=True,
-        ask=captured.ask,
+        ask=verify.ask,
     ),
-    ExecutorEntry(
-        "graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS, ask=graph_decode.ask
-    ),
-    ExecutorEntry(
-        "graph_prefill", "graph", forward_pass.why_not, graph_prefill.make, trials.KERNELS, ask=graph_prefill.ask
-    ),
-    ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS, ask=batched.ask),
-    ExecutorEntry("speculation", "eager", speculation.why_not, speculation.Speculation, trials.PLAIN, optional=True),
-    ExecutorEntry("eager", "eager", eager.why_not, eager.Eager, trials.PLAIN),
+    ExecutorEntry(Lane.FEW, "graph", decode.why_not, decode.GraphDecode, trials.KERNELS, ask=decode.ask),
+    ExecutorEntry(Lane.PROMPTS, "graph", forward_pass.why_not, prefill.make, trials.KERNELS, ask=prefill.ask),
+    ExecutorEntry(Lane.MANY, "graph", batch.why_not, batch.Batched, trials.KERNELS, ask=batch.ask),
+    ExecutorEntry(Lane.DRAFTED, "eager", drafted.why_not, drafted.Speculation, trials.PLAIN, optional=True),
+    ExecutorEntry(Lane.EAGER, "eager", eager.why_not, eager.Eager, trials.PLAIN),
 )
 
 
-# The switches that executors obey; `batching` is the scheduler's.
+# The switches of executors; `batching` is the scheduler's.
 SWITCHES = ("fused_kernels", "graphs", "speculation", "two_pass_head")
 
 
@@ -161,7 +152,7 @@ def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo,
     """Who guesses, best first, and why not the others. `verifier`: the executor that verifies, None where none does;
     `no_draft`: why no draft model guesses."""
     reason = "" if verifier else "no executor in use verifies drafts"
-    instead = "the draft model guesses in its place" if verifier == CAPTURED and no_draft is None else ""
+    instead = "the draft model guesses in its place" if verifier == Lane.VERIFY and no_draft is None else ""
     return (
         ProposerInfo(name="prompt_lookup", why_not=reason or instead),
         ProposerInfo(name="draft_model", why_not=reason or no_draft or ""),
@@ -171,9 +162,9 @@ def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo,
 def proposers_of(choice: Choice, parts: Parts) -> tuple[ProposerInfo, ...]:
     """Of the executors in use."""
     verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
-    if verifier == CAPTURED:
-        return proposers(verifier, captured.why_no_draft(parts))
-    return proposers(verifier, None if parts.draft else captured.NO_DRAFT)
+    if verifier == Lane.VERIFY:
+        return proposers(verifier, verify.why_no_draft(parts))
+    return proposers(verifier, None if parts.draft else verify.NO_DRAFT)
 
 
 def _make(entry: ExecutorEntry, parts: Parts) -> Executor | str:

@@ -1,66 +1,99 @@
-"""Does the steps that the scheduler plans, with the executors that were chosen."""
+"""Runs the steps that the scheduler plans, on the executors that were chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from msgspec.structs import replace
 
 from engine.api import ModelInfo
 from engine.errors import Unsupported
 from engine.execution.registry import Executor
-from engine.execution.sharing import Sharing
+from engine.execution.router import Executors, Lane, Lanes, LaunchesAhead, Proposes, Router, StepOptions
 from engine.execution.step_state import Parts
 from engine.kv.page_transfer import PoolPages
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Assignment, RowResult, StepPlan, StepResult
 
 
 class ModelRunner:
     """A `Runner` of one model on one device."""
 
-    def __init__(self, info: ModelInfo, parts: Parts, executors: tuple[Executor, ...]) -> None:
+    def __init__(self, info: ModelInfo, parts: Parts, executors: Mapping[str, Executor]) -> None:
+        """`executors` are warm, by their names in `Lane`; the last of them is eager."""
         self._info = info
         self._sequences = parts.sequences
         self._constraints = parts.constraints
         self._executors = executors
-        self._sharing = Sharing(executors)  # the last claims all that is left
+        self._router = Router(parts.sequences, lanes_of(executors.values()), asked_of(executors))
+        self._options = StepOptions()
         self._pages = PoolPages(parts.pool)
-        self._meanwhile = parts.meanwhile
+        self._idle_work = parts.idle_work
 
     @property
     def info(self) -> ModelInfo:
-        """What was loaded."""
+        """Describes what was loaded."""
         return self._info
 
     @property
     def pages(self) -> PoolPages:
-        """Keys and values as bytes."""
+        """Gives access to keys and values as bytes."""
         return self._pages
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """One step."""
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
+        """Computes one step. `assignment`: as it was recorded, instead of what the router would decide; shares of
+        executors that are not in use here are eager's."""
         self._sequences.apply(plan)
         self._constraints.begin(plan)
+        routed = self._router.assign(plan, self._options)
+        assignment = routed if assignment is None else assignment
+        results: dict[int, RowResult] = {}
         with torch.inference_mode():
-            results, _ = self._sharing.run(plan.rows)
-        results = self._constraints.follow(plan.rows, results)
-        self._sequences.append(plan.rows, results)
-        return StepResult(results)
+            for share in assignment.shares:
+                results |= self._executors.get(share.lane, self._executors[Lane.EAGER]).run(share, self._options)
+        followed = self._constraints.follow(plan.rows, results)
+        self._sequences.append(plan.rows, followed)
+        return StepResult(followed, assignment)
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:
-        """What is done while a pass of prompts is waited for."""
-        self._meanwhile.piece = piece
+        """Names the work that is done while a pass of prompts is waited for."""
+        self._idle_work.piece = piece
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """The executors' switches. One that does nothing here may be set as well; Unsupported for any other name."""
-        having = [executor for executor in self._executors if name in executor.switches]
+        """Turns an option of later steps on or off. Raises Unsupported for a name that is none; one that does nothing
+        here may be set."""
+        having = any(name in executor.switches for executor in self._executors.values())
         if not having and name not in (one.name for one in self._info.unused):
             raise Unsupported(f"the engine has no optimization {name!r}")
-        for executor in having:
-            executor.switch(name, enabled)
+        if having:
+            self._options = replace(self._options, **{name: enabled})
 
     def close(self) -> None:
         """Ends the executors."""
-        for executor in self._executors:
+        for executor in self._executors.values():
             executor.close()
         self._constraints.close()
+
+
+def lanes_of(executors: Iterable[Executor]) -> Lanes:
+    """Returns what the executors can take together."""
+    each = [executor.lanes for executor in executors]
+    return Lanes(
+        masked=max(one.masked for one in each),
+        verify=max((one.verify for one in each), key=len),
+        few=max(one.few for one in each),
+        prompts=any(one.prompts for one in each),
+        many=max(one.many for one in each),
+        drains_few=any(one.drains_few for one in each),
+    )
+
+
+def asked_of(executors: Mapping[str, object]) -> Executors:
+    """Returns the executors that the router asks before it decides."""
+    ahead = {Lane(name): one for name, one in executors.items() if isinstance(one, LaunchesAhead)}
+    verify, drafted = executors.get(Lane.VERIFY), executors.get(Lane.DRAFTED)
+    return Executors(
+        ahead,
+        verify if isinstance(verify, Proposes) else None,
+        drafted if isinstance(drafted, Proposes) else None,
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.constraints.constraints import Constraints
-from engine.execution.meanwhile import Meanwhile
+from engine.execution.polling import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
 from engine.kernels.build import MINIMUM_CAPABILITY, KernelLibrary, Kernels, WantedKernels, open_library
 from engine.kernels.step import StepWeights
@@ -66,7 +66,7 @@ class Parts:
     decode: DecodeWeights = field(default_factory=DecodeWeights)
     draft: DraftModel | None = None
     gpu: GpuKernels = field(default_factory=GpuKernels)
-    meanwhile: Meanwhile = field(default_factory=Meanwhile)
+    idle_work: IdleWork = field(default_factory=IdleWork)
 
     @property
     def kernels(self) -> Kernels:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from engine.execution.mailbox import Mailbox
+from engine.execution.pipeline import Mask
 
-Mask = bytes | bytearray  # a bit for each token, from the lowest bit of the first byte on
 _OPEN = -1  # a word that allows all its tokens
 
 

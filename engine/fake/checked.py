@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.api import ModelInfo
 from engine.fake.checker import PlanChecker
 from engine.fake.pages import TrustedPages
-from engine.scheduling.plan import Runner, StepPlan, StepResult
+from engine.scheduling.plan import Assignment, Runner, StepPlan, StepResult
 
 
 class CheckedRunner:
@@ -26,11 +26,11 @@ class CheckedRunner:
     def pages(self) -> TrustedPages:
         return self._pages
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         self.checker.begin(plan)
         for row in plan.rows:
             self.checker.feed(row)
-        result = self._inner.run(plan)
+        result = self._inner.run(plan, assignment)
         self.checker.result(plan, result)
         return result
 

@@ -29,7 +29,7 @@ from engine.errors import EngineFailed, Unsupported
 from engine.fake.checker import FACTOR, PRIME, Computed, PlanChecker
 from engine.fake.pages import FakePages
 from engine.fake.stamps import stamped
-from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import Assignment, Row, RowResult, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import CPU_BATCH_TOKENS, CPU_SEQUENCES, PAGE_SIZE, EngineSettings, ExecutionSwitches
 
@@ -105,7 +105,7 @@ class FakeRunner:
     def pages(self) -> FakePages:
         return self._pages
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         started = time.monotonic()
         self.checker.begin(plan)
         self._constraints.begin(plan)

@@ -95,10 +95,29 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, prompt_logprobs=logprobs)
 
 
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of a step that one executor computes, in the plan's order."""
+
+    lane: str  # name of the executor
+    rows: tuple[Row, ...]
+    pipeline: int = 0  # of the executor's, where it has several
+    drain: bool = False  # the rows get what is in flight for them, at least one token each, and leave the pipeline
+    group: int = 0  # rows of a sequence in verifying launches
+    most_ahead: int = 8  # steps launched ahead of their tokens; 1: none that no row waits for
+    drafts: tuple[tuple[int, str, int], ...] = ()  # for eager's pass: key of a row, proposer, tokens
+
+
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
+    """Which executor computes which rows of a step. Shares run in their order, and no row is in two of them."""
+
+    shares: tuple[Share, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """By key, one entry for each row that sampled or scored."""
 
     rows: Mapping[int, RowResult]
+    assignment: Assignment | None = None  # None: the runner has a single executor
 
 
 class WrongResult(ValueError):
@@ -128,7 +147,8 @@ class Runner(Protocol):
     @property
     def pages(self) -> PageAccess: ...
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
+        """Does a step, as a recorded assignment says where one is given."""
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:
         """What it may do while it waits for a step, again and again: a short piece of other work, True where there was

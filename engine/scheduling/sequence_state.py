@@ -82,8 +82,12 @@ class SequenceTable:
         """The row's sequence."""
         return self._held[row.slot]
 
+    def at(self, slot: int) -> SequenceState:
+        """Returns the sequence that holds the slot."""
+        return self._held[slot]
+
     def states(self) -> tuple[SequenceState, ...]:
-        """Everyone who holds a slot."""
+        """Returns the sequences that hold slots."""
         return tuple(self._held.values())
 
 

@@ -233,8 +233,8 @@ def make_runner(
         _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)
     for objection in choice.missing:
         _log.warning("decoder %s goes without %s: %s", choice.decoder, objection.decoder, objection.reason)
-    executors = tuple(executor for _, executor in choice.executors)
-    for executor in executors:
+    executors = dict(choice.executors)
+    for executor in executors.values():
         executor.warmup(progress)
     parts.gpu.close()
     config, placement = parts.model.config, parts.model.placement
@@ -254,8 +254,8 @@ def make_runner(
         total_pages=room.pages,
         weights_bytes=parts.model.weights.nbytes,
         weights_digest=prepared.digest,
-        lookahead_tokens=max(executor.lookahead_tokens for executor in executors),
-        max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors),
+        lookahead_tokens=max(executor.lookahead_tokens for executor in executors.values()),
+        max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors.values()),
         unused=unused(choice),
         proposers=proposers_of(choice, parts),
         draft_model=Path(settings.draft_model).resolve().name if settings.draft_model else "",

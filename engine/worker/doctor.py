@@ -18,9 +18,10 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
-from engine.execution.graph_decode import weights
-from engine.execution.registry import CAPTURED, EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
-from engine.execution.speculation.captured.executor import NO_DRAFT
+from engine.execution.graphs import weights
+from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
+from engine.execution.router import Lane
+from engine.execution.speculation.verify_executor import NO_DRAFT
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import make_room
@@ -256,9 +257,9 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
     """Who would guess, under the decoder in use."""
-    verifier = CAPTURED if chosen == "graph" else chosen
+    verifier = Lane.VERIFY if chosen == "graph" else chosen
     no_draft = NO_DRAFT if draft is None else None
-    if parts is not None and draft is not None and verifier == CAPTURED:
+    if parts is not None and draft is not None and verifier == Lane.VERIFY:
         no_draft = weights.why_not(draft)
     return [Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifier, no_draft)]
 

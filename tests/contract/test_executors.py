@@ -15,14 +15,15 @@ from msgspec import structs
 from engine.api import Constraint, GenerationRequest
 from engine.errors import Unsupported
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose
-from engine.execution.speculation.captured.executor import CapturedSpeculation
-from engine.execution.speculation.executor import Speculation
+from engine.execution.router import Lanes, StepOptions
+from engine.execution.speculation.drafted import Speculation
+from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
-from engine.scheduling.plan import Row, RowResult, Runner
+from engine.scheduling.plan import RowResult, Runner, Share
 from engine.settings import EngineSettings, KvDtype
 from engine.worker.build import Prepared, make_runner, prepare
 from tests.contract.answers import FREE, alone, generate, progress, requests
-from tests.engine.execution.constrained.counting import allowed, counting
+from tests.engine.execution.counting import allowed, counting
 from tests.engine.judged import judge
 
 pytestmark = pytest.mark.product
@@ -39,7 +40,14 @@ class Counted:
         self.inner = inner
         self.rows = self.sampled = self.widest = 0
         self.switches = inner.switches
-        self.warmup, self.claims, self.switch, self.close = inner.warmup, inner.claims, inner.switch, inner.close
+        self.warmup, self.close = inner.warmup, inner.close
+        for name in ("in_flight", "drafts"):  # what the router asks it
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
+
+    @property
+    def lanes(self) -> Lanes:
+        return self.inner.lanes
 
     @property
     def lookahead_tokens(self) -> int:
@@ -50,11 +58,11 @@ class Counted:
     def max_tokens_per_row(self) -> int:
         return self.inner.max_tokens_per_row
 
-    def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
-        self.rows += len(rows)
-        self.sampled += sum(row.sample for row in rows)
-        self.widest = max(self.widest, len(rows))
-        return self.inner.run(rows)
+    def run(self, share: Share, options: StepOptions) -> Mapping[int, RowResult]:
+        self.rows += len(share.rows)
+        self.sampled += sum(row.sample for row in share.rows)
+        self.widest = max(self.widest, len(share.rows))
+        return self.inner.run(share, options)
 
 
 @dataclass

@@ -19,14 +19,15 @@ from msgspec import structs
 
 from bench.speculation import Forced
 from engine.api import GenerationRequest, Stopping
-from engine.execution.registry import CAPTURED, EXECUTORS, ExecutorEntry
+from engine.execution.registry import EXECUTORS, ExecutorEntry
+from engine.execution.router import Lane
 from engine.execution.runner import ModelRunner
-from engine.execution.speculation.captured import executor as captured
-from engine.execution.speculation.captured.executor import CapturedSpeculation
-from engine.execution.speculation.captured.together import Together
-from engine.execution.speculation.executor import Speculation
+from engine.execution.speculation import verify_executor as captured
+from engine.execution.speculation.drafted import Speculation
+from engine.execution.speculation.groups import SeveralPolicy
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import Proposer
+from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
@@ -44,7 +45,7 @@ from tests.contract.pairs import (
     together,
 )
 from tests.contract.test_executors import GAPS
-from tests.engine.execution.constrained.counting import allowed, counting
+from tests.engine.execution.counting import allowed, counting
 from tests.engine.judged import judge
 from tests.properties import example_count
 
@@ -53,7 +54,7 @@ pytestmark = pytest.mark.product
 EAGER = EXECUTORS[-1]
 ENTRIES = {entry.name: entry for entry in EXECUTORS}
 ON_CPU = ("eager", "lookup", "draft model", "forced")
-CAPTURED_ONES = ("constrained", CAPTURED, "graph_decode", "graph_prefill", "batched")
+CAPTURED_ONES = ("constrained", Lane.VERIFY, "graph_decode", "graph_prefill", "batched")
 ON_GPU = ("eager", "lookup", *CAPTURED_ONES, "all", "all with a draft model")
 CROWD = 9  # rows that make a step too wide for one pipeline of `graph_decode`
 
@@ -126,7 +127,7 @@ def proposers(name: str, parts: Parts, told: dict[tuple[int, ...], list[int]]) -
 def entries(name: str, told: dict[tuple[int, ...], list[int]]) -> tuple[ExecutorEntry, ...]:
     """The registry of a path."""
     makers: dict[str, Callable[[Parts], CapturedSpeculation]] = {
-        CAPTURED: partial(CapturedSpeculation, known=FREE),
+        Lane.VERIFY: partial(CapturedSpeculation, known=FREE),
     }
     if name == "eager":
         return (EAGER,)
@@ -145,8 +146,8 @@ def eager_to() -> Iterator[None]:
     """Drafts are always verified."""
     with pytest.MonkeyPatch.context() as patch:
         for doubt in ("_may_pay", "_pays", "_won_back"):
-            patch.setattr(Together, doubt, lambda *_: True)
-        patch.setattr(captured, "TURN", 0.0)
+            patch.setattr(SeveralPolicy, doubt, lambda *_: True)
+        patch.setattr(captured, "_TURN", 0.0)
         yield
 
 
@@ -253,4 +254,4 @@ def test_drafts_were_verified(path: Path) -> None:
     found = path.run([Arrival(request)])
     proposed = found.answers[request.request_id].proposed
     if not path.name.startswith("all"):  # those draft only where drafts pay, and a tiny model's steps are too short
-        assert (proposed > 0) == (path.name in ("lookup", "draft model", "forced", CAPTURED))
+        assert (proposed > 0) == (path.name in ("lookup", "draft model", "forced", Lane.VERIFY))

@@ -14,15 +14,16 @@ from engine.api import Objection
 from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.registry import EXECUTORS, ExecutorEntry, choose, leaders
+from engine.execution.router import Lane, Lanes, StepOptions
 from engine.execution.step_state import Parts, Unfit
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
 from tests.contract.answers import generate, progress, requests
 
 EAGER = EXECUTORS[-1]
-Kind = TypeVar("Kind", bound="Even")
+Kind = TypeVar("Kind", bound="Narrow")
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,11 @@ def test_the_last_executor_has_no_objection(plain: tuple[EngineSettings, Prepare
     assert EAGER.why_not(parts) is None
     assert len({entry.name for entry in EXECUTORS}) == len(EXECUTORS)
     assert [entry.decoder for entry in leaders()] == ["graph", "eager"]
-    rows = (Row(0, 0, 0, 3, True), Row(1, 1, 4, 1, True), Row(2, 2, 0, 9, False))
-    assert EAGER.make(parts).claims(rows) == rows
+    assert EAGER.make(parts).lanes == Lanes()
 
 
-class Even:
-    """Does every second step alone. Remembers which sequences it could read."""
+class Narrow:
+    """Computes one row of each step that decodes. Remembers which sequences it could read."""
 
     lookahead_tokens = 2
     max_tokens_per_row = 3
@@ -58,39 +58,22 @@ class Even:
         self.seen: dict[int, list[SequenceState]] = {}  # by slot
         self.steps = 0
         self.warm = self.closed = False
+        self.lanes = Lanes(many=1)
 
     def warmup(self, progress: Any) -> None:
         self.warm = True
 
-    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    def run(self, share: Share, options: StepOptions) -> Mapping[int, RowResult]:
+        assert [row.count for row in share.rows] == [1]
         self.steps += 1
         for state in self._sequences.states():
             of_slot = self.seen.setdefault(state.slot, [])
             if state not in of_slot:
                 of_slot.append(state)
-        return rows if self.steps % 2 == 0 else ()
-
-    def switch(self, name: str, enabled: bool) -> None:
-        self._inner.switch(name, enabled)
-
-    def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
-        assert self.steps % 2 == 0
-        return self._inner.run(rows)
+        return self._inner.run(share, options)
 
     def close(self) -> None:
         self.closed = True
-
-
-class Narrow(Even):
-    """Does the rows of one token, one at a time even so."""
-
-    def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        return tuple(row for row in rows if row.count == 1)[:1]
-
-    def run(self, rows: tuple[Row, ...]) -> Mapping[int, RowResult]:
-        assert [row.count for row in rows] == [1]
-        self.steps += 1
-        return self._inner.run(rows)
 
 
 def remembering(kind: type[Kind]) -> tuple[list[Kind], Callable[[Parts], Kind]]:
@@ -110,26 +93,26 @@ def saying(reason: str | None) -> Callable[[Parts], str | None]:
 
 
 def registry_of(name: str, make: Any, reason: str | None = None) -> tuple[ExecutorEntry, ...]:
-    return (ExecutorEntry(name, name, saying(reason), make, EAGER.trial), EAGER)
+    return (ExecutorEntry(Lane.MANY, name, saying(reason), make, EAGER.trial), EAGER)
 
 
 def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[EngineSettings, Prepared]) -> None:
-    leader, last = registry_of("graph", Even)
+    leader, last = registry_of("graph", Narrow)
     beside = replace(leader, name="beside", make=Narrow, optional=True)
     assert [name for name, _ in choose("auto", plain[1].parts, (beside, leader, last)).executors] == [
         "beside",
-        "graph",
+        Lane.MANY,
         "eager",
     ]
     refused = replace(beside, why_not=saying("not today"))
     found = choose("graph", plain[1].parts, (refused, leader, last))
-    assert [name for name, _ in found.executors] == ["graph", "eager"]
+    assert [name for name, _ in found.executors] == [Lane.MANY, "eager"]
     assert found.missing == (Objection(decoder="beside", reason="not today"),)
     assert any(one.name == "captured_speculation" and one.decoder == "graph" for one in EXECUTORS)
 
 
 def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSettings, Prepared]) -> None:
-    made, make = remembering(Even)
+    made, make = remembering(Narrow)
     runner = make_runner(*plain, progress, registry_of("even", make))
     expected = generate(make_runner(*plain, progress), requests()[:3], 128, 512)
     assert generate(runner, requests()[:3], 128, 512) == expected
@@ -154,11 +137,11 @@ def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineS
     _, prepared = plain
     first, last = registry_of("fast", eager.Eager)
     for reason in (None, "no room"):
-        beside = ExecutorEntry("fast_prompts", "fast", saying(reason), Even, EAGER.trial)
+        beside = ExecutorEntry("fast_prompts", "fast", saying(reason), Narrow, EAGER.trial)
         choice = choose("auto", prepared.parts, (first, beside, last))
         assert choice.decoder == "fast"
         names = [name for name, _ in choice.executors]
-        assert names == (["fast", "fast_prompts", "eager"] if reason is None else ["fast", "eager"])
+        assert names == ([Lane.MANY, "fast_prompts", "eager"] if reason is None else [Lane.MANY, "eager"])
         assert choice.missing == (() if reason is None else (Objection(decoder="fast_prompts", reason="no room"),))
         assert choice.objections == ()
         alone = choose("eager", prepared.parts, (first, beside, last))

@@ -80,7 +80,7 @@ class Control:
                 depths[at], record.probing = 1, True
         return depths
 
-    def told(self, one: Candidate, proposed: int, accepted: int) -> None:
+    def observe(self, one: Candidate, proposed: int, accepted: int) -> None:
         """What came of a draft."""
         record = self._record(one)
         record.tally.add(proposed, accepted, _MEMORY)

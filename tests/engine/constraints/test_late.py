@@ -16,7 +16,7 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings, FakeSettings
-from tests.engine.execution.constrained.counting import CountingGrammars
+from tests.engine.execution.counting import CountingGrammars
 
 VOCABULARY = 256
 

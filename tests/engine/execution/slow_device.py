@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping, TokenLogprob
 from engine.errors import EngineFailed
-from engine.execution.graph_decode.pipeline import RowState, bucket
-from engine.execution.sharing import Claiming, Sharing
+from engine.execution.pipeline import Launch, MorePages, Rewrite, bucket
+from engine.execution.router import ALL_OPTIONS, Executors, Lane, Lanes, Router, StepOptions
 from engine.fake.checker import PlanChecker
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Row, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import Assignment, Row, RowResult, Share, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
@@ -142,7 +143,14 @@ class SlowDevice(SlowMemory):
 
     # What the pipeline asks for
 
-    def write(self, states: Rows[RowState], number: int) -> None:
+    def update(self, update: Rewrite | MorePages) -> None:
+        if isinstance(update, Rewrite):
+            self.write(update)
+        else:
+            self.add_pages(update)
+
+    def write(self, update: Rewrite) -> None:
+        states, number = update.rows, update.number
         self.here = bucket(len(states))
         self.written += 1
         rows = self.buckets[self.here]
@@ -164,12 +172,12 @@ class SlowDevice(SlowMemory):
 
         self.queue.append(write)
 
-    def add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
-        held, added = self.buckets[self.here][index].pages, list(pages)
-        self.queue.append(lambda: held.update(enumerate(added, first)))
+    def add_pages(self, more: MorePages) -> None:
+        held = self.buckets[self.here][more.index].pages
+        self.queue.append(lambda: held.update(enumerate(more.pages, more.first)))
 
-    def launch(self, steps: int, longest: int) -> None:
-        width = self.here
+    def launch(self, launch: Launch) -> None:
+        width, steps, longest = self.here, launch.steps, launch.longest
         self.launched += steps
         self.sizes.append(steps)
         for _ in range(steps):
@@ -189,14 +197,28 @@ class SlowDevice(SlowMemory):
                 self.rings[width, at, (own.count - 1) % RING] = own.count, entry
 
 
+class Computes(Protocol):
+    """An executor of a share."""
+
+    def run(self, share: Share) -> dict[int, RowResult]: ...
+
+
 class SlowRunner:
-    """Shares rows between what decodes and prefill as the runner does. `before`: prompts come first."""
+    """Routes rows to what decodes, and prompts to eager, as the runner does."""
 
     def __init__(
-        self, memory: SlowMemory, decoding: Rows[Claiming], sequences: SequenceTable, *, before: bool = False
+        self,
+        memory: SlowMemory,
+        lanes: Lanes,
+        computing: Mapping[Lane, Computes],
+        sequences: SequenceTable,
+        executors: Executors | None = None,
+        options: StepOptions = ALL_OPTIONS,
     ) -> None:
-        self.memory, self.sharing, self.sequences, self.before = memory, Sharing(decoding), sequences, before
+        self.memory, self.computing, self.sequences, self.options = memory, computing, sequences, options
+        self.router = Router(sequences, lanes, executors or Executors({}))
         self.checker, self.checked = PlanChecker(len(memory.slots), 64), True
+        self.assignments: list[Assignment] = []
 
     def run(self, plan: StepPlan) -> StepResult:
         if not self.checked:
@@ -210,16 +232,18 @@ class SlowRunner:
 
     def _run(self, plan: StepPlan) -> StepResult:
         self.sequences.apply(plan)
+        assignment = self.router.assign(plan, self.options)
+        self.assignments.append(assignment)
+        shared = [row.key for share in assignment.shares for row in share.rows]
+        assert sorted(shared) == sorted(row.key for row in plan.rows), "each row is computed once"
         results: dict[int, RowResult] = {}
-        left = list(plan.rows)
-        if self.before:
-            results |= self._prefill([row for row in left if row.count > 1])
-            left = [row for row in left if row.count == 1]
-        found, rest = self.sharing.run(tuple(left))
-        results |= found
-        results |= self._prefill(rest)
+        for share in assignment.shares:
+            if share.lane in (Lane.PROMPTS, Lane.EAGER):
+                results |= self._prefill(share.rows)
+            else:
+                results |= self.computing[Lane(share.lane)].run(share)
         self.sequences.append(plan.rows, results)
-        return StepResult(results)
+        return StepResult(results, assignment)
 
     def _prefill(self, rows: Rows[Row]) -> dict[int, RowResult]:
         found = {row.key: (row, self.memory.prefill(row, self.sequences.of(row))) for row in rows}

@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import Unsupported
 from engine.execution import products
-from engine.execution.graph_prefill import executor as stage
+from engine.execution.graphs import prefill as stage
 from engine.execution.products import Products
 from engine.execution.step_state import Unfit
 from engine.kernels.build import WantedKernels

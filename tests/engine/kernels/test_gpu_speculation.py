@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.execution.speculation.captured.draft_steps import DraftSteps
-from engine.execution.speculation.captured.layout import DRAFT_ROWS, Draws
+from engine.execution.graphs.draft_steps import DraftSteps
+from engine.execution.graphs.verify_layout import DRAFT_ROWS, Draws
 from engine.kernels import reference, speculation, two_pass
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
@@ -29,7 +29,7 @@ LAID = 8
 CUDA = torch.device("cuda")
 
 
-class Together:
+class SeveralPolicy:
     """One sequence whose next tokens are known, as rows of one launch or one launch after the other."""
 
     def __init__(self, heads: Heads, first: int, group: int, kept: torch.dtype) -> None:
@@ -85,7 +85,7 @@ def test_rows_of_one_sequence_are_rows_alone(
         ways.append({"at_once": 1 << 20, "slots": 2})
     for first in (0, 1, 10, 15, 120, 127, 250, 1020, 2047, 2301, 5003):
         for window in (None, 100):
-            both = Together(heads, first, group, kept)
+            both = SeveralPolicy(heads, first, group, kept)
             pool = both.case.pool.clone()
             alone = [both.run(library, launcher, range(row, row + 1), pool, window) for row in range(group)]
             for how in ways:

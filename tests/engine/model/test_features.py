@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.execution import forward_pass
-from engine.execution.graph_decode import weights
+from engine.execution.graphs import weights
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache
 from engine.linear import Placement

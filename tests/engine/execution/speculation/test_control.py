@@ -37,7 +37,7 @@ def play(control: Control, one: Candidate, right: float, tokens: int, rows: int 
             owed -= 1
             accepted += 1
         if depth:
-            control.told(one, depth, accepted)
+            control.observe(one, depth, accepted)
         one.sequence.token_ids += [0] * (accepted + 1)
     return drafted
 
@@ -90,7 +90,7 @@ def test_those_who_have_no_draft_wait_little_longer() -> None:
         depth = control.depths([one], 8, 8)[0]
         assert costs.seconds(8 + depth) <= 1.05 * costs.seconds(8)
         assert depth == 1
-        control.told(one, depth, depth)
+        control.observe(one, depth, depth)
         one.sequence.token_ids += [0] * (depth + 1)
 
 
@@ -100,8 +100,8 @@ def test_who_guesses_is_who_brings_most() -> None:
     other = Candidate(cheap.sequence, Dear(), 7)
     assert control.choose([cheap, other], 1, 1) is cheap
     for _ in range(30):
-        control.told(cheap, 7, 0)
-        control.told(other, 7, 7)
+        control.observe(cheap, 7, 0)
+        control.observe(other, 7, 7)
     chosen = []
     for _ in range(200):
         chosen.append(control.choose([cheap, other], 1, 1))
@@ -110,7 +110,7 @@ def test_who_guesses_is_who_brings_most() -> None:
     assert 2 <= len(turns) <= 4
     assert turns[0] > 60
     for _ in range(60):
-        control.told(cheap, 7, 7)
+        control.observe(cheap, 7, 7)
     assert control.choose([cheap, other], 1, 1) is cheap
 
 

@@ -1,1 +1,0 @@
-"""Chunks of prompts as captured CUDA graphs."""

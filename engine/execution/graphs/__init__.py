@@ -1,0 +1,1 @@
+"""Captured CUDA graphs behind four verbs: update, launch, poll and wait."""

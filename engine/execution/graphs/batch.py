@@ -1,0 +1,207 @@
+"""Steps of many rows as captured graphs, one for each bucket of up to 512 rows: rows come and go one by one."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from engine.execution import forward_pass
+from engine.execution.capture import Recorder
+from engine.execution.forward_pass import ForwardPass
+from engine.execution.graphs.row_updates import RowUpdates
+from engine.execution.needs import require_known
+from engine.execution.pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes, Launch
+from engine.execution.polling import RingPoller, all_entries
+from engine.execution.router import FEW, Lanes, StepOptions
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels import batch_attention
+from engine.kernels import prefill as ops
+from engine.kernels import rows as states
+from engine.kernels.attention import LayerAttention
+from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
+from engine.kernels.build import BuildError
+from engine.kernels.launch import Launch as KernelLaunch
+from engine.kernels.weights import Format
+from engine.loading.progress import Progress
+from engine.scheduling.plan import RowResult, Share
+from engine.settings import PAGE_SIZE
+
+BUCKETS = (16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)  # rows
+RING = 2 * MOST_BATCH_AHEAD  # steps whose entries are kept
+
+
+class BatchedSteps:
+    """All batch buckets, over one set of row states. Calls go to torch's current stream."""
+
+    def __init__(self, parts: Parts, buckets: tuple[int, ...]) -> None:
+        self._parts = parts
+        self._buckets = buckets
+        device, most = parts.model.placement.device, buckets[-1]
+        self._pass = ForwardPass(parts, buckets)
+        pages = -(-parts.max_context // PAGE_SIZE)
+        vocabulary = parts.model.config.vocab_size
+        self._rows = RowUpdates(self._pass, vocabulary, most, pages, device)
+        ring = torch.zeros(RING, most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
+        self._ring: Any = ring.numpy()
+        self._counts = {rows: torch.tensor([rows, 0], dtype=torch.int32, device=device) for rows in buckets}
+        self._logits = torch.zeros(most, vocabulary, dtype=torch.float32, device=device)
+        grid = batch_attention.grid(self._pass.layout, self._pass.gpu)
+        self._spaces = {
+            window: batch_attention.workspace(self._pass.layout, most, grid, device)
+            for window in dict.fromkeys(parts.model.config.windows)
+        }
+        self._recorder = Recorder(device)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether some ask for the stages
+        self._poller = RingPoller()
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures every bucket, largest first. Rows are idle meanwhile."""
+        gc.collect()  # a graph that is dropped during a capture would spoil it
+        for done, rows in enumerate(reversed(self._buckets)):
+            progress("batches", done, len(self._buckets))
+            for sampled in (False, True):
+                # The sampling stages are ours, and need no rehearsal beside the products of as many rows.
+                graph = self._recorder.record(partial(self._step, rows, sampled), rehearse=not sampled)
+                self._graphs[rows, sampled] = graph
+                graph.replay()
+        self._rows.rehearse()
+        torch.cuda.synchronize()
+        self._report.number.zero_()
+        self._report.ring.zero_()
+        torch.cuda.synchronize()
+        progress("batches", len(self._buckets), len(self._buckets))
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        for rows in self._buckets:
+            for sampled in (False, True):
+                self._step(rows, sampled)
+        self._rows.ask()
+
+    def _step(self, rows: int, sampled: bool) -> None:
+        """Enqueues one step of the first `rows` row states, of which some ask for the sampling stages or none."""
+        run, own = self._pass, self._rows.states.first(rows)
+        chunk = ops.Chunk(place=self._counts[rows], tokens=own.token)
+        attention = RowAttention(run, own, self._spaces)
+        for plan in attention.plans():
+            run.go(plan)
+        hidden = run.enqueue(chunk, attention)
+        self._rows.choose(run.logits(hidden, self._logits[:rows]), own, sampled=sampled)
+        run.go(states.finish(run.library, own, self._report))
+
+    def update(self, update: Changes) -> None:
+        """See `pipeline.BatchDevice`."""
+        vocabulary = self._parts.model.config.vocab_size
+        require_known((own.sequence.token_ids[own.first] for own in update.entered), vocabulary)
+        self._rows.send(update)
+
+    def launch(self, launch: Launch) -> None:
+        """Enqueues a step of the first `launch.rows` row states."""
+        self._poller.launched()
+        sampled = self._rows.sampled(launch.rows)
+        if launch.options.graphs:
+            self._graphs[launch.rows, sampled].replay()
+        else:
+            self._step(launch.rows, sampled)
+
+    def poll(self, number: int, rows: int) -> Rows[int] | None:
+        """See `pipeline.BatchDevice`."""
+        return all_entries(self._ring[number % RING, :rows], number)
+
+    def wait(self) -> None:
+        """See `pipeline.BatchDevice`."""
+        self._poller.wait()
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        torch.cuda.synchronize()
+        self._graphs.clear()
+
+
+class RowAttention:
+    """A `forward_pass.TokenAttention` of rows of one token."""
+
+    def __init__(self, run: ForwardPass, rows: states.RowStates, spaces: Mapping[int | None, Workspace]) -> None:
+        self._run = run
+        self._places = ops.TokenPlaces(rows.position, rows.pages)
+        held = BatchRows(rows.length, rows.pages)
+        grid = batch_attention.grid(run.layout, run.gpu)
+        self._of_window = {
+            window: BatchAttention(run.library, run.layout, held, grid, space, window)
+            for window, space in spaces.items()
+        }
+
+    def plans(self) -> list[KernelLaunch]:
+        """To be enqueued before the pass."""
+        return [one.plan() for one in self._of_window.values()]
+
+    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> KernelLaunch:
+        """Queries, keys and values of each row's token."""
+        run = self._run
+        return ops.row_heads(run.library, run.layout, layer, self._places, run.embedding, product, queries)
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> KernelLaunch:
+        """Over each row's context."""
+        return self._of_window[layer.window].attend(layer, queries, out, order)
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why it cannot serve this model here, or None."""
+    if parts.max_sequences <= FEW:
+        return f"no more than {FEW} sequences run at once, which graph_decode takes"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "cuda.core is not installed"
+    return forward_pass.why_not(parts) or batch_attention.why_not(forward_pass.heads_of(parts))
+
+
+def ask(parts: Parts) -> None:
+    """Asks for every kernel that it will have; of shapes alone."""
+    BatchedSteps(parts, _buckets(parts)).ask()
+
+
+def _buckets(parts: Parts) -> tuple[int, ...]:
+    most = next((size for size in BUCKETS if size >= parts.max_sequences), BUCKETS[-1])
+    return tuple(size for size in BUCKETS if size <= most)
+
+
+class Batched:
+    """Decodes rows of one token. An `Executor`."""
+
+    lookahead_tokens = 2 * MOST_BATCH_AHEAD + 1
+    max_tokens_per_row = MOST_BATCH_AHEAD
+    switches: Mapping[str, str | None] = MappingProxyType({"graphs": None, "fused_kernels": None})
+
+    def __init__(self, parts: Parts) -> None:
+        buckets = _buckets(parts)
+        try:
+            with torch.inference_mode():
+                self._steps = BatchedSteps(parts, buckets)
+        except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
+            raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
+
+    @property
+    def lanes(self) -> Lanes:
+        """Returns the most rows of a step."""
+        return Lanes(many=self._pipeline.most_rows)
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures."""
+        with torch.inference_mode():
+            self._steps.warmup(progress)
+
+    def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
+        """Returns one token or several for each row."""
+        return self._pipeline.step(share.rows, options)
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        self._steps.close()

@@ -1,0 +1,77 @@
+"""Computes what a draft model lacks of a sequence before it guesses for the first time: the prompt, and the tokens of
+plain steps. These are captured passes over the draft model, as those of prompts over the target."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from engine.api import GREEDY, Stopping
+from engine.execution.capture import Recorder
+from engine.execution.graphs.passes import Chunk, Pass, cheapest, passes
+from engine.execution.graphs.prefill import CapturedPasses
+from engine.execution.speculation.draft_progress import DraftProgress
+from engine.execution.step_state import Parts
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Admitted, Row
+from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import begin as begin_sequence
+from engine.settings import PAGE_SIZE
+
+SIZES = (32, 128, 512)  # tokens of a graph
+_TIMINGS = 3  # of which the shortest counts
+
+
+class DraftPrefill:
+    """Passes over a draft model, and how far they have come with each sequence."""
+
+    def __init__(self, draft: Parts) -> None:
+        """`draft`: the draft model as if it were served, with the target's sequences."""
+        self._parts = draft
+        self._passes = CapturedPasses(draft, SIZES, (1,))
+        self.progress = DraftProgress()
+        self._seconds = dict.fromkeys(SIZES, 0.0)  # of a pass
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        self._passes.ask()
+
+    def warmup(self, recorder: Recorder, progress: Progress) -> None:
+        """Captures the passes and measures them. Overwrites the first pages."""
+        self._passes.warmup(recorder, progress)
+        for size in SIZES:
+            count = min(size, self._parts.pool.pages * PAGE_SIZE, self._parts.max_context - 1)
+            self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
+
+    def _timed(self, count: int) -> float:
+        """Of a pass of so many tokens of nobody."""
+        nobody = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
+        nobody.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
+        row = Row(0, 0, 0, count, False)
+        began = time.perf_counter()
+        self._passes.replay(Pass([Chunk(row, nobody, 0, np.zeros(count, dtype=np.int32), 0)], count))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def seconds(self, sequence: SequenceState) -> float:
+        """What `compute` of the whole sequence takes."""
+        missing = len(sequence.token_ids) - self.progress.tokens(sequence)
+        return cheapest(self._seconds, missing)[0] if missing > 0 else 0.0
+
+    def compute(self, sequence: SequenceState, until: int) -> None:
+        """Keys and values of its first `until` tokens, as far as they are not there. Where that fails, it has computed
+        nothing."""
+        begin = self.progress.tokens(sequence)
+        if until <= begin:
+            return
+        row = Row(sequence.key, sequence.slot, begin, until - begin, False)
+        self.progress.forget(sequence)
+        for one in passes((row,), self._parts.sequences, self._seconds, self._parts.model.config.vocab_size):
+            self._passes.replay(one)
+        self.progress.computed(sequence, until)
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        self._passes.close()

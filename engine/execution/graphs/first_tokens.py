@@ -1,0 +1,195 @@
+"""The token after a prompt, chosen by the kernels that choose in decode steps: the same scores, the same noise. One
+prompt's by the kernels of few rows, several prompts' of one pass together, by those of many rows. Rows that want
+log-probabilities are the sampler's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from engine.execution import device_sampling as sampled
+from engine.execution.capture import Recorder
+from engine.execution.forward_pass import ForwardPass
+from engine.execution.graphs.passes import MOST_CHUNKS
+from engine.execution.graphs.row_state import entry_of, fill, idle, placed, words
+from engine.execution.graphs.row_updates import RowUpdates
+from engine.execution.mailbox import Mailbox
+from engine.execution.pipeline import NO_TOKEN, BatchRow, Changes, Mask, RowState
+from engine.execution.polling import IdleWork, RingPoller, all_entries
+from engine.execution.router import StepOptions
+from engine.execution.token_masks import TokenMasks
+from engine.kernels import rows as states
+from engine.kernels import sampling
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launch, launcher_of
+from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
+from engine.kernels.tokens import Fed
+from engine.sampling.noise import seed_key
+from engine.scheduling.plan import RowResult
+from engine.scheduling.sequence_state import SequenceState
+
+_NEVER = 2**31 - 1  # a position
+_LAST_NUMBER = 1 << 30  # of an entry; numbers begin anew above it
+_PASSES = 512  # whose entries are kept: of at most 1,024 sequences, at least three prompts end in each
+
+
+def can_draw(sequence: SequenceState) -> bool:
+    """Whether the kernels choose its tokens."""
+    return sequence.logprobs is None
+
+
+@dataclass(slots=True)
+class Chain:
+    """One way of choosing."""
+
+    launches: tuple[Launch, ...]
+    graph: torch.cuda.CUDAGraph | None = None  # the same, captured
+
+
+class FirstTokens:
+    """Draws for one prompt after another; no more than `most` may be unread."""
+
+    def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int, idle_work: IdleWork) -> None:
+        device = weights.table.device
+        self._state = idle(1, device)
+        self._masks = TokenMasks(1, weights.head.rows, device)
+        buffers = placed(allocate(weights, 1, 1, most), self._state)
+        buffers = replace(buffers, choice=replace(buffers.choice, masks=self._masks.arrived))
+        self._entries, self._most = words(buffers.progress.ring), most
+        self._sampling = sampling.allocate(1, weights.head.rows, device)
+        plain = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
+
+        def chain(plan: ChainPlan, how: sampling.Sampling | None = None) -> Chain:
+            return Chain(prepare_first(library, weights, buffers, fed, plan, how))
+
+        self._greedy = chain(plain)
+        self._two_pass = None if weights.coarse is None else chain(replace(plain, two_pass=True))
+        self._drawing = chain(plain, self._sampling)
+        self._launcher = launcher_of(device)
+        self._poller = RingPoller(nap=0.0, idle_work=idle_work)
+        self._number = 0  # of the last entry
+
+    def warmup(self, recorder: Recorder) -> None:
+        """Captures, and does each thing once."""
+        for chain in (self._greedy, self._two_pass, self._drawing):
+            if chain is not None:
+                chain.graph = recorder.record(partial(self._launcher.enqueue, chain.launches))
+                chain.graph.replay()  # an idle row
+        self._sampling.rehearse()
+
+    def draw(self, sequence: SequenceState, options: StepOptions, mask: Mask | None = None) -> int:
+        """Behind the last chunk of all its tokens, of those that the mask allows; the number that the new token's entry
+        will have."""
+        one = sequence.sampling
+        state = RowState(
+            token=0,
+            position=len(sequence.token_ids) - 1,
+            last_position=_NEVER,
+            stops=(),
+            temperature=one.temperature,
+            noise_key=seed_key(one.seed),
+            pages=(),
+            sequence=sequence,
+            unreported=(),
+        )
+        self._number = self._number % _LAST_NUMBER + 1
+        self._state.block.copy_(fill((state,), 1, self._number - 1), non_blocking=True)
+        self._masks.tell({} if mask is None else {0: mask})
+        draws = sampled.needed(sequence)
+        if draws:
+            sampled.place(self._sampling, 0, sequence)
+        two_pass = self._two_pass if options.two_pass_head else None
+        self._launch(self._drawing if draws else two_pass or self._greedy, options)
+        return self._number
+
+    def _launch(self, chain: Chain, options: StepOptions) -> None:
+        self._poller.launched()
+        if options.graphs and chain.graph is not None:
+            chain.graph.replay()
+        else:
+            self._launcher.enqueue(chain.launches)
+
+    def read(self, number: int) -> RowResult:
+        """An id, or none where the scores were no numbers. Waits for it."""
+        while (entry := entry_of(self._entries, 0, number, self._most)) is None:
+            self._poller.wait()
+        return result_of(entry)
+
+    def close(self) -> None:
+        """Drops the graphs."""
+        for chain in (self._greedy, self._two_pass, self._drawing):
+            if chain is not None:
+                chain.graph = None
+
+
+def result_of(entry: int) -> RowResult:
+    """What flags << 24 | token says."""
+    return RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,))
+
+
+class ManyFirstTokens:
+    """Draws for up to MOST_CHUNKS prompts at once, whose tokens kernels choose (`needs.chosen_by_kernels`)."""
+
+    def __init__(self, run: ForwardPass, vocabulary: int, device: torch.device, idle_work: IdleWork) -> None:
+        self._run = run
+        self._rows = RowUpdates(run, vocabulary, MOST_CHUNKS, 1, device)
+        ring = torch.zeros(_PASSES, MOST_CHUNKS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
+        self._ends = Mailbox(MOST_CHUNKS, device)
+        self._logits = torch.zeros(MOST_CHUNKS, vocabulary, dtype=torch.float32, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._number = 0  # of the last draw
+        self._poller = RingPoller(nap=0.0, idle_work=idle_work)
+
+    def warmup(self, recorder: Recorder) -> None:
+        """Captures, and does each thing once."""
+        self._ends.send([0] * MOST_CHUNKS)
+        self._graph = recorder.record(self._choose, rehearse=True)
+        self._graph.replay()
+        self._rows.rehearse()
+        torch.cuda.synchronize()
+        self._number = int(self._report.number)
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        self._choose()
+        self._rows.ask()
+
+    def _choose(self) -> None:
+        run = self._run
+        hidden = run.ends.x.index_select(0, self._ends.arrived)
+        self._rows.choose(run.logits(hidden, self._logits), self._rows.states, sampled=True)
+        run.go(states.finish(run.library, self._rows.states, self._report))
+
+    def draw(self, sequences: Rows[SequenceState], ends: Rows[int], *, captured: bool) -> int:
+        """Behind the pass whose chunks of these numbers are the last of their sequences; the number of the draw."""
+        self._ends.send([*ends, *[0] * (MOST_CHUNKS - len(ends))])
+        self._rows.send(Changes(entered=tuple(first_token(at, sequence) for at, sequence in enumerate(sequences))))
+        self._number += 1
+        if captured and self._graph is not None:
+            self._graph.replay()
+        else:
+            self._choose()
+        self._rows.forget(len(sequences))
+        self._poller.launched()
+        return self._number
+
+    def read(self, number: int, count: int) -> list[RowResult]:
+        """An id for each, or none where the scores were no numbers. Waits for them."""
+        ring = self._report.ring[number % _PASSES, :count]
+        while (entries := all_entries(ring, number)) is None:
+            self._poller.wait()
+        return [result_of(entry) for entry in entries]
+
+    def close(self) -> None:
+        """Drops the graph."""
+        self._graph = None
+
+
+def first_token(at: int, sequence: SequenceState) -> BatchRow:
+    """A row without pages, whose first step is its last."""
+    place = len(sequence.token_ids)
+    return BatchRow(sequence, at, place - 1, last=place, since=0, first=place - 1, pages=0, exchanges=0)

@@ -1,0 +1,298 @@
+"""Prompts as captured graphs: the forward pass of chunks, one graph for each size, and the tokens that follow them.
+
+Chunks of many sequences lie side by side in a pass, which is padded to the next size. Where each stands, how long
+it is and which pages it has lie in device memory, so one graph serves every prompt, whole, continued after a cached
+prefix, or in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from engine.execution.capture import Recorder
+from engine.execution.forward_pass import Ends, ForwardPass, why_not
+from engine.execution.graphs import weights as step_weights
+from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, can_draw
+from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Chunk, Layout, Pass, passes
+from engine.execution.mailbox import Mailbox
+from engine.execution.needs import chosen_by_kernels
+from engine.execution.router import ALL_OPTIONS, Lanes, StepOptions
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels import prefill as ops
+from engine.kernels.attention import LayerAttention
+from engine.kernels.build import BuildError
+from engine.kernels.launch import Launch
+from engine.kernels.tokens import Fed
+from engine.kernels.weights import Format
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Row, RowResult, Share
+from engine.settings import PAGE_SIZE
+
+SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of a graph
+_FEW = 2  # first tokens that are drawn one by one: each reads the head, all together are slower for one
+_ROUNDS = 2  # of timing all sizes; the least counts
+
+
+class CapturedPasses:
+    """Passes over one model. What they leave of the last token of each chunk is in `run.ends`."""
+
+    def __init__(self, parts: Parts, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+        """`sizes`: tokens of a graph, smallest first. `chunks`: sequences of a graph, most first."""
+        self.sizes, self._chunks = sizes, chunks
+        device = parts.model.placement.device
+        self.run = ForwardPass(parts, sizes, chunks[0])
+        pages = -(-parts.max_context // PAGE_SIZE)
+        self._mail = Mailbox(Layout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
+        self._splits = ops.splits_of(self.run.layout, (*sizes, *chunks), device, chunks[0], self.run.gpu)
+        self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
+        self.costs: Mapping[int, float] = {size: size for size in sizes}  # by size; seconds, once they are measured
+
+    @property
+    def arrived(self) -> torch.Tensor:
+        """What the device was sent of the last pass, as `Layout` has it."""
+        return self._mail.arrived
+
+    def warmup(self, recorder: Recorder, progress: Progress) -> None:
+        """Compiles and captures every size, and measures what it costs."""
+        layouts = [Layout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
+        rehearsed: set[int] = set()  # numbers of tokens that products have
+        for done, layout in enumerate(layouts):
+            progress("prefill", done, len(layouts))
+            self._send_nothing(layout)
+            tokens = {layout.size, layout.chunks}
+            self._graphs[layout] = recorder.record(partial(self._forward, layout), rehearse=not tokens <= rehearsed)
+            rehearsed |= tokens
+        self.costs = self._measured()
+        progress("prefill", len(layouts), len(layouts))
+
+    def _send_nothing(self, layout: Layout) -> None:
+        """No pages are known yet, so a pass of no tokens must do: it writes none."""
+        empty = np.zeros(layout.pages, dtype=np.int32)
+        empty[layout.positions : layout.owners] = -1
+        self._mail.send(empty)
+
+    def _measured(self) -> dict[int, float]:
+        rounds = [[self._seconds(Layout(size, self._chunks[-1])) for size in self.sizes] for _ in range(_ROUNDS)]
+        return dict(zip(self.sizes, map(min, *rounds), strict=True))
+
+    def _seconds(self, layout: Layout) -> float:
+        """Of a pass, all but attention, which takes as long however tokens are shared out."""
+        event: type[torch.cuda.Event] = torch.cuda.Event
+        self._send_nothing(layout)
+        begin, end = event(enable_timing=True), event(enable_timing=True)
+        begin.record()
+        self._graphs[layout].replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        for size in self.sizes:
+            for chunks in self._chunks:
+                self._forward(Layout(size, chunks))
+
+    def replay(self, one: Pass, options: StepOptions = ALL_OPTIONS) -> None:
+        """Enqueues a pass."""
+        size = next(size for size in self.sizes if one.tokens <= size)
+        layout = Layout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
+        self._mail.send(layout.words(one))
+        if options.graphs:
+            self._graphs[layout].replay()
+        else:
+            self._forward(layout)
+
+    def close(self) -> None:
+        """Drops the graphs."""
+        self._graphs.clear()
+
+    def _forward(self, layout: Layout) -> None:
+        mail, run = self._mail.arrived, self.run
+        table, ends = mail[TABLE : layout.ends].view(-1, 4), mail[layout.ends : layout.ids].view(-1, 4)
+        pages = mail[layout.pages :].view(-1, 1)
+        places = ops.TokenPlaces(mail[layout.positions : layout.owners], pages, mail[layout.owners : layout.pages])
+        fed = ops.Chunk(place=mail, tokens=mail[layout.ids : layout.positions])
+        attention = PassAttention(run, places, ops.Chunks(table, pages), self._splits)
+        alone = replace(attention, chunks=ops.Chunks(ends, pages))
+        run.enqueue(fed, attention, Ends(table, alone))
+
+
+@dataclass(frozen=True, slots=True)
+class PassAttention:
+    """A `forward_pass.TokenAttention` of chunks."""
+
+    run: ForwardPass
+    places: ops.TokenPlaces
+    chunks: ops.Chunks
+    splits: ops.Splits
+
+    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
+        """Queries, keys and values of every token."""
+        run = self.run
+        return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
+        """Each chunk over its sequence's pages."""
+        run = self.run
+        return ops.attend_chunks(run.library, run.layout, self.chunks, self.splits, layer, queries, out, order)
+
+
+class GraphPrefill:
+    """Feeds chunks of several tokens, and draws the token that follows where a row samples. An `Executor`."""
+
+    lookahead_tokens = 0
+    max_tokens_per_row = 1
+
+    def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
+        """`sizes`: those that no step fills are left out."""
+        self._parts = parts
+        self._passes = CapturedPasses(parts, filled(sizes, parts.max_batch_tokens), (MOST_CHUNKS, 1))
+        self._recorder = Recorder(parts.model.placement.device)
+        self._why_one_pass: str | None = None
+        self._one = self._first_tokens()
+        vocabulary, device = parts.model.config.vocab_size, parts.model.placement.device
+        self._many = ManyFirstTokens(self._passes.run, vocabulary, device, parts.idle_work)
+
+    def _first_tokens(self) -> FirstTokens | None:
+        """None where the kernels of decode steps do not read this model."""
+        parts = self._parts
+        self._why_one_pass = step_weights.why_not(parts)
+        if self._why_one_pass is not None:
+            return None
+        read, self._why_one_pass = step_weights.shared(parts)
+        fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
+        return FirstTokens(self._passes.run.library, read, fed, parts.max_sequences, parts.idle_work)
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures every size. Raises Unfit where that cannot be."""
+        try:
+            with torch.inference_mode():
+                self._capture(progress)
+        except (BuildError, torch.OutOfMemoryError) as failure:
+            self.close()
+            raise Unfit(_one_line(failure)) from failure
+
+    def _capture(self, progress: Progress) -> None:
+        self._passes.warmup(self._recorder, progress)
+        if self._one is not None:
+            self._one.warmup(self._recorder)
+        self._many.warmup(self._recorder)
+        torch.cuda.synchronize()
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        self._passes.ask()
+        self._many.ask()
+
+    def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
+        """Feeds all rows side by side. Returns the tokens of those that sample."""
+        drawn: list[tuple[Row, int]] = []
+        together: list[tuple[list[Row], int]] = []
+        kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
+        vocabulary = self._parts.model.config.vocab_size
+        for one in passes(share.rows, self._parts.sequences, self._passes.costs, vocabulary):
+            self._passes.replay(one, options)
+            ended = [(at, chunk) for at, chunk in enumerate(one.chunks) if chunk.whole and chunk.row.sample]
+            alike = [(at, chunk) for at, chunk in ended if chosen_by_kernels(chunk.sequence)]
+            if len(alike) > _FEW:
+                number = self._many.draw(
+                    [chunk.sequence for _, chunk in alike], [at for at, _ in alike], captured=options.graphs
+                )
+                together.append(([chunk.row for _, chunk in alike], number))
+                ended = [(at, chunk) for at, chunk in ended if not chosen_by_kernels(chunk.sequence)]
+            last = len(one.chunks) - 1
+            drawn += self._drawn([end for end in ended if self._draws(end[1])], last, options)
+            kept += [
+                (chunk.row, self._passes.run.ends.x[at : at + 1].clone())
+                for at, chunk in ended
+                if not self._draws(chunk)
+            ]
+        return self._sampled(kept) | self._read(drawn, together)
+
+    def _draws(self, chunk: Chunk) -> bool:
+        """Returns whether the kernels of few rows choose the token behind the chunk."""
+        return self._one is not None and can_draw(chunk.sequence)
+
+    def _drawn(self, ended: Rows[tuple[int, Chunk]], last: int, options: StepOptions) -> list[tuple[Row, int]]:
+        """Draws the tokens behind these chunks of a pass, whose last chunk is number `last`. Returns each draw's
+        number."""
+        found: list[tuple[Row, int]] = []
+        constraints, known = self._parts.constraints, last  # what `draw` reads, unless told otherwise
+        for at, chunk in ended:
+            assert self._one is not None
+            if at != known:
+                self._passes.arrived[1].fill_(at + 1)
+                known = at
+            key = chunk.row.key
+            mask = constraints.mask(key) if constraints.constrained(key) else None
+            found.append((chunk.row, self._one.draw(chunk.sequence, options, mask)))
+        return found
+
+    def _sampled(self, kept: Rows[tuple[Row, torch.Tensor]]) -> dict[int, RowResult]:
+        """By the sampler."""
+        if not kept:
+            return {}
+        of = self._parts.sequences.of
+        logits = self._parts.model.weights.head(torch.cat([hidden for _, hidden in kept])).float()
+        found = self._parts.sampler.sample([of(row) for row, _ in kept], logits)
+        return {row.key: result for (row, _), result in zip(kept, found, strict=True)}
+
+    def _read(self, drawn: Rows[tuple[Row, int]], together: Rows[tuple[list[Row], int]]) -> dict[int, RowResult]:
+        """What the kernels drew. Waits for it."""
+        results: dict[int, RowResult] = {}
+        if drawn and self._one is not None:
+            found = {row.key: self._one.read(number) for row, number in drawn}
+            results |= self._parts.constraints.ended(found, [self._parts.sequences.of(row) for row, _ in drawn])
+        for rows, number in together:
+            read = self._many.read(number, len(rows))
+            results |= {row.key: result for row, result in zip(rows, read, strict=True)}
+        return results
+
+    @property
+    def lanes(self) -> Lanes:
+        """Returns that it takes prompts."""
+        return Lanes(prompts=True)
+
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """Returns the options that it obeys, as `GraphDecode` does."""
+        return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
+
+    def close(self) -> None:
+        """Drops the graphs."""
+        self._passes.close()
+        self._many.close()
+        if self._one is not None:
+            self._one.close()
+
+
+def make(parts: Parts) -> GraphPrefill:
+    """The stage. Raises Unfit with the reason where there can be none."""
+    reason = why_not(parts)
+    if reason is not None:
+        raise Unfit(reason)
+    try:
+        with torch.inference_mode():
+            return GraphPrefill(parts)
+    except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
+        raise Unfit(_one_line(failure)) from failure
+
+
+def ask(parts: Parts) -> None:
+    """Asks for every kernel that it will have; of shapes alone."""
+    GraphPrefill(parts).ask()
+
+
+def filled(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Sizes that so many tokens fill, or the least of those that hold them."""
+    return tuple(size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < tokens)
+
+
+def _one_line(failure: BaseException) -> str:
+    return " ".join(str(failure).split())[:300]

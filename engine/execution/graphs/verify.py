@@ -1,0 +1,325 @@
+"""Verifying launches as captured graphs: the decode step's kernels over newest tokens and their drafts, the acceptance,
+and the next drafts, all on the device.
+
+A draft that is looked up is laid out at the end of a launch, for whichever comes next. A draft model guesses at the
+beginning, as many tokens as the launch verifies.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.errors import EngineFailed
+from engine.execution import device_sampling as sampled
+from engine.execution.capture import Recorder
+from engine.execution.graphs.decode import REACHES, Steps, distinct
+from engine.execution.graphs.draft_steps import DeviceDraft, DraftSteps
+from engine.execution.graphs.row_state import entry_of, words
+from engine.execution.graphs.verify_layout import Layout
+from engine.execution.mailbox import Mailbox
+from engine.execution.needs import require_known
+from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, Launch, MorePages, Rewrite
+from engine.execution.polling import RingPoller
+from engine.execution.speculation.draft_progress import prefix_length
+from engine.kernels import sampling, speculation
+from engine.kernels.attention import RowPages
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Launch as KernelLaunch
+from engine.kernels.launch import launcher_of
+from engine.kernels.sampling import Sampling
+from engine.kernels.speculation import Future, Verified
+from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_layers, prepare_step
+from engine.loading.progress import Progress
+from engine.scheduling.sequence_state import SequenceState
+from engine.settings import PAGE_SIZE
+
+_TIMINGS, _BEFORE = 16, 8  # rounds of a kind at warm-up, of which the median counts; and before them
+_GUESSES = 8  # in a row: a launch of its own takes longer than a short one
+_RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
+_TYPICAL = 256, 768  # tokens of sequences whose rounds are timed: of two reaches of attention
+_RING = 2 * MOST_VERIFY_AHEAD * GROUPS[-1]  # entries of a row: half of them under way, half of a row that has left
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSteps:
+    """The steps of a group, for each way to choose; shortest reach first."""
+
+    plain: tuple[Steps, ...]
+    two_pass: tuple[Steps, ...]  # none without a coarse copy of the head
+    sampled: tuple[Steps, ...]  # for a sequence that needs the sampling stages
+
+
+class VerifyGraphs:
+    """Verifying launches for up to so many sequences, of every group. Calls go to torch's current stream."""
+
+    def __init__(
+        self,
+        library: Kernels,
+        weights: StepWeights,
+        max_context: int,
+        future: Future | None = None,
+        draft: DeviceDraft | None = None,
+        *,
+        sequences: int = 1,
+        groups: Sequence[int] = GROUPS,
+        beside: VerifyGraphs | None = None,
+    ) -> None:
+        """Of several sequences, there is one group, since their rows stand side by side as they are laid out. `beside`:
+        whose sampling state may be used in turns."""
+        self._library = library
+        self._weights = weights
+        self._max_context = max_context
+        self._groups = groups
+        self._layout = layout = Layout(sequences, groups[-1], max_context)
+        self._future = future  # what a draft for measurements knows instead of what was guessed
+        self._draft = draft  # None: prompt lookup
+        device = weights.table.device
+        self._launcher = launcher_of(device)
+        self._recorder = Recorder(device)
+        self._mail = Mailbox(layout.size, device)
+        self._state = layout.state(self._mail.arrived)
+        self._state.newest.fill_(-1)
+        room = allocate(weights, layout.rows, 1, 1)
+        verifying, *guessing = self._state.draws
+        choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
+        places = RowPages(room.places.position, layout.pages(self._mail.arrived))
+        self._room: StepBuffers = replace(room, choice=choice, places=places)
+        self._verified: Verified = replace(
+            speculation.allocate(sequences, layout.laid, 1, _RING, device),
+            history=layout.history(self._mail.arrived),
+            newest=self._state.newest,
+            held=self._state.held,
+            last_position=self._state.last_position,
+            most_drafts=self._state.most_drafts,
+            stops=self._state.stops,
+            count=self._state.count,
+        )
+        self._guessing: DraftSteps | None = None
+        if draft is not None:
+            self._guessing = DraftSteps(draft.weights, self._verified, tuple(guessing), places.pages)
+        self._ring = words(self._verified.ring)
+        self._start: KernelLaunch | None = None
+        self._sampling: Sampling = (
+            beside._sampling if beside else sampling.allocate(layout.rows, weights.head.rows, device)
+        )
+        self._draws = False  # whether the sampling stages are needed
+        self._groups_made: dict[int, GroupSteps] = {}  # by group
+        self._poller = RingPoller()
+
+    def build(self, groups: Sequence[int] | None = None) -> None:
+        """Makes the rounds of these groups, or of all. Raises BuildError."""
+        for group in groups or self._groups:
+            self._groups_made[group] = self._chains(group)
+        self._start = self._propose().alone()
+
+    def _propose(self) -> KernelLaunch:
+        library = self._library
+        first = first_norm(self._weights, self._room)
+        if self._future is None:
+            return speculation.lookup(library, self._verified, self._room.places, first)
+        return speculation.replay(library, self._verified, self._room.places, first, self._future)
+
+    def _guess(self, plan: ChainPlan, count: int) -> list[KernelLaunch]:
+        """What lays out a draft of so many tokens in front of the step that verifies them."""
+        if self._guessing is None:
+            return []
+        laid = self._propose()
+        if self._future is None:
+            first = first_norm(self._weights, self._room)
+            laid = self._guessing.drafted(self._library, self._room.places, first, count)
+        return self._guessing.launches(self._library, plan, count, laid)
+
+    def _plan(self, group: int, longest: int) -> ChainPlan:
+        gpu = self._library.gpu
+        return ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT, longest=longest)
+
+    def _chains(self, group: int) -> GroupSteps:
+        library = self._library
+        rows = self._layout.sequences * group
+        buffers = self._room.first(rows)
+        accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group)
+        ending = (accept,) if self._guessing else (accept, self._propose())
+        lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
+
+        plans = [self._plan(group, longest) for longest in lengths]
+        layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
+
+        def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
+            found = []
+            for longest, each, common in zip(lengths, plans, layers, strict=True):
+                each = replace(each, two_pass=two_pass)
+                chain = prepare_step(library, self._weights, buffers, each, how, ending, common)
+                found.append(Steps(longest, (*self._guess(each, group - 1), *chain), {}))
+            return distinct(found)
+
+        return GroupSteps(
+            plain=reaches(None),
+            two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
+            sampled=reaches(self._sampling.first(rows)),
+        )
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles and captures, and does each thing once: first times take milliseconds. A start does not wait for
+        rounds of several that choose by more than temperature: they are captured when they are first wanted."""
+        gc.collect()  # a graph that is dropped during a capture would spoil it
+        progress("kernels", 0, 1)
+        self.build()
+        progress("kernels", 1, 1)
+        made, alone = self._groups_made.values(), self._layout.sequences == 1
+        wanted = [
+            steps for each in made for steps in (*(each.two_pass or each.plain), *(each.sampled if alone else ()))
+        ]
+        for done, steps in enumerate(wanted):
+            progress("graphs", done, len(wanted))
+            self._graph(steps).replay()
+        nobody = self._mail.arrived[: self._layout.block].cpu().numpy()
+        for _ in range(2):  # both of its slots
+            self._mail.send(nobody)
+        for pages in ([0], [0, 0]):
+            self._add_pages(MorePages(0, 0, tuple(pages), cut=True))
+        self._enqueue_start()
+        self._sampling.rehearse()
+        torch.cuda.synchronize()
+        progress("graphs", len(wanted), len(wanted))
+
+    def seconds(self, group: int, drafts: int) -> float:
+        """What a round of this group costs sequences of some lengths on average, where drafts are so long. Overwrites
+        the first page."""
+        return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
+
+    def _seconds(self, group: int, drafts: int, at: int) -> float:
+        return self._timed(lambda longest: self.launch(Launch(longest, group=group)), at, drafts)
+
+    def guessing_seconds(self, group: int) -> float:
+        """What a draft model takes of that, for drafts as long as the group allows."""
+        return sum(self._guessing_seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
+
+    def _guessing_seconds(self, group: int, at: int) -> float:
+        longest = next(steps.longest for steps in self._groups_made[group].plain if steps.longest >= self._reach(at))
+        guess = self._guess(self._plan(group, longest), group - 1)
+        if not guess:
+            return 0.0
+        graph = self._recorder.record(lambda: self._launcher.enqueue(guess * _GUESSES))
+        return self._timed(lambda _: graph.replay(), at, group - 1) / _GUESSES
+
+    def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
+        """Of one, for sequences of nobody's that stand `at`. It is told how many tokens each may come to hold."""
+        event: type[torch.cuda.Event] = torch.cuda.Event
+        longest = self._pretend(at, drafts)
+        stand = self._recorder.record(lambda: self._stand(at))  # a graph behind other launches begins later
+        for _ in range(_BEFORE):  # of rows that nobody has: while they run, the host gets ahead
+            launch(longest)
+        found = []
+        for _ in range(_TIMINGS):
+            stand.replay()
+            begin, end = event(enable_timing=True), event(enable_timing=True)
+            begin.record()
+            launch(longest)
+            end.record()
+            found.append((begin, end))
+        torch.cuda.synchronize()
+        self._state.newest.fill_(-1)
+        return statistics.median(float(begin.elapsed_time(end)) / 1e3 for begin, end in found)
+
+    def _pretend(self, at: int, most_drafts: int) -> int:
+        """Writes sequences of nobody's; how many tokens each may come to hold in a round."""
+        state = self._state
+        self._mail.arrived.zero_()
+        for part in (state.newest, state.stops):
+            part.fill_(-1)
+        for part, value in ((state.held, self._max_context), (state.most_drafts, most_drafts)):
+            part.fill_(value)
+        state.last_position.fill_(self._max_context)
+        self._enqueue_start()
+        return self._reach(at)
+
+    def _stand(self, at: int) -> None:
+        """Places them, with all tokens alike: so there is something to look up, and every row of a round is fed."""
+        self._state.newest.fill_(at)
+        self._verified.history[:, at : self._reach(at)].zero_()
+        self._enqueue_start()
+
+    def _reach(self, at: int) -> int:
+        """Tokens that a sequence which stands `at` may come to hold while it is timed."""
+        return min(at + 1 + self._layout.laid, self._max_context)
+
+    def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
+        found = steps.graphs.get(1)
+        if found is None:
+            found = steps.graphs[1] = self._recorder.record(lambda: self._launcher.enqueue(steps.chain))
+        return found
+
+    def _enqueue_start(self) -> None:
+        if self._start is None:
+            raise EngineFailed("no round was built")
+        self._launcher.enqueue([self._start])
+
+    def update(self, update: Rewrite | MorePages) -> None:
+        """Writes these rows and no others, or tells a row of more pages."""
+        if isinstance(update, MorePages):
+            self._add_pages(update)
+            return
+        rows = update.rows
+        known = [np.array(row.sequence.token_ids, dtype=np.int32) for row in rows]
+        require_known((int(end) for ids in known for end in (ids.min(), ids.max())), self._weights.table.shape[0])
+        if update.number == 0:
+            torch.cuda.synchronize()
+            self._verified.ring.zero_()
+        if self._draft is not None:
+            for row in rows:
+                self._draft.compute(row.sequence, prefix_length(row.position))
+        self._mail.send(self._layout.of(rows, update.number, known), self._layout.others(known))
+        self._draws = any(sampled.needed(row.sequence) for row in rows)
+        if self._draws:
+            for at in range(len(rows) * self._layout.laid):
+                sampled.place(self._sampling, at, rows[at // self._layout.laid].sequence)
+        self._enqueue_start()
+
+    def computed(self, sequence: SequenceState, stands: int) -> None:
+        """Notes that a sequence goes on elsewhere with its newest token at `stands`: the draft model has computed what
+        is before it."""
+        if self._draft is not None:
+            self._draft.computed(sequence, prefix_length(stands))
+
+    def _add_pages(self, more: MorePages) -> None:
+        self._send_pages(self._room.places.pages[more.index], more.first, more.pages)
+        self._state.held[more.index].fill_((more.first + len(more.pages)) * PAGE_SIZE)
+        if more.cut:
+            self._enqueue_start()
+
+    @staticmethod
+    def _send_pages(table: torch.Tensor, first: int, pages: Sequence[int]) -> None:
+        if len(pages) == 1:
+            table[first].fill_(pages[0])
+        else:
+            table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+
+    def launch(self, launch: Launch) -> None:
+        """Enqueues a step of `launch.group` rows a sequence."""
+        self._poller.launched()
+        made, options = self._groups_made[launch.group], launch.options
+        plain = made.two_pass if options.two_pass_head and made.two_pass else made.plain
+        steps = next(steps for steps in (made.sampled if self._draws else plain) if steps.longest >= launch.longest)
+        if options.graphs:
+            self._graph(steps).replay()
+        else:
+            self._launcher.enqueue(steps.chain)
+
+    def poll(self, index: int, number: int) -> int | None:
+        """See `pipeline.RowDevice`."""
+        return entry_of(self._ring, index, number, _RING)
+
+    def wait(self) -> None:
+        """See `pipeline.RowDevice`."""
+        self._poller.wait()
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        torch.cuda.synchronize()
+        self._groups_made.clear()

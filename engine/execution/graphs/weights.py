@@ -1,0 +1,143 @@
+"""A loaded model as the kernels read it, without a copy of its matrices but a coarse one of the head; or why they
+cannot."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from engine.execution.pipeline import BUCKETS
+from engine.execution.step_state import Parts, Unfit
+from engine.kernels import two_pass
+from engine.kernels import weights as forms
+from engine.kernels.attention import Heads, LayerAttention
+from engine.kernels.gpu import GpuShape
+from engine.kernels.step import ChainPlan, LayerWeights, Product, StepWeights
+from engine.linear import DenseLinear, Linear
+from engine.linear.cuda import CudaLinear
+from engine.model import features
+from engine.model.weights import Layer
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.forms import Dense
+
+MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
+STATIC = 44 << 10  # bytes of shared memory that the kernels of two passes declare themselves, at most
+KEPT = 1 << 30  # bytes of the GPU that a coarse copy of the head must leave free
+
+
+def why_not(parts: Parts) -> str | None:
+    """Why the kernels cannot read this model, or None. The device is not asked."""
+    model, pool = parts.model, parts.pool
+    if model.placement.dtype != torch.bfloat16:
+        return f"the model is {model.placement.dtype}, the kernels compute in bfloat16".replace("torch.", "")
+    if pool.heads_outside:
+        return "the page pool is laid out for a CPU"
+    if model.config.vocab_size > MOST_TOKENS:
+        return f"a vocabulary of {model.config.vocab_size}, the kernels know up to {MOST_TOKENS}"
+    objection = heads_of(model.config).why_not() or features.why_not(model.config)
+    if objection is not None:
+        return objection
+    for layer in model.weights.layers:
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            objection = _objection(linear)
+            if objection is not None:
+                return objection
+    return _objection(model.weights.head)
+
+
+def _objection(linear: Linear) -> str | None:
+    if isinstance(linear, CudaLinear):
+        return None
+    if isinstance(linear, DenseLinear):
+        return forms.why_not(Dense(linear.weight))
+    return f"the kernels do not read weights of {type(linear).__name__}"
+
+
+def heads_of(config: ModelConfig) -> Heads:
+    """The head layout."""
+    return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
+
+
+def step_weights(parts: Parts) -> StepWeights:
+    """The model where `why_not` has no objection."""
+    model, weights = parts.model, parts.model.weights
+    head = _product(weights.head)
+    return StepWeights(
+        table=weights.embedding,
+        layers=[_layer(parts, index, layer) for index, layer in enumerate(weights.layers)],
+        final_gain=weights.norm.weight,
+        head=head.matrix,
+        heads=heads_of(model.config),
+        eps=model.config.norm_eps,
+        angles=model.rope,
+    )
+
+
+def why_one_pass(parts: Parts) -> str | None:
+    """Why the head is read in one pass, or None. The device is not asked."""
+    return why_not(parts) or two_pass.why_not(_product(parts.model.weights.head).matrix)
+
+
+def with_coarse_copy(weights: StepWeights, free: int, gpu: GpuShape) -> StepWeights:
+    """The same with a coarse copy of the head, given so many free bytes. Raises Unfit where that is too little."""
+    needed = two_pass.copy_bytes(weights.head)
+    if free - needed < KEPT:
+        have, need, keep = (size >> 20 for size in (free, needed, KEPT))
+        raise Unfit(f"a copy of the head takes {need} MiB, {have} are free, and {keep} of them must stay free")
+    plan = ChainPlan(gpu.multiprocessors)
+    coarse = two_pass.coarse_copy(weights.head, plan.tiling("head", weights.head).warps)
+    shared = plan.two_passes(weights.head, coarse).shared_bytes(BUCKETS[-1]) + STATIC
+    if shared > gpu.shared:
+        raise Unfit(f"a block takes {shared >> 10} KiB of shared memory, this GPU has less")
+    return replace(weights, coarse=coarse)
+
+
+def shared(parts: Parts) -> tuple[StepWeights, str | None]:
+    """The weights with a coarse copy of the head where that is of use and fits, else why it is not; made once for all
+    executors."""
+    if parts.decode.made is None:
+        parts.decode.made = _with_two_passes(parts, step_weights(parts))
+    return parts.decode.made
+
+
+def _with_two_passes(parts: Parts, read: StepWeights) -> tuple[StepWeights, str | None]:
+    reason = why_one_pass(parts)
+    if reason is not None:
+        return read, reason
+    device = parts.model.placement.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize  # shapes alone take none
+    try:
+        return with_coarse_copy(read, free, parts.kernels.gpu), None
+    except (Unfit, torch.OutOfMemoryError) as failure:
+        return read, " ".join(str(failure).split())[:300]
+
+
+def _layer(parts: Parts, index: int, layer: Layer) -> LayerWeights:
+    keys, values = parts.pool.layer(index).unbind(0)
+    query_gain = key_gain = None
+    if layer.head_norm is not None:
+        heads = parts.model.config.heads
+        query_gain, key_gain = (layer.head_norm.weight[at].contiguous() for at in (0, heads))
+    return LayerWeights(
+        input_gain=layer.input_norm.weight,
+        qkv=_product(layer.qkv),
+        attention=LayerAttention(keys, values, query_gain, key_gain, layer.window),
+        output=_product(layer.output),
+        mlp_gain=layer.mlp_norm.weight,
+        gate_up=_product(layer.gate_up),
+        down=_product(layer.down),
+    )
+
+
+def _product(linear: Linear) -> Product:
+    if isinstance(linear, CudaLinear):
+        return Product(linear.matrix, _bias(linear.bias))
+    if not isinstance(linear, DenseLinear):
+        raise TypeError(f"no matrix in a {type(linear).__name__}")
+    return Product(forms.to_matrix(Dense(linear.weight)), _bias(linear.bias))
+
+
+def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float().contiguous()

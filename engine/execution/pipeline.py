@@ -1,0 +1,830 @@
+"""Launches steps ahead of their tokens, and keeps the rows that a device holds in agreement with the plans. Torch-free.
+
+There is one pipeline, and two ways to change its rows. `Pipeline` rewrites all of its rows at once: for up to eight
+rows in plain steps, in verifying launches, and in masked steps (`MaskedPipeline`). `BatchPipeline` tells the device
+what changed: for many rows. A plain step is a verifying launch of one row without a draft.
+
+The rules that both keep:
+- Launches happen only within `step`, after the device's rows agree with the plan's, and never beyond the pages that
+  a row held then. What is in flight for rows that have since gone comes before anything later on the same stream: a
+  page that went to another owner is written by the old one's steps first, and by the new one's after that.
+- How far a launch moves a row is known once its entries were read. The device knows it at once and goes on, so further
+  launches need not wait. A launch is read once it has entries for all rows that it moves.
+- Entries of the device's ring have numbers, none of which comes twice, so that what earlier rows left is never taken.
+- A row that another executor moved on, whose sequence is a new one, or whose pages were exchanged, is written anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from engine.errors import EngineFailed
+from engine.execution.router import AHEAD, ALL_OPTIONS, StepOptions
+from engine.sampling.noise import seed_key
+from engine.scheduling.plan import Row, RowResult, Share
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.settings import PAGE_SIZE
+
+BUCKETS: Final = (1, 2, 4, 8)  # rows that a captured step of few rows moves
+SIZES: Final = (4, 1)  # steps of a launch, largest first
+GROUPS: Final = (1, 2, 4, 8)  # rows of a sequence in a verifying launch: its newest token and a draft
+NO_TOKEN, MORE = 4, 8  # flags of an entry. Any flag but MORE ends the row; MORE: the launch has another entry for it
+PARKED = MORE | NO_TOKEN  # nothing was fed: there was no page
+_FLAGS, _TOKEN = 0xF, 0xFFFFFF
+_LAST_NUMBER = 1 << 30  # numbers begin anew above it
+_FAR = 1 << 62
+Mask = bytes | bytearray  # a bit for each token, from the lowest bit of the first byte on
+
+_LEAD = 4e-3  # seconds that plain steps in flight should last: the host is late at times, and prompts wait behind them
+_FIRST_AHEAD = 2  # right after rows came or went; doubles with every step
+LOW = 2  # steps in flight, below which small launches are made rather than none
+_VERIFY_LEAD = 500e-6  # seconds that verifying launches in flight should last
+VERIFY_AHEAD = 2  # verifying launches: what comes of one decides how long the next but one may be
+MOST_VERIFY_AHEAD = 8  # where they are so short that the host would not come to launch the next in time
+BATCH_AHEAD = 2  # steps of many rows in flight when a call returns: one runs, and one is there when it ends
+MOST_BATCH_AHEAD = 2 * BATCH_AHEAD  # the same, not yet read, when rows come
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """A row as the device is given it."""
+
+    token: int  # to be fed
+    position: int  # of that token
+    last_position: int  # a token placed there is the row's last
+    stops: tuple[int, ...]
+    temperature: float
+    noise_key: int
+    pages: tuple[int, ...]
+    sequence: SequenceState
+    unreported: tuple[int, ...]  # tokens that no result has brought yet
+    most_drafts: int = 0
+
+    @classmethod
+    def of(
+        cls, sequence: SequenceState, position: int, last: int, unreported: Rows[int] = (), most_drafts: int = 0
+    ) -> RowState:
+        """Describes a sequence whose token at `position` is to be fed: the last unreported one, if there are any."""
+        return cls(
+            token=unreported[-1] if unreported else sequence.token_ids[position],
+            position=position,
+            last_position=last,
+            stops=sequence.stopping.stop_token_ids,
+            temperature=sequence.sampling.temperature,
+            noise_key=seed_key(sequence.sampling.seed),
+            pages=tuple(sequence.pages),
+            sequence=sequence,
+            unreported=tuple(unreported),
+            most_drafts=most_drafts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """These rows and no others. Entries of each are numbered from `number` + 1 on; 0: all numbers may come again."""
+
+    rows: tuple[RowState, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MorePages:
+    """Pages [first, …) of a row."""
+
+    index: int
+    first: int
+    pages: tuple[int, ...]
+    cut: bool = False  # the draft that is laid out may have ended where the row's pages did
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changes before a launch of many rows. No index is named twice, but in moves, which come last."""
+
+    left: tuple[int, ...] = ()
+    entered: tuple[BatchRow, ...] = ()
+    paged: tuple[MorePages, ...] = ()
+    moved: tuple[tuple[int, int], ...] = ()  # index to, index from
+
+    def __bool__(self) -> bool:
+        return bool(self.left or self.entered or self.paged or self.moved)
+
+
+class Half(NamedTuple):
+    """Half of a masked step: its layers, or, given masks by row index, its choice of tokens that these allow."""
+
+    masks: Mapping[int, Mask] | None = None
+
+
+class Launch(msgspec.Struct, frozen=True, array_like=True):
+    """Steps of all rows that the device holds."""
+
+    longest: int = 0  # tokens: no row comes to hold more of them
+    steps: int = 1
+    group: int = 1  # rows of a sequence: its newest token, and a draft of up to one token less
+    rows: int = 0  # of many: the first so many row states
+    half: Half | None = None
+    options: StepOptions = ALL_OPTIONS
+
+
+class RowDevice(Protocol):
+    """A device of few rows: all calls but `poll` and `wait` are queued behind those before them."""
+
+    def update(self, update: Rewrite | MorePages) -> None: ...
+
+    def launch(self, launch: Launch) -> None: ...
+
+    def poll(self, index: int, number: int) -> int | None:
+        """Returns proposed << 28 | flags << 24 | token of a row's entry; None: it has not come."""
+
+    def wait(self) -> None:
+        """Waits for a moment. Raises where nothing is in flight."""
+
+
+class BatchDevice(Protocol):
+    """A device of many rows. See `RowDevice`."""
+
+    def update(self, update: Changes) -> None: ...
+
+    def launch(self, launch: Launch) -> None:
+        """The first launch is number 1."""
+
+    def poll(self, number: int, rows: int) -> Rows[int] | None:
+        """Returns flags << 24 | token of each row state of a launch, once all have come."""
+
+    def wait(self) -> None: ...
+
+
+class Lookahead(NamedTuple):
+    """How far a pipeline launches ahead."""
+
+    launches: int
+    first: int  # launches right after rows were rewritten; the number doubles with every step
+    tokens: int = _FAR  # that all launches in flight may bring a row
+    pages: int = 0  # tokens behind a row's newest one that a plan has pages for
+
+
+def plain_lookahead(seconds: float) -> Lookahead:
+    """Returns how far ahead plain steps that take so long are launched."""
+    return Lookahead(min(max(LOW, math.ceil(_LEAD / seconds)), AHEAD), _FIRST_AHEAD)
+
+
+def verify_lookahead(seconds: float) -> Lookahead:
+    """Returns how far ahead verifying launches that take so long are launched."""
+    launches = min(max(VERIFY_AHEAD, math.ceil(_VERIFY_LEAD / seconds)), MOST_VERIFY_AHEAD)
+    tokens = launches * GROUPS[-1]
+    # Between a plan and the launches that follow it, as much may be read as was in flight. Long launches can wait for
+    # the next plan, which comes before they end.
+    return Lookahead(launches, launches, tokens, (tokens if launches == VERIFY_AHEAD else 2 * tokens) - 1)
+
+
+def bucket(rows: int, buckets: Rows[int] = BUCKETS) -> int:
+    """Returns the smallest bucket that holds so many rows."""
+    return next(size for size in buckets if size >= rows)
+
+
+class Verified(NamedTuple):
+    """What came of a verifying launch for a sequence."""
+
+    rows: int  # of the sequence in the launch
+    proposed: int
+    accepted: int
+
+
+@dataclass(slots=True, eq=False)
+class HeldRow:
+    """A row that the device holds."""
+
+    sequence: SequenceState
+    index: int  # among the device's rows
+    stands: int  # position of the newest token that was read: the first unread step feeds it
+    last: int  # position of its last token
+    pages: int  # that the device knows
+    exchanges: int  # of the sequence's pages, when they were written
+    most_drafts: int = 0
+    number: int = 0  # of the last entry that was read
+    ahead: int = 0  # tokens that all launches in flight bring, if all drafts are right
+    unreported: list[int] = field(default_factory=list)  # read, and in no result yet
+    proposed: int = 0  # draft tokens, in no result yet
+    accepted: int = 0
+    ended: bool = False  # the device moves it no more
+
+    def report(self) -> RowResult:
+        """Returns what was read since the last report."""
+        ids, self.unreported = tuple(self.unreported), []
+        if not self.proposed:
+            return RowResult(ids)
+        found = RowResult(ids, (), self.proposed, self.accepted)
+        self.proposed = self.accepted = 0
+        return found
+
+
+class Pipeline:
+    """Rows that are rewritten whole whenever some of them change, and the launches in flight for them."""
+
+    def __init__(
+        self,
+        device: RowDevice,
+        sequences: SequenceTable,
+        max_context: int,
+        *,
+        buckets: Rows[int] = BUCKETS,
+        sizes: Rows[int] = SIZES,
+        settles: bool = True,
+    ) -> None:
+        """`sizes`: steps of a launch, largest first. `settles`: before rows change, what is in flight for those that
+        stay is read and kept; else their tokens are computed again."""
+        self._device = device
+        self._sequences = sequences
+        self._max_context = max_context
+        self._buckets = buckets
+        self._sizes = sizes
+        self._settles = settles
+        self.lookahead: Mapping[int, Lookahead] = dict.fromkeys(buckets, Lookahead(AHEAD, _FIRST_AHEAD))  # by bucket
+        self.read = Counter[int]()  # launches, by their group: for measurements
+        self.verified: list[tuple[SequenceState, Verified]] = []  # what came of drafts; for the caller to take
+        self._held: dict[int, HeldRow] = {}  # by key
+        self._bucket = 0  # rows that the device moves, in use or not
+        self._in_flight: deque[int] = deque()  # the group of each step, oldest first
+        self._number = 0  # of the last entry before the rows were written
+        self._entries = 0  # that a row may have since then, at most
+        self._singles = 0  # steps of one row a sequence that were read, and that the rows do not count yet
+        self._ahead = 0
+
+    def step(
+        self,
+        rows: Rows[Row],
+        options: StepOptions = ALL_OPTIONS,
+        *,
+        group: int = 1,
+        most_drafts: Rows[int] = (),
+        most_ahead: int = AHEAD,
+    ) -> dict[int, RowResult]:
+        """Returns at least one id for each row that has not failed, and whatever else has come. Launches no more than
+        `most_ahead` steps ahead; where that is 1, nothing that no row waits for."""
+        further = most_ahead > 1
+        try:
+            held = self._current(rows, most_drafts)
+            if held is None:
+                held = self._rewrite(rows, self._settle(rows) if self._settles else {}, most_drafts)
+            else:
+                self._extend(held)
+                self._ahead = min(2 * self._ahead, most_ahead, self.lookahead[self._bucket].launches)
+            if not further:
+                self._ahead = 1
+            self._send(held, group, options)
+            self._receive(held)
+            if further:
+                self._send(held, group, options)
+        except BaseException:
+            self.leave()
+            raise
+        return {own.sequence.key: own.report() for own in held}
+
+    def drain(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS, group: int = 1) -> dict[int, RowResult]:
+        """Returns all that is in flight for these rows, and at least one id for each. They then leave."""
+        try:
+            kept = self._settle(rows)
+            held = list(kept.values())
+            if len(kept) < len(rows) or not all(own.unreported or own.ended for own in held):
+                held = self._rewrite(rows, kept, ())
+                self._ahead = 1
+                self._send(held, group, options)
+                self._receive(held)
+        finally:
+            self.leave()
+        return {own.sequence.key: own.report() for own in held}
+
+    def leave(self) -> None:
+        """Forgets all rows. Nothing more is read of what is in flight for them."""
+        self._held = {}
+
+    def in_flight(self, rows: Rows[Row]) -> list[Row]:
+        """Returns those of the rows that launches in flight move on from where the plan takes them up."""
+        if not (self._held and self._in_flight):
+            return []
+        return [row for row in rows if self._of(row) is not None]
+
+    def continues(self, rows: Rows[Row]) -> bool:
+        """Returns whether the device left these rows, and no others, where the plan takes them up."""
+        live = sum(not own.ended for own in self._held.values())
+        return live == len(rows) and all(self._of(row) is not None for row in rows)
+
+    # Rows
+
+    def _of(self, row: Row) -> HeldRow | None:
+        """Returns the device's row, where the device left it where the plan takes it up."""
+        own = self._held.get(row.key)
+        if own is None or own.ended or own.stands != row.start:
+            return None
+        sequence = self._sequences.of(row)
+        return own if own.sequence is sequence and own.exchanges == sequence.exchanges else None
+
+    def _current(self, rows: Rows[Row], most_drafts: Rows[int]) -> list[HeldRow] | None:
+        """Returns the device's rows in the plan's order where they are the plan's, else None."""
+        if not self._bucket or bucket(len(rows), self._buckets) < self._bucket:
+            return None
+        held = []
+        for row in rows:
+            own = self._of(row)
+            if own is None:
+                return None
+            held.append(own)
+        for own, most in zip(held, most_drafts, strict=False):
+            if own.most_drafts != most:
+                return None
+        live = len(self._held)
+        if live > len(held):
+            live = sum(not own.ended for own in self._held.values())
+        return held if live == len(held) else None
+
+    def _settle(self, rows: Rows[Row]) -> dict[int, HeldRow]:
+        """Reads all that is in flight for rows that go on. Returns these rows by key."""
+        kept = {row.key: own for row in rows if (own := self._of(row)) is not None}
+        while self._in_flight and any(not own.ended for own in kept.values()):
+            if not self._read_launch([own for own in self._held.values() if not own.ended]):
+                self._device.wait()
+        self._count_singles()
+        return kept
+
+    def _rewrite(self, rows: Rows[Row], kept: Mapping[int, HeldRow], most_drafts: Rows[int]) -> list[HeldRow]:
+        """Writes these rows to the device, those of `kept` as far on as they are."""
+        self._number += self._entries
+        if self._number > _LAST_NUMBER:
+            self._number = 0
+        self._in_flight.clear()
+        self._entries = 0
+        held: list[HeldRow] = []
+        states: list[RowState] = []
+        for at, row in enumerate(rows):
+            own = self._begin(row, kept.get(row.key), most_drafts[at] if most_drafts else 0)
+            own.index = len(states)
+            held.append(own)
+            if not own.ended:
+                states.append(RowState.of(own.sequence, own.stands, own.last, own.unreported, own.most_drafts))
+        self._bucket = bucket(len(states), self._buckets) if states else 0
+        if states:
+            self._device.update(Rewrite(tuple(states), self._number))
+            self._ahead = self.lookahead[self._bucket].first
+        self._held = {own.sequence.key: own for own in held}
+        if len(self._held) < len(held):
+            raise EngineFailed("a sequence has two rows")
+        return held
+
+    def _begin(self, row: Row, old: HeldRow | None, most_drafts: int) -> HeldRow:
+        sequence = self._sequences.of(row)
+        last = sequence.last_position(self._max_context)
+        own = HeldRow(sequence, 0, row.start, last, len(sequence.pages), sequence.exchanges, most_drafts, self._number)
+        if old is not None:
+            own.unreported, own.ended = old.unreported, old.ended
+            own.proposed, own.accepted = old.proposed, old.accepted
+            if not own.ended:
+                # One may stand behind the last page: it is computed again, once there is another.
+                del own.unreported[max(own.pages * PAGE_SIZE - 1 - row.start, 0) :]
+            own.stands += len(own.unreported)
+        return own
+
+    def _extend(self, held: Rows[HeldRow]) -> None:
+        """Passes on the pages that came since."""
+        for own in held:
+            known, pages = own.pages, own.sequence.pages
+            if len(pages) > known:
+                cut = own.stands + own.ahead + own.most_drafts >= known * PAGE_SIZE
+                self._device.update(MorePages(own.index, known, tuple(pages[known:]), cut))
+                own.pages = len(pages)
+
+    # Launches
+
+    def _send(self, held: Rows[HeldRow], group: int, options: StepOptions) -> None:
+        """Launches as far ahead as is wanted, allowed and of use: each step brings a row a token, or as many as it has
+        rows in the launch."""
+        live = [own for own in held if not own.ended]
+        if not live:
+            return
+        in_flight, needed, allowed = len(self._in_flight), 0, _FAR
+        tokens = self.lookahead[self._bucket].tokens
+        for own in live:
+            brings = min(group, 1 + own.most_drafts)
+            needed = max(needed, own.last - own.stands)
+            pages = own.pages * PAGE_SIZE
+            if pages < own.last:
+                allowed = min(allowed, (pages - own.stands - own.ahead + brings - 1) // brings)
+            if tokens < _FAR:
+                allowed = min(allowed, (tokens - own.ahead) // brings)
+        wanted, bound = self._ahead - in_flight, min(needed - in_flight, allowed)
+        if wanted < min(self._sizes[0], bound) and in_flight >= LOW:
+            return
+        self._launch(live, min(wanted, bound), group, options)
+
+    def _launch(self, live: Rows[HeldRow], wanted: int, group: int, options: StepOptions) -> None:
+        while wanted > 0:
+            steps = next(size for size in self._sizes if size <= wanted)
+            longest = 0
+            for own in live:
+                own.ahead += steps * min(group, 1 + own.most_drafts)
+                longest = max(longest, min(own.stands + own.ahead, own.last))
+            self._device.launch(Launch(longest, steps, group, options=options))
+            self._in_flight.extend((group,) * steps)
+            self._entries += steps * group
+            wanted -= steps
+
+    def _receive(self, held: Rows[HeldRow]) -> None:
+        """Reads what has come. Waits where a row would be left without a token."""
+        while live := [own for own in held if not own.ended]:
+            if self._read_launch(live):
+                continue
+            if all(own.unreported for own in live):
+                break
+            if not self._in_flight:
+                raise EngineFailed("a row has nothing in flight")
+            self._device.wait()
+        self._count_singles()
+
+    def _read_launch(self, live: Rows[HeldRow]) -> bool:
+        """Takes in the oldest step, where its entries have come for all rows that it moves."""
+        if not self._in_flight:
+            return False
+        if self._in_flight[0] == 1:
+            return self._read_single(live)
+        self._count_singles()
+        found = []
+        for own in live:
+            entries = self._entries_of(own)
+            if entries is None:
+                return False
+            found.append(entries)
+        group = self._in_flight.popleft()
+        self.read[group] += 1
+        for own, entries in zip(live, found, strict=True):
+            own.ahead -= min(group, 1 + own.most_drafts)
+            own.number += len(entries)
+            flags = entries[-1] >> 24 & _FLAGS
+            ids = [entry & _TOKEN for entry in (entries[:-1] if flags & NO_TOKEN else entries)]
+            own.unreported += ids
+            own.stands += len(ids)
+            own.ended = flags != 0
+            self._note(own, group, entries)
+        return True
+
+    def _read_single(self, live: Rows[HeldRow]) -> bool:
+        """The same for a step of one row a sequence, which has one entry for each. Plain steps are many: what each of
+        them adds to the rows is added up and counted once."""
+        poll, behind, found = self._device.poll, self._singles + 1, []
+        for own in live:
+            entry = poll(own.index, own.number + behind)
+            if entry is None:
+                return False
+            found.append(entry)
+        self._in_flight.popleft()
+        self._singles = behind
+        for own, entry in zip(live, found, strict=True):
+            flags = entry >> 24 & _FLAGS
+            if flags:
+                _require_fed(flags)
+                own.ended = True
+            if not flags & NO_TOKEN:
+                own.unreported.append(entry & _TOKEN)
+        return True
+
+    def _count_singles(self) -> None:
+        """Moves the rows on by the plain steps that were read. Where an ended row stands is of no matter."""
+        count, self._singles = self._singles, 0
+        if count:
+            self.read[1] += count
+            for own in self._held.values():
+                own.ahead -= count
+                own.number += count
+                own.stands += count
+
+    def _entries_of(self, own: HeldRow) -> list[int] | None:
+        """Returns the entries of the oldest step for a row; None as long as one is missing."""
+        poll, found, number = self._device.poll, [], own.number + 1
+        while (entry := poll(own.index, number)) is not None:
+            found.append(entry)
+            flags = entry >> 24 & _FLAGS
+            _require_fed(flags)
+            if flags != MORE:
+                return found
+            number += 1
+        return None
+
+    def _note(self, own: HeldRow, group: int, entries: Rows[int]) -> None:
+        proposed, accepted = entries[-1] >> 28 & _FLAGS, len(entries) - 1
+        own.proposed += proposed
+        own.accepted += accepted
+        self.verified.append((own.sequence, Verified(group, proposed, accepted)))
+
+
+def in_flight(pipelines: Rows[Pipeline], rows: Rows[Row]) -> dict[int, int]:
+    """Returns the rows that have launches in flight: key → index of the pipeline."""
+    return {row.key: at for at, pipeline in enumerate(pipelines) for row in pipeline.in_flight(rows)}
+
+
+def run_share(pipeline: Pipeline, share: Share, options: StepOptions) -> dict[int, RowResult]:
+    """Steps or drains the rows of a share."""
+    if share.drain:
+        return pipeline.drain(share.rows, options)
+    return pipeline.step(share.rows, options, most_ahead=share.most_ahead)
+
+
+def _require_fed(flags: int) -> None:
+    if flags == PARKED:
+        raise EngineFailed("a step was launched without a page for its token")
+
+
+class Grammar(Protocol):
+    """What rows with a constraint may choose."""
+
+    def mask(self, key: int) -> Mask:
+        """Returns the mask of that sequence's next token. Waits for the mask, but only briefly."""
+
+    def ready(self, key: int) -> bool:
+        """Returns whether the mask of that sequence's next token is there, or is worth a brief wait."""
+
+    def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
+        """Moves on by these tokens. Returns the same, with what is forced behind them."""
+
+
+class MaskedPipeline(Pipeline):
+    """Rows of which some have a constraint: a step is two launches, its layers and its choice of tokens.
+
+    The layers need the tokens before, which the device has itself. The choice needs a mask of each row with a
+    constraint, which the host makes once it knows these tokens. So the layers of the next step are launched before the
+    tokens of this one are read, and its choice as soon as they are read and its masks are made: the device waits for
+    nobody as long as masks come before its layers end. Where rows change, what was chosen and not read is chosen
+    again: choices depend on seed and position alone.
+    """
+
+    def __init__(self, device: RowDevice, sequences: SequenceTable, max_context: int, grammar: Grammar) -> None:
+        super().__init__(device, sequences, max_context)
+        self._grammar = grammar
+        self._fed = False  # the layers of the next choice are launched
+        self._chosen = False  # a choice is in flight
+
+    def masked_step(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
+        """Returns one id for each row, or none, and what its constraint forces behind it."""
+        try:
+            held = self._current(rows, ())
+            if held is None:
+                self._held, self._fed, self._chosen = {}, False, False
+                held = self._rewrite(rows, {}, ())
+            else:
+                self._extend(held)
+            if not self._chosen:
+                self._choose(held, options)
+            found = self._grammar.take(rows, self._read_choice(held))
+            if self._same_go_on(held, found):
+                self._choose(held, options)  # before the tokens before it are handed on
+            return found
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        super().leave()
+        self._bucket = 0
+
+    def _choose(self, held: Rows[HeldRow], options: StepOptions) -> None:
+        if not self._fed:
+            self._feed([own.stands for own in held], options)
+        masks = {own.index: self._grammar.mask(own.sequence.key) for own in held if own.sequence.constraint is not None}
+        self._entries += 1
+        self._device.launch(Launch(half=Half(masks), options=options))
+        self._chosen = True
+        after = [own.stands + 1 for own in held if own.stands + 1 < own.last]
+        self._fed = bool(after) and all(
+            own.stands + 1 < own.pages * PAGE_SIZE or own.stands + 1 >= own.last for own in held
+        )
+        if self._fed:
+            self._feed(after, options)
+
+    def _feed(self, positions: Rows[int], options: StepOptions) -> None:
+        self._device.launch(Launch(1 + max(positions), half=Half(), options=options))
+
+    def _same_go_on(self, held: Rows[HeldRow], found: Mapping[int, RowResult]) -> bool:
+        """Returns whether the next step should be of the same rows, and has its layers."""
+        one_each = all(len(result.token_ids) == 1 and result.end is None for result in found.values())
+        if not self._fed or not one_each or any(own.ended for own in held):
+            return False
+        return all(self._grammar.ready(own.sequence.key) for own in held)
+
+    def _read_choice(self, held: Rows[HeldRow]) -> dict[int, RowResult]:
+        """Waits for the tokens of the choice in flight."""
+        self._chosen = False
+        found: dict[int, RowResult] = {}
+        for own in held:
+            own.number += 1
+            while (entry := self._device.poll(own.index, own.number)) is None:
+                self._device.wait()
+            flags = entry >> 24 & _FLAGS
+            own.stands += 1
+            own.ended = flags != 0
+            found[own.sequence.key] = RowResult(() if flags & NO_TOKEN else (entry & _TOKEN,))
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class BatchRow(HeldRow):
+    """One of many rows."""
+
+    since: int = 0  # number of the first step that moved it
+    first: int = 0  # position of the token that this step fed
+
+    @property
+    def reach(self) -> int:
+        """Returns the number of the last step that its pages allow; far off where they suffice to its end."""
+        held = self.pages * PAGE_SIZE
+        return _FAR if held >= self.last else self.since + held - 1 - self.first
+
+    @property
+    def end(self) -> int:
+        """Returns the number of its last step."""
+        return self.since + self.last - 1 - self.first
+
+
+class BatchPipeline:
+    """Many rows, of which the device is told what changes between two launches. Rows that stay are told nothing, so
+    steps in flight go on: each is read as the rows stood when it was launched.
+
+    A step moves the first so many row states, a bucket; the rest of a bucket is idle. Pages must reach
+    MOST_BATCH_AHEAD - 1 tokens beyond a row's first new one, or to its end: else rows that come could not be moved.
+    """
+
+    def __init__(
+        self, device: BatchDevice, sequences: SequenceTable, max_context: int, buckets: tuple[int, ...]
+    ) -> None:
+        self._device = device
+        self._sequences = sequences
+        self._max_context = max_context
+        self._buckets = buckets
+        self._held: dict[int, BatchRow] = {}  # by key
+        self._layout: list[BatchRow | None] = [None] * buckets[-1]  # by index; those ended until the device is told
+        self._free = list(range(buckets[-1]))  # a heap
+        self._in_flight: deque[tuple[BatchRow | None, ...]] = deque()  # of each step, the rows it moves
+        self._launched = 0  # number of the last step
+        self._moving: tuple[BatchRow | None, ...] = ()  # what the next step moves
+        self._joined = 0  # number of the first step that moves all rows
+        self._useful = 0  # number of the last step that all pages allow and some row needs
+
+    @property
+    def most_rows(self) -> int:
+        """Returns the most rows of a step."""
+        return len(self._layout)
+
+    def holds(self, key: int) -> bool:
+        """Returns whether the sequence is among the rows."""
+        return key in self._held
+
+    def step(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
+        """Returns at least one id for each row, and whatever else has come."""
+        try:
+            changes = self._agree(rows)
+            if changes:
+                self._device.update(changes)
+                live = [own for own in self._held.values() if not own.ended]
+                self._useful = min(max(own.end for own in live), min(own.reach for own in live))
+            # A wave of newcomers goes on, most likely: steps that they could still join wait for them.
+            ahead = 1 if 4 * len(changes.entered) >= len(self._held) else BATCH_AHEAD
+            launch = Launch(rows=len(self._moving), options=options)
+            self._launch(ahead, launch)
+            self._receive()
+            self._launch(ahead, launch)
+        except BaseException:
+            self._abandon()
+            raise
+        return {key: own.report() for key, own in self._held.items()}
+
+    def _abandon(self) -> None:
+        """None of the rows goes on; the device is told with the next step."""
+        for own in self._held.values():
+            own.ended = True
+        self._held = {}
+
+    # Rows
+
+    def _agree(self, rows: Rows[Row]) -> Changes:
+        """Makes the rows the plan's. Returns what the device must be told."""
+        before, fresh, paged = self._held, [], []
+        held: dict[int, BatchRow] = {}
+        for row in rows:
+            own = before.get(row.key)
+            if own is None or not self._continues(own, row):
+                fresh.append(row)
+                continue
+            held[row.key] = own
+            pages = own.sequence.pages
+            if len(pages) > own.pages:
+                paged.append(MorePages(own.index, own.pages, tuple(pages[own.pages :])))
+                own.pages = len(pages)
+        if len(held) == len(before) and not fresh:
+            return Changes(paged=tuple(paged))
+        left = self._clear(held)
+        entered = [self._enter(row) for row in fresh]
+        for own in entered:
+            held[own.sequence.key] = own
+        self._held = held
+        moved = self._compact(len(held))
+        freed = tuple(index for index in left if self._layout[index] is None)
+        self._moving = tuple(self._layout[: bucket(len(held), self._buckets)])
+        return Changes(freed, tuple(entered), tuple(paged), moved)
+
+    def _continues(self, own: BatchRow, row: Row) -> bool:
+        """Returns whether the device left the row where the plan takes it up."""
+        if own.ended or own.stands - len(own.unreported) != row.start:
+            return False
+        sequence = self._sequences.of(row)
+        return own.sequence is sequence and own.exchanges == sequence.exchanges
+
+    def _clear(self, held: Mapping[int, BatchRow]) -> list[int]:
+        """Takes the rows that are not `held` out of the layout. Returns their indexes."""
+        left = []
+        for index, own in enumerate(self._layout):
+            if own is not None and held.get(own.sequence.key) is not own:
+                own.ended = True
+                self._layout[index] = None
+                heappush(self._free, index)
+                left.append(index)
+        return left
+
+    def _enter(self, row: Row) -> BatchRow:
+        if not self._free:
+            raise EngineFailed(f"more than {len(self._layout)} rows")
+        sequence = self._sequences.of(row)
+        last, index = sequence.last_position(self._max_context), heappop(self._free)
+        self._joined = self._launched + 1
+        own = BatchRow(
+            sequence,
+            index,
+            row.start,
+            last,
+            len(sequence.pages),
+            sequence.exchanges,
+            since=self._joined,
+            first=row.start,
+        )
+        self._layout[index] = own
+        return own
+
+    def _compact(self, rows: int) -> tuple[tuple[int, int], ...]:
+        """Moves rows down where they then fit a smaller bucket; (to, from) each."""
+        border = bucket(rows, self._buckets)
+        moved = []
+        for index in range(border, len(self._layout)):
+            own = self._layout[index]
+            if own is not None:
+                own.index = heappop(self._free)
+                self._layout[own.index], self._layout[index] = own, None
+                moved.append((own.index, index))
+        if moved:
+            self._free = [index for index, own in enumerate(self._layout) if own is None]
+            heapify(self._free)
+        return tuple(moved)
+
+    # Steps
+
+    def _launch(self, ahead: int, launch: Launch) -> None:
+        """Launches so far ahead, where it is allowed and of use."""
+        read = self._launched - len(self._in_flight)
+        wanted = min(max(read, self._joined - 1) + ahead, self._useful)
+        while self._launched < wanted:
+            self._device.launch(launch)
+            self._launched += 1
+            self._in_flight.append(self._moving)
+
+    def _receive(self) -> None:
+        """Reads what has come. Waits where a row would be left without a token."""
+        while True:
+            if self._read_step():
+                continue
+            if all(own.unreported or own.ended for own in self._held.values()):
+                return
+            if not self._in_flight:
+                raise EngineFailed("a row has nothing in flight")
+            self._device.wait()
+
+    def _read_step(self) -> bool:
+        """Takes in the oldest step, where its entries have come."""
+        if not self._in_flight:
+            return False
+        moving = self._in_flight[0]
+        entries = self._device.poll(self._launched - len(self._in_flight) + 1, len(moving))
+        if entries is None:
+            return False
+        self._in_flight.popleft()
+        for own, entry in zip(moving, entries, strict=True):
+            if own is None or own.ended:
+                continue
+            own.stands += 1
+            if not entry >> 24 & NO_TOKEN:
+                own.unreported.append(entry & _TOKEN)
+            if entry >> 24:
+                own.ended = True
+        return True

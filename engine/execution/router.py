@@ -1,0 +1,301 @@
+"""Decides which executor computes each row of a step, and which rows change hands. Torch-free.
+
+`route` is a pure function of the step's rows, of which rows have launches in flight where (`holders`), and of what
+drafts are expected to pay. Rows that leave a pipeline with launches in flight either drain it first, in a step of their
+own, or leave and have these tokens computed again; the rules below say which. An `Assignment` is plain data: it is
+recorded with the plan, and a replay follows it.
+
+Shares of a step run in their order. Prompts come behind the few rows that decode, so that the prompts' passes stand
+behind what is launched ahead; the many rows that decode come behind prompts, so that their launches are in flight
+while the host takes in the step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from engine.execution.needs import Needs, needs_of
+from engine.scheduling.plan import Assignment, Row, Share, StepPlan
+from engine.scheduling.sequence_state import SequenceTable
+
+FEW = 8  # rows of a pipeline for few rows
+AHEAD = 8  # most steps that such a pipeline launches ahead of their tokens
+AHEAD_IN_TURN = 2  # the same, where two pipelines take turns on the device
+Rows = tuple[Row, ...]
+
+
+class Lane(enum.StrEnum):
+    """The executors by name, in the order in which they compute their shares of a step."""
+
+    DRAFTED = "speculation"
+    MASKED = "constrained"
+    VERIFY = "captured_speculation"
+    FEW = "graph_decode"
+    PROMPTS = "graph_prefill"
+    MANY = "batched"
+    EAGER = "eager"
+
+
+class StepOptions(msgspec.Struct, frozen=True, array_like=True):
+    """The optimizations that a step may use. Its tokens do not depend on them."""
+
+    fused_kernels: bool = True  # False: eager computes every row
+    graphs: bool = True  # False: kernels are launched one by one
+    speculation: bool = True
+    two_pass_head: bool = True  # False: every row of the head is read
+
+
+ALL_OPTIONS = StepOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What the executors in use can take."""
+
+    masked: int = 0  # rows
+    verify: tuple[int, ...] = ()  # most sequences of each pipeline, fewest first
+    few: int = 0  # pipelines of FEW rows each
+    prompts: bool = False
+    many: int = 0  # rows
+    drains_few: bool = False  # rows drain their plain steps before they go on in verifying ones
+
+
+class Drafts(msgspec.Struct, frozen=True, array_like=True):
+    """Which drafts are expected to pay in a step."""
+
+    group: int = 0  # rows of each sequence in verifying launches; 0: the rows go on in plain steps
+    pipeline: int = 0  # of those that verify
+    continues: bool = False  # that pipeline holds these rows, and no others
+    depths: tuple[tuple[int, str, int], ...] = ()  # for eager: key, proposer, tokens
+
+
+NO_DRAFTS = Drafts()
+Holders = Mapping[int, tuple[Lane, int]]  # key of a row with launches in flight → executor, and number of its pipeline
+
+
+class StepRows(NamedTuple):
+    """The rows of a step by kind, each in the plan's order."""
+
+    all: Rows
+    decoding: Rows  # one token is fed and one is chosen
+    others: Rows
+    kernels: Rows  # of those that decode: the kernels choose the token, without a mask
+    has_mask: bool  # the kernels need a mask for some row, decoding or not
+    prompt_ends: bool
+
+    @classmethod
+    def of(cls, rows: Rows, needs: Mapping[int, Needs]) -> StepRows:
+        """Sorts the rows. `needs` are those of their sequences, by key."""
+        kernels, mask = Needs.KERNELS, Needs.MASK
+        decoding, others, plain, has_mask, prompt_ends = [], [], [], False, False
+        for row in rows:
+            need = needs[row.key]
+            if need is mask:
+                has_mask = True
+            if row.count == 1 and row.sample and not row.score:
+                decoding.append(row)
+                if need is kernels:
+                    plain.append(row)
+            else:
+                others.append(row)
+                prompt_ends = prompt_ends or row.sample
+        return cls(rows, tuple(decoding), tuple(others), tuple(plain), has_mask, prompt_ends)
+
+
+@runtime_checkable
+class LaunchesAhead(Protocol):
+    """An executor that launches steps ahead of their tokens."""
+
+    def in_flight(self, rows: Rows) -> Mapping[int, int]:
+        """Returns those of the rows that launches in flight move on from where the plan takes them up: key → number of
+        the pipeline."""
+
+
+@runtime_checkable
+class Proposes(Protocol):
+    """An executor that verifies drafts."""
+
+    def drafts(self, step: StepRows) -> Drafts:
+        """Returns the drafts that are expected to pay. Nothing about the rows that it holds changes."""
+
+
+def route(
+    step: StepRows,
+    needs: Mapping[int, Needs],
+    holders: Holders,
+    lanes: Lanes,
+    options: StepOptions = ALL_OPTIONS,
+    drafts: Drafts = NO_DRAFTS,
+) -> Assignment:
+    """Returns which executor computes which rows. Every row is in one share."""
+    if drafts.depths:
+        return Assignment((Share(Lane.DRAFTED, step.all, drafts=drafts.depths),))
+    shares: list[Share] = []
+    if options.fused_kernels:
+        shares += _masked(step, needs, lanes)
+    shares += _verifying(_without(step.decoding, shares), step, holders, lanes, drafts)
+    shares += _few(_without(step.decoding, shares), step, holders, lanes, options)
+    if options.fused_kernels:
+        shares += _prompts(step, needs, lanes, shares)
+        many = _without(step.kernels, shares)[: lanes.many]
+        if many:
+            shares.append(Share(Lane.MANY, many))
+    if sum(len(share.rows) for share in shares) < len(step.all):
+        shares.append(Share(Lane.EAGER, _without(step.all, shares)))
+    return Assignment(tuple(shares))
+
+
+_CONSTRAINED = (Needs.MASK, Needs.MASKED_SAMPLER)
+
+
+def _masked(step: StepRows, needs: Mapping[int, Needs], lanes: Lanes) -> list[Share]:
+    """Where the kernels need a mask for a row, rows without one go the same way, so that the step stays one launch."""
+    if not (lanes.masked and step.has_mask):
+        return []
+    mine = tuple(row for row in step.decoding if needs[row.key] in (Needs.KERNELS, Needs.MASK))
+    return [Share(Lane.MASKED, mine)] if 0 < len(mine) <= lanes.masked else []
+
+
+def _verifying(decoding: Rows, step: StepRows, holders: Holders, lanes: Lanes, drafts: Drafts) -> list[Share]:
+    """All rows that decode go on in verifying launches, or none. Rows in such launches that do not go on as they are
+    drain: what a draft brought is dear."""
+    held = [row for row in decoding if _lane(holders, row) is Lane.VERIFY]
+    if held and not drafts.continues:
+        pipeline = holders[held[0].key][1]
+        return [Share(Lane.VERIFY, tuple(held), pipeline, drain=True)]
+    if not (drafts.group and decoding):
+        return []
+    from_few = any(_lane(holders, row) is Lane.FEW for row in decoding)
+    if from_few and lanes.drains_few and len(decoding) <= FEW and len(step.kernels) == len(decoding):
+        return [Share(Lane.FEW, decoding, drain=True)]
+    return [Share(Lane.VERIFY, decoding, drafts.pipeline, group=drafts.group)]
+
+
+def _few(decoding: Rows, step: StepRows, holders: Holders, lanes: Lanes, options: StepOptions) -> list[Share]:
+    """Up to FEW rows are the first pipeline's. More rows drain these pipelines and go on among many where that is
+    possible; where it is not, two pipelines share them."""
+    if not lanes.few:
+        return []
+    mine = decoding if len(step.kernels) == len(step.decoding) else _only(decoding, step.kernels)
+    if not options.fused_kernels or (len(mine) > FEW and lanes.many):
+        return _drained(mine, holders, Lane.FEW)
+    if len(mine) > FEW * lanes.few or not mine:
+        return []
+    if len(mine) <= FEW:
+        return [Share(Lane.FEW, mine, most_ahead=1 if step.prompt_ends else AHEAD)]
+    homes = _homes(mine, holders, lanes.few)
+    return [
+        Share(Lane.FEW, own, at, most_ahead=1 if step.prompt_ends else AHEAD_IN_TURN)
+        for at in range(lanes.few)
+        if (own := tuple(row for row, home in zip(mine, homes, strict=True) if home == at))
+    ]
+
+
+def _prompts(step: StepRows, needs: Mapping[int, Needs], lanes: Lanes, shares: Collection[Share]) -> list[Share]:
+    """Rows of several tokens; and rows of one token with a constraint, where no mask is made for the launches of rows
+    that decode: their token must be known before the next step."""
+    if not lanes.prompts or len(step.kernels) == len(step.all):
+        return []
+    left = _without(step.all, shares)
+    mine = tuple(row for row in left if not row.score and (row.count > 1 or needs[row.key] in _CONSTRAINED))
+    return [Share(Lane.PROMPTS, mine)] if mine else []
+
+
+def _drained(rows: Rows, holders: Holders, lane: Lane) -> list[Share]:
+    """Each of the executor's pipelines drains what it has in flight for these rows."""
+    by_pipeline: dict[int, list[Row]] = {}
+    for row in rows:
+        if _lane(holders, row) is lane:
+            by_pipeline.setdefault(holders[row.key][1], []).append(row)
+    return [Share(lane, tuple(own), at, drain=True) for at, own in by_pipeline.items()]
+
+
+def _homes(rows: Rows, holders: Holders, pipelines: int) -> list[int]:
+    """Returns the number of each row's pipeline: the one that holds the row, for others the emptiest."""
+    homes = [holders[row.key][1] if _lane(holders, row) is Lane.FEW else None for row in rows]
+    counts = [homes.count(at) for at in range(pipelines)]
+    found = []
+    for home in homes:
+        if home is None:
+            home = counts.index(min(counts))
+            counts[home] += 1
+        found.append(home)
+    return found
+
+
+def _lane(holders: Holders, row: Row) -> Lane | None:
+    held = holders.get(row.key)
+    return None if held is None else held[0]
+
+
+def _without(rows: Rows, shares: Collection[Share]) -> Rows:
+    """Returns the rows that are in none of the shares."""
+    if not shares or not rows:
+        return rows
+    taken = {row.key for share in shares for row in share.rows}
+    return tuple(row for row in rows if row.key not in taken)
+
+
+def _only(rows: Rows, kept: Rows) -> Rows:
+    keys = {row.key for row in kept}
+    return tuple(row for row in rows if row.key in keys)
+
+
+class Executors(NamedTuple):
+    """What the router asks before it decides."""
+
+    ahead: Mapping[Lane, LaunchesAhead]  # that rows may have to drain
+    verify: Proposes | None = None  # in captured graphs
+    drafted: Proposes | None = None  # in eager's pass
+
+
+class Router:
+    """Assigns the rows of each plan. Remembers the needs of the sequences that hold slots, and nothing else."""
+
+    def __init__(self, sequences: SequenceTable, lanes: Lanes, executors: Executors) -> None:
+        self._sequences = sequences
+        self._lanes = lanes
+        self._executors = executors
+        self._needs: dict[int, Needs] = {}  # by key
+
+    def assign(self, plan: StepPlan, options: StepOptions) -> Assignment:
+        """Returns the assignment of a plan that the sequence table has applied."""
+        for released in plan.released:
+            self._needs.pop(released.key, None)
+        for admitted in plan.admitted:
+            self._needs[admitted.key] = needs_of(self._sequences.at(admitted.slot))
+        if not plan.rows:
+            return Assignment(())
+        step = StepRows.of(plan.rows, self._needs)
+        drafts = self._drafts(step, options)
+        return route(step, self._needs, self._holders(step, options, drafts), self._lanes, options, drafts)
+
+    def _holders(self, step: StepRows, options: StepOptions, drafts: Drafts) -> Holders:
+        """Leaves out few rows that go on as few rows: where these are held makes no difference."""
+        stay = len(step.decoding) <= FEW and options.fused_kernels and not drafts.group
+        found: dict[int, tuple[Lane, int]] = {}
+        if not step.decoding:
+            return found
+        for lane, executor in self._executors.ahead.items():
+            if lane is Lane.FEW and stay:
+                continue
+            for key, pipeline in executor.in_flight(step.decoding).items():
+                found[key] = lane, pipeline
+        return found
+
+    def _drafts(self, step: StepRows, options: StepOptions) -> Drafts:
+        """Asks which drafts pay, where some executor in use could verify them in this step."""
+        verify, drafted = self._executors.verify, self._executors.drafted
+        if not (options.speculation and step.decoding):
+            return NO_DRAFTS
+        if drafted is not None:
+            return drafted.drafts(step)
+        masked = self._lanes.masked and step.has_mask
+        if verify is None or masked or not options.fused_kernels or len(step.decoding) > self._lanes.verify[-1]:
+            return NO_DRAFTS
+        return verify.drafts(step)

@@ -1,1 +1,0 @@
-"""Speculation as captured CUDA graphs: a draft verified, and the next one proposed, without the host."""

@@ -1,0 +1,160 @@
+"""The executor of steps in which something is drafted: eager's pass over all rows, with drafts behind some of them.
+
+The noise of a choice depends on seed and position alone, so each position of a draft is chosen just as it would be
+without: the answer is the same, token by token, whatever was proposed (docs/speculation.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.execution.eager import Eager, in_order
+from engine.execution.router import NO_DRAFTS, Drafts, Lanes, StepOptions, StepRows
+from engine.execution.speculation import costs
+from engine.execution.speculation.control import Candidate, Control
+from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Proposer, Wish
+from engine.execution.speculation.verify import accept, most_draftable
+from engine.execution.step_state import Parts
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Row, RowResult, Share
+from engine.settings import PAGE_SIZE
+
+
+def why_not(parts: Parts) -> str | None:
+    """Nothing stands against it: whether it pays is found out step by step."""
+    return None
+
+
+def _proposers(parts: Parts) -> tuple[Proposer, ...]:
+    return (PromptLookup(),) if parts.draft is None else (PromptLookup(), parts.draft)
+
+
+Wanted = tuple[tuple[Candidate, int], ...]  # with the tokens to draft
+
+
+class Speculation:
+    """Computes whole steps in which a draft is expected to pay. An `Executor`."""
+
+    lookahead_tokens = MOST_DRAFTED
+    max_tokens_per_row = MOST_DRAFTED + 1
+
+    def __init__(self, parts: Parts, proposers: tuple[Proposer, ...] | None = None, known: Costs | None = None) -> None:
+        """`proposers`, best first; `known` instead of what would be measured."""
+        self._parts = parts
+        self._eager = Eager(parts)
+        self._proposers = _proposers(parts) if proposers is None else proposers
+        self.costs = known  # of steps; None until they are measured
+        self._control: Control | None = None
+
+    @property
+    def lanes(self) -> Lanes:
+        """Returns no lane of its own: it takes all rows of a step that has drafts."""
+        return Lanes()
+
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """Returns the option that the router obeys for it."""
+        return {"speculation": None}
+
+    def warmup(self, progress: Progress) -> None:
+        """Finds out what steps and drafts cost."""
+        if self.costs is None:
+            self.costs = self.measured()
+        self._control = Control(self.costs)
+
+    def measured(self) -> Costs:
+        """What steps cost here and now; its proposers find out what drafts do. Overwrites the first pages, which must
+        be nobody's."""
+        clock = costs.clock_of(self._parts.model.placement.device)
+        most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
+        with torch.inference_mode():
+            for proposer in self._proposers:
+                proposer.measure(lambda: self._eager.rehearse(1, 0))
+            return costs.measure(self._eager.rehearse, most, clock)
+
+    def drafts(self, step: StepRows) -> Drafts:
+        """See `router.Proposes`."""
+        wanted = self._decide(step.all)
+        if not wanted:
+            return NO_DRAFTS
+        return Drafts(depths=tuple((one.sequence.key, one.proposer.name, depth) for one, depth in wanted))
+
+    def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
+        """Returns one id or several for each row that samples, and the prompt's log-probabilities for each row that
+        scores."""
+        wanted = self._wanted(share)
+        drafts = self._propose(wanted)
+        for key, draft in drafts.items():
+            self._parts.constraints.expect(key, draft)
+        ordered = in_order(share.rows)
+        fed = self._eager.feed(ordered, options, drafts)
+        sampled = [row for row in ordered if row.sample]
+        results = self._choose(sampled, drafts, self._parts.model.logits(fed.sampled))
+        self._observe(wanted, results)
+        return results | self._eager.scored(ordered, fed, results)
+
+    def _wanted(self, share: Share) -> Wanted:
+        """Returns the share's drafts with the sequences and proposers that it names."""
+        of = {row.key: self._parts.sequences.of(row) for row in share.rows}
+        proposers = {one.name: one for one in self._proposers}
+        return tuple((Candidate(of[key], proposers[name], depth), depth) for key, name, depth in share.drafts)
+
+    def _choose(self, rows: list[Row], drafts: Mapping[int, Draft], logits: torch.Tensor) -> dict[int, RowResult]:
+        """Chooses a token at each position, and returns by row the accepted part of its draft and the token after it.
+        `logits` is [positions of all rows, vocab]."""
+        of = self._parts.sequences.of
+        places = [(of(row), drafts.get(row.key, ())[:at]) for row in rows for at in self._places(row, drafts)]
+        chosen = iter(self._parts.sampler.sample([one for one, _ in places], logits, [ids for _, ids in places]))
+        results = {}
+        for row in rows:
+            of_row = [next(chosen) for _ in self._places(row, drafts)]
+            results[row.key] = accept(of(row), drafts.get(row.key, ()), of_row)
+        return results
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def _decide(self, rows: tuple[Row, ...]) -> Wanted:
+        if self._control is None:
+            return ()
+        sampled, tokens = sum(row.sample for row in rows), sum(row.count for row in rows)
+        wanted = [self._candidates(row) for row in rows if row.count == 1 and row.sample]
+        candidates = [self._control.choose(found, sampled, tokens) for found in wanted if found]
+        if not candidates:
+            return ()
+        depths = self._control.depths(candidates, sampled, tokens)
+        return tuple((one, depth) for one, depth in zip(candidates, depths, strict=True) if depth)
+
+    def _candidates(self, row: Row) -> list[Candidate]:
+        """The proposers that have something to say, best first."""
+        sequence = self._parts.sequences.of(row)
+        most = most_draftable(sequence, self._parts.max_context)
+        if most < 1:
+            return []
+        reaches = [(one, min(most, one.reach(sequence))) for one in self._proposers]
+        return [Candidate(sequence, proposer, reach) for proposer, reach in reaches if reach > 0]
+
+    @staticmethod
+    def _places(row: Row, drafts: Mapping[int, Draft]) -> range:
+        """Numbers of its tokens that are followed by a chosen one."""
+        return range(1 + len(drafts.get(row.key, ())))
+
+    def _propose(self, wanted: Wanted) -> dict[int, Draft]:
+        """Returns drafts by key. Each proposer is asked once for all that it proposes."""
+        drafts: dict[int, Draft] = {}
+        for proposer in self._proposers:
+            asked = [(one, depth) for one, depth in wanted if one.proposer is proposer]
+            if asked:
+                found = proposer.propose([Wish(one.sequence, depth) for one, depth in asked])
+                drafts |= {one.sequence.key: draft for (one, _), draft in zip(asked, found, strict=True)}
+        return drafts
+
+    def _observe(self, wanted: Wanted, results: Mapping[int, RowResult]) -> None:
+        assert self._control is not None
+        for one, _ in wanted:
+            result = results[one.sequence.key]
+            self._control.observe(one, result.draft_proposed, result.draft_accepted)

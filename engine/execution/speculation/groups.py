@@ -1,0 +1,222 @@
+"""When verifying launches are the way to go on: for one sequence, where a draft is expected to pay; for several, where
+drafts bring each of them as much as plain steps do, and all together more. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.execution.pipeline import GROUPS, Verified
+from engine.execution.speculation.depths import SOON, TRYING, can_verify
+from engine.execution.speculation.outlook import AcceptanceEstimate
+from engine.scheduling.sequence_state import SequenceState
+
+STAYS = 64  # tokens without a draft: to come and go costs about a step each time
+BEGINNING = 16  # tokens: most texts that repeat anything have done so by then
+_MEMORY = 0.9  # of what a round brought, after the next
+_PRIOR = 2.0  # rounds, as which what is taken for granted counts
+_MARGIN = 1.1  # how much faster all must be by the table to begin: the plain steps under way are lost
+_OTHERS = 1.05  # how much slower one may be for the others' sake
+_TO_GO = 32  # tokens that each must have before it
+_FIRST_REST, _LAST_REST = 128, 512  # tokens in plain steps, once rounds did not pay
+_SEEN_REST = 32  # the first, where the host sees by itself what rounds would bring
+
+
+class Depths(Protocol):
+    """Who says how long drafts should be."""
+
+    def depth(self, sequence: SequenceState) -> int:
+        """Tokens to draft next of a sequence that decodes alone."""
+
+    def most(self, sequence: SequenceState) -> int:
+        """The longest draft that it may ever have; 0 where rounds cannot serve it."""
+
+    def observe(self, sequence: SequenceState, one: Verified) -> None:
+        """What came of a draft."""
+
+    def worth(self, sequence: SequenceState, depth: int) -> bool:
+        """Whether to begin rounds with drafts of `depth` tokens is worth what it costs."""
+
+    def holds(self, sequence: SequenceState) -> bool:
+        """Whether it should go on with short drafts, though none is expected to pay."""
+
+    def left(self, sequence: SequenceState) -> None:
+        """It goes on in plain steps."""
+
+
+def group_of(depth: int) -> int:
+    """Rows of the shortest round that drafts so many tokens."""
+    return next(group for group in GROUPS if group > depth)
+
+
+class SinglePolicy:
+    """A `GroupPolicy` for one sequence, which it keeps for a while in verifying launches without a draft."""
+
+    def __init__(self, depths: Depths, stays: int = STAYS, beginning: int = 0) -> None:
+        """`stays`: tokens without a draft until the sequence goes back. `beginning`: so many tokens of an answer
+        come in verifying launches whether or not there is a draft."""
+        self._stays = stays
+        self._beginning = beginning
+        self._depths = depths
+        self._sequence: SequenceState | None = None  # that has gone over, or is about to
+        self._until = 0  # its length at which it goes back
+
+    def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
+        """See `verifying.GroupPolicy`."""
+        (sequence,) = sequences
+        if not self._depths.most(sequence):
+            return 0
+        length, depth = len(sequence.token_ids), self._depths.depth(sequence)
+        if self._sequence is not sequence and sequence.output_length <= 1:
+            self._sequence, self._until = sequence, length + self._beginning
+        stays = continues or (self._sequence is sequence and length < self._until)
+        if depth and (stays or self._depths.worth(sequence, depth)):
+            self._sequence, self._until = sequence, length + self._stays
+            return group_of(depth)
+        if stays and length >= self._until:
+            if self._depths.holds(sequence):
+                return group_of(1)
+            self._depths.left(sequence)
+            return 0
+        return int(stays)
+
+    def most(self, sequence: SequenceState) -> int:
+        """See `verifying.GroupPolicy`."""
+        return self._depths.most(sequence)
+
+    def observe(self, sequence: SequenceState, one: Verified) -> None:
+        """Of drafts."""
+        if one.proposed:
+            self._depths.observe(sequence, one)
+
+
+@dataclass(slots=True)
+class Record:
+    """What rounds bring a sequence, or would."""
+
+    sequence: SequenceState
+    tokens: float
+    rest: int  # tokens, the next time
+    rounds: float = _PRIOR
+    lost: float = 0.0  # seconds in rounds against plain steps since it was furthest ahead of them
+    fits: bool = False  # rounds can choose its tokens
+    resumes_at: int = 0  # length of the sequence before which it is in no rounds
+
+    @property
+    def brings(self) -> float:
+        """Tokens a round."""
+        return self.tokens / self.rounds
+
+    def add(self, tokens: int) -> None:
+        """A round brought so many."""
+        self.tokens = self.tokens * _MEMORY + tokens
+        self.rounds = self.rounds * _MEMORY + 1
+
+
+class SeveralPolicy:
+    """A `GroupPolicy` for a few sequences, whose launches all are of one group."""
+
+    def __init__(
+        self, group: int, seconds: float, plain: Callable[[int], float], estimate: AcceptanceEstimate, turn: float = 0.0
+    ) -> None:
+        """`seconds` of a round, and of a plain step of so many rows. `turn`: seconds for which sequences stand still
+        when they come from plain steps, or go back."""
+        self._group = group
+        self._seconds = seconds
+        self._plain = plain
+        self._estimate = estimate
+        self._turn = turn
+        self._records: dict[int, Record] = {}  # by slot
+        self._step = 0.0  # seconds of a plain step of those that were asked about last
+
+    def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
+        """See `verifying.GroupPolicy`."""
+        self._step = self._plain(len(sequences))
+        if not self._may_pay():
+            return 0
+        records = [self._record(one) for one in sequences]
+        if not all(record.fits for record in records):
+            return 0
+        if continues:
+            if self._pays(records, 1.0) or self._holds(records):
+                return self._group
+            self._rest(records)
+            return 0
+        for record in records:
+            self._observe_plain(record)
+        if not all(self._ready(record) for record in records):
+            return 0
+        if self._pays(records, _MARGIN) and self._won_back(records):
+            for record in records:
+                record.lost = 0.0
+            return self._group
+        if self._estimate.tried:
+            self._rest(records)
+        return 0
+
+    def most(self, sequence: SequenceState) -> int:
+        """What it asks for, within the group."""
+        most = self._group - 1
+        return most if sequence.draft_limit is None else min(sequence.draft_limit, most)
+
+    def observe(self, sequence: SequenceState, one: Verified) -> None:
+        """Of rounds without a draft, too."""
+        record = self._record(sequence)
+        record.add(1 + one.accepted)
+        record.lost = max(0.0, record.lost + self._seconds - (1 + one.accepted) * self._step)
+        self._estimate.observe(sequence, one)
+
+    def _may_pay(self) -> bool:
+        """Whether rounds bring more than plain steps at least where every draft is right."""
+        return self._group * self._step >= self._seconds * _MARGIN
+
+    def _pays(self, records: Items[Record], margin: float) -> bool:
+        """Whether rounds bring all of them so many times what plain steps do, and each of them about as much."""
+        plain, brings = self._step, [record.brings for record in records]
+        faster = sum(brings) * plain > margin * len(records) * self._seconds
+        return faster and min(brings) * plain * _OTHERS > self._seconds
+
+    def _won_back(self, records: Items[Record]) -> bool:
+        """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
+        brings = sum(record.brings for record in records) / len(records)
+        plain, tokens = self._step, min(record.sequence.output_length for record in records)
+        return self._switching(records) <= max(SOON * (plain - self._seconds / brings), TRYING * plain * tokens)
+
+    def _holds(self, records: Items[Record]) -> bool:
+        """Whether each has lost less than it would by going back and coming again."""
+        return max(record.lost for record in records) < self._switching(records)
+
+    def _switching(self, records: Items[Record]) -> float:
+        """Seconds that it takes to come over, and to go back."""
+        return self._estimate.behind([record.sequence for record in records]) + 2 * self._turn
+
+    def _ready(self, record: Record) -> bool:
+        sequence = record.sequence
+        to_go = sequence.stopping.max_tokens - sequence.output_length
+        return to_go >= _TO_GO and len(sequence.token_ids) >= record.resumes_at
+
+    def _rest(self, records: Items[Record]) -> None:
+        """None of them is in rounds for a while."""
+        for record in records:
+            sequence = record.sequence
+            record.resumes_at = len(sequence.token_ids) + record.rest
+            record.rest = min(2 * record.rest, _LAST_REST)
+            if self._estimate.tried:
+                record.tokens, record.rounds = self._estimate.prior(sequence, self.most(sequence)) * _PRIOR, _PRIOR
+
+    def _observe_plain(self, record: Record) -> None:
+        """In plain steps: takes in what a draft would have brought."""
+        found = self._estimate.seen(record.sequence, self.most(record.sequence))
+        if found is not None:
+            record.add(found)
+
+    def _record(self, sequence: SequenceState) -> Record:
+        record = self._records.get(sequence.slot)
+        if record is None or record.sequence is not sequence:
+            tokens = self._estimate.first(sequence, self.most(sequence)) * _PRIOR
+            rest = _FIRST_REST if self._estimate.tried else _SEEN_REST
+            record = self._records[sequence.slot] = Record(sequence, tokens, rest)
+        record.fits = record.fits or can_verify(sequence)  # for good: what is counted before `min_tokens` only ends
+        return record

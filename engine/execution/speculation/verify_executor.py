@@ -1,0 +1,228 @@
+"""The executor of captured verifying launches on a GPU, with drafts that never leave it: for one sequence that decodes
+alone, or for two to four together. A draft model guesses where there is one, else prompt lookup."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from engine.execution import forward_pass
+from engine.execution.capture import Recorder
+from engine.execution.graphs import decode, weights
+from engine.execution.graphs.draft_prefill import DraftPrefill
+from engine.execution.graphs.draft_steps import DeviceDraft
+from engine.execution.graphs.verify import VerifyGraphs
+from engine.execution.pipeline import GROUPS, Lookahead, Pipeline, verify_lookahead
+from engine.execution.router import NO_DRAFTS, Drafts, Lanes, StepOptions, StepRows
+from engine.execution.speculation.costs import Costs
+from engine.execution.speculation.depths import PaidDepths
+from engine.execution.speculation.draft_model import DraftModel
+from engine.execution.speculation.groups import BEGINNING, STAYS, SeveralPolicy, SinglePolicy, group_of
+from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.outlook import AcceptanceEstimate, DraftEstimate, LookupEstimate
+from engine.execution.speculation.proposer import Proposer
+from engine.execution.speculation.verifying import VerifyingRows, Way
+from engine.execution.step_state import DecodeWeights, Parts, Unfit
+from engine.kernels.build import BuildError
+from engine.loading.progress import Progress
+from engine.scheduling.plan import Row, RowResult, Share
+
+NO_DRAFT = "draft-model names none"
+SEVERAL: Final = {2: 4, 4: 2}  # sequences: rows of each. Products keep a row's sums up to eight rows
+_TURN = 250e-6  # seconds until the host comes by again, a guess
+_PLAIN = 0.9  # of a launch without a draft: a plain step takes no less. What one short kernel takes is timed badly
+why_not = decode.why_not
+
+
+def ask(parts: Parts) -> None:
+    """Asks for every kernel that it will have; of shapes alone."""
+    behind = _draft_prefill(parts)
+    for device in _devices(parts, behind).values():
+        device.build()
+    if behind is not None:
+        behind.ask()
+
+
+def why_no_draft(parts: Parts) -> str | None:
+    """Why a draft model cannot guess here, or None."""
+    if parts.draft is None:
+        return NO_DRAFT
+    draft = _of_draft(parts, parts.draft)
+    return weights.why_not(draft) or forward_pass.why_not(draft)
+
+
+def _of_draft(parts: Parts, draft: DraftModel) -> Parts:
+    """The draft model as the kernels are told of a model."""
+    return replace(parts, model=draft.model, pool=draft.pool, decode=DecodeWeights(), draft=None)
+
+
+def _draft_prefill(parts: Parts) -> DraftPrefill | None:
+    """None where no draft model guesses."""
+    if parts.draft is None or why_no_draft(parts) is not None:
+        return None
+    return DraftPrefill(_of_draft(parts, parts.draft))
+
+
+def _draft(parts: Parts, behind: DraftPrefill | None) -> DeviceDraft | None:
+    if parts.draft is None or behind is None:
+        return None
+    read, _ = weights.shared(_of_draft(parts, parts.draft))
+    return DeviceDraft(read, behind.compute, behind.progress.computed)
+
+
+def _devices(parts: Parts, behind: DraftPrefill | None) -> dict[int, VerifyGraphs]:
+    """By the most sequences of each."""
+    read, _ = weights.shared(parts)
+    draft = _draft(parts, behind)
+    alone = VerifyGraphs(parts.kernels, read, parts.max_context, draft=draft)
+    found = {1: alone}
+    for sequences, group in SEVERAL.items():
+        if parts.max_sequences > sequences // 2:
+            found[sequences] = VerifyGraphs(
+                parts.kernels,
+                read,
+                parts.max_context,
+                draft=draft,
+                sequences=sequences,
+                groups=(group,),
+                beside=alone,
+            )
+    return found
+
+
+class CapturedSpeculation:
+    """Decodes all rows that decode, where drafts pay."""
+
+    def __init__(self, parts: Parts, known: Costs | None = None) -> None:
+        """`known` instead of what would be measured."""
+        self.costs = known  # of rounds, their drafts included; None until they are measured
+        with torch.inference_mode():
+            try:
+                _, self._why_one_pass = weights.shared(parts)
+                self._behind = _draft_prefill(parts)
+                self._devices = _devices(parts, self._behind)
+                self._devices[1].build(GROUPS[:1])
+            except (BuildError, torch.OutOfMemoryError) as failure:
+                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        self._guesser = None if self._behind is None else parts.draft
+        self._recorder = Recorder(parts.model.placement.device)
+        self._sequences = parts.sequences
+        self.pipelines = {  # by the most sequences of each
+            most: Pipeline(device, parts.sequences, parts.max_context, buckets=(most,), sizes=(1,), settles=False)
+            for most, device in self._devices.items()
+        }
+        self._rows: VerifyingRows | None = None  # until costs are known
+        self._drains_few = False
+
+    def warmup(self, progress: Progress) -> None:
+        """Compiles, captures, and measures what a launch costs."""
+        with torch.inference_mode():
+            if self._behind is not None:
+                self._behind.warmup(self._recorder, progress)
+            for device in self._devices.values():
+                device.warmup(progress)
+            alone, plain = self._measured()
+            several = {
+                most: device.seconds(SEVERAL[most], SEVERAL[most] - 1)
+                for most, device in self._devices.items()
+                if most > 1
+            }
+        known, self.costs = self.costs, self.costs or Costs(alone)
+        # While a host takes a turn, short steps come to little: then plain steps in flight are computed again.
+        self._drains_few = plain[1] >= _TURN
+        for most, seconds in {1: alone[1], **several}.items():
+            self.pipelines[most].lookahead = {most: verify_lookahead(seconds)}
+        self._rows = VerifyingRows(self._ways(known, plain, several), self._sequences)
+
+    def _ways(self, known: Costs | None, plain: dict[int, float], several: dict[int, float]) -> dict[int, Way]:
+        """Returns each pipeline with what decides about it. `plain` and `several`: seconds of plain steps by rows, and
+        of launches for several sequences."""
+        assert self.costs is not None
+        lookup = PromptLookup()
+        proposer: Proposer = lookup if self._guesser is None else self._guesser
+        plain_steps = known or Costs(plain)
+        turn = 0.0 if self._drains_few else _TURN
+        depths = PaidDepths(self.costs, proposer, None if self._behind is None else self._behind.seconds, turn)
+        estimate: AcceptanceEstimate = LookupEstimate(lookup) if self._guesser is None else DraftEstimate(depths)
+        # A draft model sees what is fed in its launches, and nothing of launches without a draft. Rows that drain their
+        # plain steps lose none by beginning with them.
+        stays = STAYS if self._guesser is None else 0
+        beginning = 0 if self._drains_few else min(stays, BEGINNING)
+        ways = {1: Way(self.pipelines[1], SinglePolicy(depths, stays, beginning))}
+        for most, seconds in several.items():
+            paid = seconds if known is None else known.seconds(GROUPS[-1])
+            policy = SeveralPolicy(SEVERAL[most], paid, plain_steps.seconds, estimate, turn)
+            ways[most] = Way(self.pipelines[most], policy)
+        return ways
+
+    def _measured(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds of a round of one sequence by its rows, newest token and draft, and of a plain step of as many
+        sequences, which costs no less than the round without its guesses: that reads fewer pages."""
+        device, places = self._devices[1], range(GROUPS[-1])
+        if self._guesser is None:  # those of a group cost the same
+            groups = {group: device.seconds(group, group - 1) for group in GROUPS}
+            found = {1 + depth: groups[group_of(depth)] for depth in places}
+            return found, found
+        guessing = {group: device.guessing_seconds(group) for group in GROUPS}
+        found = {1 + depth: device.seconds(group_of(depth), depth) for depth in places}
+        plain = {1 + depth: found[1 + depth] - guessing[group_of(depth)] for depth in places}
+        # Without a draft, a sequence goes on in plain steps.
+        return found | {1: max(plain[1], _PLAIN * found[1])}, plain
+
+    @property
+    def lanes(self) -> Lanes:
+        """Returns the most sequences of each pipeline, and whether rows drain their plain steps before they come."""
+        return Lanes(verify=tuple(self.pipelines), drains_few=self._drains_few)
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """All that is in flight may be right, and all that a step reads before it launches more."""
+        return max(self._lookahead(most).pages for most in self.pipelines)
+
+    @property
+    def max_tokens_per_row(self) -> int:
+        """All that was in flight."""
+        return max(self._lookahead(most).tokens for most in self.pipelines)
+
+    def _lookahead(self, most: int) -> Lookahead:
+        return self.pipelines[most].lookahead[most]
+
+    @property
+    def read(self) -> Mapping[int, int]:
+        """Returns the launches that were read, by rows of a sequence."""
+        return sum((pipeline.read for pipeline in self.pipelines.values()), Counter[int]())
+
+    @property
+    def switches(self) -> Mapping[str, str | None]:
+        """Returns the options that it and the router obey: it is off without kernels of our own."""
+        return {"speculation": None, "graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
+
+    def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
+        """See `router.LaunchesAhead`."""
+        return {} if self._rows is None else self._rows.in_flight(rows)
+
+    def drafts(self, step: StepRows) -> Drafts:
+        """See `router.Proposes`."""
+        return NO_DRAFTS if self._rows is None else self._rows.drafts(step)
+
+    def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
+        """Returns one id or several for each row."""
+        assert self._rows is not None
+        found = self._rows.run(share, options)
+        if share.drain:
+            for row in share.rows:
+                self._devices[share.pipeline].computed(
+                    self._sequences.of(row), row.start + len(found[row.key].token_ids)
+                )
+        return found
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        for device in self._devices.values():
+            device.close()
+        if self._behind is not None:
+            self._behind.close()

@@ -1,0 +1,76 @@
+"""Rows that go on in verifying launches: one sequence alone, or a few together. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import NamedTuple, Protocol
+
+from engine.execution.pipeline import Pipeline, Verified
+from engine.execution.router import ALL_OPTIONS, NO_DRAFTS, Drafts, StepOptions, StepRows
+from engine.scheduling.plan import Row, RowResult, Share
+from engine.scheduling.sequence_state import SequenceState, SequenceTable
+
+
+class GroupPolicy(Protocol):
+    """Decides whether verifying launches pay, and how long they should be."""
+
+    def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
+        """Returns the rows of each sequence in the next launches of all that decode; 0: they go on in plain steps.
+        `continues`: they are in verifying launches already."""
+
+    def most(self, sequence: SequenceState) -> int:
+        """Returns the longest draft that the sequence may ever have."""
+
+    def observe(self, sequence: SequenceState, one: Verified) -> None:
+        """Takes in what came of a launch for the sequence."""
+
+
+class Way(NamedTuple):
+    """Verifying launches of up to so many sequences."""
+
+    pipeline: Pipeline
+    policy: GroupPolicy
+
+
+class VerifyingRows:
+    """The pipelines of verifying launches, and when they pay."""
+
+    def __init__(self, ways: Mapping[int, Way], sequences: SequenceTable) -> None:
+        """`ways` by the most sequences of each, fewest first. A share names its pipeline by that number."""
+        self._ways = ways
+        self._sequences = sequences
+
+    @property
+    def most_sequences(self) -> tuple[int, ...]:
+        """Returns the most sequences of each pipeline, fewest first."""
+        return tuple(self._ways)
+
+    def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
+        """See `router.LaunchesAhead`."""
+        return {row.key: most for most, way in self._ways.items() for row in way.pipeline.in_flight(rows)}
+
+    def drafts(self, step: StepRows) -> Drafts:
+        """See `router.Proposes`."""
+        rows = step.decoding
+        most = next((most for most in self._ways if most >= len(rows)), 0)
+        if not most:
+            return NO_DRAFTS
+        pipeline, policy = self._ways[most]
+        continues = pipeline.continues(rows)
+        group = policy.group([self._sequences.of(row) for row in rows], continues=continues)
+        return Drafts(group, most, continues) if group else NO_DRAFTS
+
+    def run(self, share: Share, options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
+        """Returns one id or several for each row."""
+        pipeline, policy = self._ways[share.pipeline]
+        of = self._sequences.of
+        if share.drain:
+            found = pipeline.drain(share.rows, options)
+        else:
+            most_drafts = [policy.most(of(row)) for row in share.rows]
+            found = pipeline.step(share.rows, options, group=share.group, most_drafts=most_drafts)
+        verified, pipeline.verified = pipeline.verified, []
+        for sequence, one in verified:
+            policy.observe(sequence, one)
+        return found
