@@ -47,7 +47,7 @@ from engine.execution.polling import RingPoller
 from engine.execution.router import ALL_OPTIONS, FEW, Executors, Lane, Lanes, Router
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Row, RowResult, Runner, StepPlan, StepResult
+from engine.scheduling.plan import Assignment, Row, RowResult, Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceTable
@@ -292,7 +292,7 @@ class InstantRunner:
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
         return in_flight(self._few, rows)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         self._sequences.apply(plan)
         assignment = self._router.assign(plan, ALL_OPTIONS)
         results: dict[int, RowResult] = {}

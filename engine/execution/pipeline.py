@@ -217,6 +217,14 @@ class HeldRow:
     accepted: int = 0
     ended: bool = False  # the device moves it no more
 
+    def launches_of(self, group: int, tokens: int) -> int:
+        """Returns how many more launches of a group its pages allow, with at most `tokens` tokens in flight."""
+        brings = min(group, 1 + self.most_drafts)
+        allowed, pages = (tokens - self.ahead) // brings, self.pages * PAGE_SIZE
+        if pages < self.last:
+            return min(allowed, (pages - self.stands - self.ahead + brings - 1) // brings)
+        return allowed
+
     def report(self) -> RowResult:
         """Returns what was read since the last report."""
         ids, self.unreported = tuple(self.unreported), []
@@ -411,14 +419,14 @@ class Pipeline:
             return
         in_flight, needed, allowed = len(self._in_flight), 0, _FAR
         tokens = self.lookahead[self._bucket].tokens
-        for own in live:
-            brings = min(group, 1 + own.most_drafts)
-            needed = max(needed, own.last - own.stands)
-            pages = own.pages * PAGE_SIZE
-            if pages < own.last:
-                allowed = min(allowed, (pages - own.stands - own.ahead + brings - 1) // brings)
-            if tokens < _FAR:
-                allowed = min(allowed, (tokens - own.ahead) // brings)
+        for own in live:  # compared by hand, since this is done twice a step
+            left, pages = own.last - own.stands, own.pages * PAGE_SIZE
+            if left > needed:
+                needed = left
+            if group > 1 or tokens < _FAR:
+                allowed = min(allowed, own.launches_of(group, tokens))
+            elif pages < own.last and pages - own.stands - own.ahead < allowed:
+                allowed = pages - own.stands - own.ahead
         wanted, bound = self._ahead - in_flight, min(needed - in_flight, allowed)
         if wanted < min(self._sizes[0], bound) and in_flight >= LOW:
             return
@@ -429,8 +437,12 @@ class Pipeline:
             steps = next(size for size in self._sizes if size <= wanted)
             longest = 0
             for own in live:
-                own.ahead += steps * min(group, 1 + own.most_drafts)
-                longest = max(longest, min(own.stands + own.ahead, own.last))
+                own.ahead += steps if group == 1 else steps * min(group, 1 + own.most_drafts)
+                reach = own.stands + own.ahead
+                if reach > own.last:
+                    reach = own.last
+                if reach > longest:
+                    longest = reach
             self._device.launch(Launch(longest, steps, group, options=options))
             self._in_flight.extend((group,) * steps)
             self._entries += steps * group

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from msgspec import structs
+
 from engine.errors import EngineError
 from engine.fake import FakeRunner
 from engine.fake.checked import CheckedRunner
 from engine.fake.checker import BrokenPlan
-from engine.scheduling.plan import Admitted, Released, Row, RowResult, Runner, StepPlan, StepResult
+from engine.scheduling.plan import Admitted, Assignment, Released, Row, RowResult, Runner, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceState, SequenceTable, readmission
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings
 from engine.worker.recording import (
@@ -56,7 +58,7 @@ class Replay:
         """What is different from the recorded step."""
         plan = recorded.plan
         try:
-            result = self._run(plan)
+            result = self._run(plan, None if recorded.result is None else recorded.result.assignment)
         except BrokenPlan as broken:
             return f"the plan breaks a rule: {broken}"
         except Exception as error:
@@ -67,7 +69,8 @@ class Replay:
         self._truth.append(plan.rows, recorded.result.rows)
         return difference
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, assignment: Assignment | None) -> StepResult:
+        """Runs the step on the executors that computed it when it was recorded, as far as they are in use here."""
         self._truth.apply(plan)
         self._astray -= {admitted.key for admitted in plan.admitted}
         rejoined = [self._truth.of(row) for row in plan.rows if row.key in self._astray]
@@ -75,7 +78,11 @@ class Replay:
         admitted: tuple[Admitted, ...] = (*plan.admitted, *map(readmission, rejoined))
         if admitted or released:
             self._runner.run(StepPlan((), admitted, released))
-        return self._runner.run(StepPlan(tuple(self._made_up(self._told(row)) for row in plan.rows)))
+        rows = {row.key: self._made_up(self._told(row)) for row in plan.rows}
+        if assignment is not None:
+            shares = (structs.replace(one, rows=tuple(rows[row.key] for row in one.rows)) for one in assignment.shares)
+            assignment = Assignment(tuple(shares))
+        return self._runner.run(StepPlan(tuple(rows.values())), assignment)
 
     def _told(self, row: Row) -> Row:
         """The row, with all its pages where the runner has just been given its sequence anew."""

@@ -24,7 +24,7 @@ from engine.execution.speculation.proposer import Proposer
 from engine.kv.kv_cache import KvCache
 from engine.model.transformer import StepInput
 from engine.sampling.sampler import Sampler
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Assignment, StepPlan, StepResult
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, make_runner, prepare
 from tests.contract.answers import FREE, Answer, generate, progress, requests
@@ -54,7 +54,7 @@ class Tally:
         self.set_optimization = inner.set_optimization
         self.proposed = self.accepted = 0
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         result = self._inner.run(plan)
         self.proposed += sum(row.draft_proposed for row in result.rows.values())
         self.accepted += sum(row.draft_accepted for row in result.rows.values())

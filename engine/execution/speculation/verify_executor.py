@@ -156,7 +156,7 @@ class CapturedSpeculation:
         for most, seconds in several.items():
             paid = seconds if known is None else known.seconds(GROUPS[-1])
             policy = SeveralPolicy(SEVERAL[most], paid, plain_steps.seconds, estimate, turn)
-            ways[most] = Way(self.pipelines[most], policy)
+            ways[most] = Way(self.pipelines[most], policy, SEVERAL[most])
         return ways
 
     def _measured(self) -> tuple[dict[int, float], dict[int, float]]:

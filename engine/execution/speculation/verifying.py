@@ -31,6 +31,7 @@ class Way(NamedTuple):
 
     pipeline: Pipeline
     policy: GroupPolicy
+    least_group: int = 1  # rows of a sequence in its shortest launch
 
 
 class VerifyingRows:
@@ -56,17 +57,17 @@ class VerifyingRows:
         most = next((most for most in self._ways if most >= len(rows)), 0)
         if not most:
             return NO_DRAFTS
-        pipeline, policy = self._ways[most]
+        pipeline, policy, _ = self._ways[most]
         continues = pipeline.continues(rows)
         group = policy.group([self._sequences.of(row) for row in rows], continues=continues)
         return Drafts(group, most, continues) if group else NO_DRAFTS
 
     def run(self, share: Share, options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
         """Returns one id or several for each row."""
-        pipeline, policy = self._ways[share.pipeline]
+        pipeline, policy, least = self._ways[share.pipeline]
         of = self._sequences.of
         if share.drain:
-            found = pipeline.drain(share.rows, options)
+            found = pipeline.drain(share.rows, options, least)
         else:
             most_drafts = [policy.most(of(row)) for row in share.rows]
             found = pipeline.step(share.rows, options, group=share.group, most_drafts=most_drafts)

@@ -220,7 +220,7 @@ class SlowRunner:
         self.checker, self.checked = PlanChecker(len(memory.slots), 64), True
         self.assignments: list[Assignment] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         if not self.checked:
             return self._run(plan)
         self.checker.begin(plan)

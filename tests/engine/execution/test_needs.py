@@ -8,7 +8,7 @@ import pytest
 
 from engine.api import Constraint, Stopping
 from engine.errors import EngineFailed
-from engine.execution.needs import MOST_STOPS, chosen_by_kernels, require_known
+from engine.execution.needs import MOST_STOPS, Needs, chosen_by_kernels, needs_of, require_known
 from engine.fake import plain_request
 from engine.kernels.tokens import MAX_STOPS
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
@@ -28,20 +28,19 @@ def test_the_kernels_compare_with_as_many_stop_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "plain", "masked"),
+    ("changes", "expected"),
     [
-        ({}, True, True),
-        ({"stopping": stops(MOST_STOPS)}, True, True),
-        ({"stopping": stops(MOST_STOPS + 1)}, False, False),
-        ({"constraint": Constraint("start: /a/")}, False, True),
-        ({"logprobs": 0}, False, False),
-        ({"constraint": Constraint("start: /a/"), "logprobs": 1}, False, False),
+        ({}, Needs.KERNELS),
+        ({"stopping": stops(MOST_STOPS)}, Needs.KERNELS),
+        ({"stopping": stops(MOST_STOPS + 1)}, Needs.SAMPLER),
+        ({"constraint": Constraint("start: /a/")}, Needs.MASK),
+        ({"logprobs": 0}, Needs.SAMPLER),
+        ({"constraint": Constraint("start: /a/"), "logprobs": 1}, Needs.MASKED_SAMPLER),
     ],
 )
-def test_what_kernels_choose(changes: dict[str, Any], plain: bool, masked: bool) -> None:
-    sequence = state(**changes)
-    assert chosen_by_kernels(sequence) == plain
-    assert chosen_by_kernels(sequence, masked=True) == masked
+def test_who_can_choose_a_sequences_tokens(changes: dict[str, Any], expected: Needs) -> None:
+    assert needs_of(state(**changes)) is expected
+    assert chosen_by_kernels(state(**changes)) == (expected is Needs.KERNELS)
 
 
 @pytest.mark.parametrize(("ids", "known"), [((), True), ((0, 7), True), ((8,), False), ((3, -1), False)])

@@ -15,7 +15,7 @@ from engine.ipc.events import Event
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Runner, StepPlan, StepResult
+from engine.scheduling.plan import Assignment, Runner, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
@@ -63,7 +63,7 @@ class Starved:
     def info(self) -> ModelInfo:
         return self._inner.info
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         number = next(self._numbers)
         if number % 2:
             return self._inner.run(plan)

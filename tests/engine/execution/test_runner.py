@@ -71,9 +71,9 @@ def test_rows_come_back_by_their_keys(settings: EngineSettings, request_of: Any)
 def test_the_loop_says_what_is_done_while_a_step_is_waited_for(settings: EngineSettings) -> None:
     held = prepare(settings, progress)
     runner = make_runner(settings, held, progress)
-    assert not held.parts.meanwhile(), "nothing, until it does"
+    assert not held.parts.idle_work(), "nothing, until it does"
     runner.meanwhile(lambda: True)
-    assert held.parts.meanwhile()
+    assert held.parts.idle_work()
     runner.close()
 
 

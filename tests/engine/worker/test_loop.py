@@ -27,7 +27,7 @@ from engine.ipc.frames import (
     Switched,
 )
 from engine.ipc.framing import FrameError
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Assignment, StepPlan, StepResult
 from engine.settings import EngineSettings
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.loop import out_of_memory
@@ -127,7 +127,7 @@ class Torn(FakeRunner):
 
     torn = 0
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         result = super().run(plan)
         if len(plan.rows) < 2 or self.torn:
             return result

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.fake import FakeRunner, plain_request
 from engine.ipc.frames import Submit, Switch, Switched
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Assignment, StepPlan, StepResult
 from tests.engine.worker.loops import Front
 
 
@@ -18,7 +18,7 @@ class Watched(FakeRunner):
     def meanwhile(self, piece: Callable[[], bool]) -> None:
         self.piece = piece
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
         in_step, self.in_step = self.in_step, lambda piece: None
         in_step(self.piece)
         return super().run(plan)

@@ -27,7 +27,7 @@ class Sleepy:
         self._seconds = seconds
         self._slept = 0.0
 
-    def run(self, plan: Any) -> Any:
+    def run(self, plan: Any, assignment: Any = None) -> Any:
         self._slept += self._seconds
         return self._runner.run(plan)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.graphs.row_state import RING, fill, entry_of, state_of, words
+from engine.execution.graphs.row_state import RING, entry_of, fill, state_of, words
 from engine.execution.needs import MOST_STOPS
 from engine.execution.pipeline import RowState
 from tests.engine.execution.slow_device import request

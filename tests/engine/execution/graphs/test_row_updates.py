@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from engine.execution.graph_decode.alternating import AlternatingPipelines
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as some
@@ -22,15 +21,24 @@ from engine.api import GREEDY, FinishReason, GenerationRequest
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.first_tokens import first_token
 from engine.execution.graphs.row_updates import RowUpdateEncoder
-from engine.execution.needs import chosen_by_kernels
-from engine.execution.pipeline import BatchPipeline, Changes, Pipeline, RowState
+from engine.execution.pipeline import (
+    BatchPipeline,
+    Changes,
+    Launch,
+    Pipeline,
+    Rewrite,
+    RowState,
+    in_flight,
+    run_share,
+)
+from engine.execution.router import ALL_OPTIONS, Executors, Lane, Lanes
 from engine.kernels import reference
 from engine.kernels.batch_sampling import Tables
 from engine.kernels.rows import ENTER, LEAVE, MOVE, PAGES, mail_of
 from engine.kernels.sampling import BARRED, SEEN, SampledRow, write_bias, write_marks
 from engine.sampling.sampler import Sampler
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import Row, RowResult, Share
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 from tests.engine.execution.slow_batches import BUCKETS, SlowBatches
 from tests.engine.execution.slow_device import DeviceRow, Life, SlowDevice, SlowRunner, after, request
@@ -155,7 +163,7 @@ def entering(op: Rows[int]) -> ChoosingRow:
     return own
 
 
-class KeptTelling(RowUpdateEncoder):
+class KeptEncoder(RowUpdateEncoder):
     """A GPU's allocator gives memory away again in the order of the stream; here it is kept to the end."""
 
     def __init__(self) -> None:
@@ -167,22 +175,22 @@ class KeptTelling(RowUpdateEncoder):
         return self.kept[-1]
 
 
-class ToldBatches(SlowBatches):
-    """Row states that know only what was said in words."""
+class EncodedBatches(SlowBatches):
+    """Row states that know only what was encoded in words."""
 
     def __init__(self, seed: int, pages: int) -> None:
         super().__init__(seed, pages)
-        self.telling = KeptTelling()
+        self.encoder = KeptEncoder()
         self.rows = [ChoosingRow() for _ in self.rows]
         self.with_stages = self.without = 0
 
-    def change(self, changes: Changes) -> None:
-        said = self.telling.tell(changes)
-        for tables in said.tables:
+    def update(self, changes: Changes) -> None:
+        encoded = self.encoder.encode(changes)
+        for tables in encoded.tables:
             self.queue.append(partial(fill, tables.words()))
-        for told in (said.told, said.moves):
-            mail = mail_of(told)
-            for first, one in zip(mail, told, strict=False):
+        for words in (encoded.rows, encoded.moves):
+            mail = mail_of(words)
+            for first, one in zip(mail, words, strict=False):
                 self.queue.append(partial(self._change, mail[first : first + len(one)]))
 
     def _change(self, op: Rows[int]) -> None:
@@ -197,8 +205,9 @@ class ToldBatches(SlowBatches):
         elif kind == MOVE:
             self.rows[row], self.rows[op[2]] = self.rows[op[2]], ChoosingRow()
 
-    def launch(self, rows: int) -> None:
-        stages = self.telling.sampled(rows)
+    def launch(self, launch: Launch) -> None:
+        rows = launch.rows
+        stages = self.encoder.sampled(rows)
         self.with_stages += stages
         self.without += not stages
 
@@ -207,7 +216,7 @@ class ToldBatches(SlowBatches):
             assert stages or not asking, "a row asks for stages that the step does not have"
 
         self.queue.append(check)
-        super().launch(rows)
+        super().launch(launch)
 
     def choose(self, context: Rows[int], own: DeviceRow | SequenceState) -> int:
         return choose(context, own)
@@ -216,14 +225,14 @@ class ToldBatches(SlowBatches):
 class FewRows(SlowDevice):
     """A few rows, told as the captured steps of few rows are."""
 
-    def __init__(self, seed: int, beside: ToldBatches) -> None:
+    def __init__(self, seed: int, beside: EncodedBatches) -> None:
         super().__init__(seed, 0)
         self.slots, self.queue = beside.slots, beside.queue
         self.buckets = {size: [ChoosingRow() for _ in range(size)] for size in (1, 2, 4, 8)}
 
-    def write(self, states: Rows[RowState], number: int) -> None:
-        super().write(states, number)
-        for own, state in zip(self.buckets[self.here], states, strict=False):
+    def write(self, update: Rewrite) -> None:
+        super().write(update)
+        for own, state in zip(self.buckets[self.here], update.rows, strict=False):
             self.queue.append(partial(self._choices, own, state, self._of(state)))
 
     @staticmethod
@@ -248,16 +257,17 @@ class SampledLife(Life):
     """Few rows are the captured steps', more are the batch's; all kinds of parameters beside each other."""
 
     def __init__(self, seed: int, pages: int, most: int) -> None:
-        self.batches = ToldBatches(seed, pages)
+        self.batches = EncodedBatches(seed, pages)
         self.sequences = SequenceTable()
         self.batch = BatchPipeline(self.batches, self.sequences, 150, BUCKETS)
         self.few = FewRows(seed, self.batches)
-        few = Pipeline(self.few, self.sequences, 150)
-        self.alternating = AlternatingPipelines([few], self.sequences, chosen_by_kernels)
+        self.pipeline = Pipeline(self.few, self.sequences, 150)
         limits = Limits(
             max_sequences=most, max_batch_tokens=64, max_context=150, lookahead_tokens=15, max_tokens_per_row=16
         )
-        runner = SlowRunner(self.batches, [Few(self), Many(self)], self.sequences)
+        lanes, few = Lanes(few=1, many=self.batch.most_rows), Few(self)
+        computing = {Lane.FEW: few, Lane.MANY: Many(self)}
+        runner = SlowRunner(self.batches, lanes, computing, self.sequences, Executors({Lane.FEW: few}))
         super().__init__(seed, runner, limits)
 
     def admit(self) -> None:
@@ -287,11 +297,11 @@ class Few:
 
     life: SampledLife
 
-    def claims(self, rows: Rows[Row]) -> Rows[Row]:
-        return self.life.alternating.claims(tuple(row for row in rows if row.count == 1 and row.sample))
+    def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
+        return in_flight([self.life.pipeline], rows)
 
-    def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        return self.life.alternating.step(rows)
+    def run(self, share: Share) -> dict[int, RowResult]:
+        return run_share(self.life.pipeline, share, ALL_OPTIONS)
 
 
 @dataclass
@@ -300,11 +310,8 @@ class Many:
 
     life: SampledLife
 
-    def claims(self, rows: Rows[Row]) -> Rows[Row]:
-        return [row for row in rows if row.count == 1 and row.sample][: self.life.batch.most_rows]
-
-    def run(self, rows: Rows[Row]) -> dict[int, RowResult]:
-        return self.life.batch.step(rows)
+    def run(self, share: Share) -> dict[int, RowResult]:
+        return self.life.batch.step(share.rows)
 
 
 @pytest.mark.product
@@ -337,27 +344,27 @@ def entered(table: SequenceTable, index: int, asked: GenerationRequest) -> Chang
 
 
 def test_only_rows_that_ask_have_memory_and_give_it_back() -> None:
-    telling, table = KeptTelling(), SequenceTable()
+    encoder, table = KeptEncoder(), SequenceTable()
     wanted = [[], [], [], [], [torch.int32], [torch.int32], [torch.float32], [torch.float32, torch.int32]]
     for index, kind in enumerate(KINDS):
-        telling.kept.clear()
-        said = telling.tell(entered(table, index, replace(request([1, 2, 3]), sampling=kind)))
-        assert [one.dtype for one in telling.kept] == wanted[index]
-        assert len(said.tables) == bool(wanted[index])
-        assert telling.sampled(index + 1) == (index >= 2)
+        encoder.kept.clear()
+        encoded = encoder.encode(entered(table, index, replace(request([1, 2, 3]), sampling=kind)))
+        assert [one.dtype for one in encoder.kept] == wanted[index]
+        assert len(encoded.tables) == bool(wanted[index])
+        assert encoder.sampled(index + 1) == (index >= 2)
     barred = request([1, 2, 3], min_tokens=5, stop_token_ids=(4,))
-    telling.kept.clear()
-    telling.tell(entered(table, 8, barred))  # `pick` bars by itself
-    assert not telling.kept
-    (tables,) = telling.tell(entered(table, 9, replace(barred, sampling=KINDS[2]))).tables
+    encoder.kept.clear()
+    encoder.encode(entered(table, 8, barred))  # `pick` bars by itself
+    assert not encoder.kept
+    (tables,) = encoder.encode(entered(table, 9, replace(barred, sampling=KINDS[2]))).tables
     fill(tables.words())
     assert tables.marks is not None
     assert bool(tables.marks[4] & BARRED)
-    assert not telling.sampled(2)
-    telling.tell(Changes(left=(2, 3, 9), moved=((0, 4),)))
-    assert telling.sampled(1)
-    telling.tell(Changes(left=(0, 5, 6, 7)))
-    assert not telling.sampled(BUCKETS[-1])
+    assert not encoder.sampled(2)
+    encoder.encode(Changes(left=(2, 3, 9), moved=((0, 4),)))
+    assert encoder.sampled(1)
+    encoder.encode(Changes(left=(0, 5, 6, 7)))
+    assert not encoder.sampled(BUCKETS[-1])
 
 
 def test_words_of_tables() -> None:
@@ -366,14 +373,14 @@ def test_words_of_tables() -> None:
 
 
 def test_first_tokens_are_told_as_rows_that_end_at_once() -> None:
-    table, telling = SequenceTable(), KeptTelling()
+    table, encoder = SequenceTable(), KeptEncoder()
     for index, kind in enumerate((KINDS[0], KINDS[2], KINDS[7])):
         asked = replace(request([1, 2, 3], min_tokens=2, stop_token_ids=(9,)), sampling=kind)
         state = put(table, holding(asked, range(3), index))
-        said = telling.tell(Changes(entered=(first_token(index, state),)))
-        for tables in said.tables:
+        encoded = encoder.encode(Changes(entered=(first_token(index, state),)))
+        for tables in encoded.tables:
             fill(tables.words())
-        own = entering(said.told[0])
+        own = entering(encoded.rows[0])
         assert (own.position, own.last, own.free_from, own.pages) == (2, 3, 5, {})
         (wanted,) = Sampler(VOCABULARY, index + 1, CPU).sample([state], logits_of(state.token_ids).unsqueeze(0))
         assert choose(state.token_ids, own) == wanted.token_ids[0]

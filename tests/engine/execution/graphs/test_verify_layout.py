@@ -16,9 +16,9 @@ from engine.scheduling.sequence_state import begin
 @pytest.mark.parametrize("stops", [(), (9,), tuple(range(8))])
 def test_each_part_lies_where_the_device_looks_for_it(stops: tuple[int, ...]) -> None:
     sequence = begin(Admitted(0, 0, (5, 6, 7), 3, GREEDY, Stopping(max_tokens=9)))
-    row = RowState(7, 2, 40, stops, 0.5, -(1 << 62), (3, 8), sequence, ())
+    row = RowState(7, 2, 40, stops, 0.5, -(1 << 62), (3, 8), sequence, (), 4)
     layout = Layout(1, 8, 2000)
-    words = layout.of([row], [4], 77, [np.array([5, 6, 7], dtype=np.int32)])
+    words = layout.of([row], 77, [np.array([5, 6, 7], dtype=np.int32)])
     state = layout.state(torch.from_numpy(words))
     assert [one.noise_key.tolist() for one in state.draws] == [[-(1 << 62)] * rows for rows in (8, 2, 1)]
     assert [one.temperature.tolist() for one in state.draws] == [[0.5] * rows for rows in (8, 2, 1)]
@@ -35,10 +35,10 @@ def test_several_sequences_have_places_of_their_own(sequences: int, laid: int) -
     for at in range(sequences - 1):
         ids = tuple(range(10 * at, 10 * at + 3 + at))
         sequence = begin(Admitted(at, at, ids, len(ids), GREEDY, Stopping(max_tokens=9)))
-        rows.append(RowState(ids[-1], 2 + at, 40 + at, (at,), 0.5 + at, 7 + at, (3 + at, 8), sequence, ()))
+        rows.append(RowState(ids[-1], 2 + at, 40 + at, (at,), 0.5 + at, 7 + at, (3 + at, 8), sequence, (), at % laid))
         known.append(np.array(ids, dtype=np.int32))
     words = np.full(layout.size, -9, dtype=np.int32)
-    for first, part in ((0, layout.of(rows, [at % laid for at in range(len(rows))], 77, known)), *layout.others(known)):
+    for first, part in ((0, layout.of(rows, 77, known)), *layout.others(known)):
         words[first : first + len(part)] = part
     memory = torch.from_numpy(words)
     state, each = layout.state(memory), range(sequences - 1)
