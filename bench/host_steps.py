@@ -44,7 +44,7 @@ from engine.execution.pipeline import (
     run_share,
 )
 from engine.execution.polling import RingPoller
-from engine.execution.router import ALL_OPTIONS, FEW, Executors, Lane, Lanes, Router
+from engine.execution.router import ALL_OPTIONS, FEW, Capacity, Executors, Role, Router
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Assignment, Row, RowResult, Runner, StepPlan, StepResult
@@ -286,8 +286,8 @@ class InstantRunner:
         self.pages = max_sequences * -(-max_context // PAGE_SIZE)
         self._few = [Pipeline(InstantSteps(), self._sequences, max_context) for _ in range(2)]
         self._many = BatchPipeline(InstantBatches(), self._sequences, max_context, BUCKETS)
-        lanes = Lanes(few=2, many=BUCKETS[-1] if max_sequences > FEW else 0)
-        self._router = Router(self._sequences, lanes, Executors({Lane.FEW: self}))
+        capacity = Capacity(few=2, many=BUCKETS[-1] if max_sequences > FEW else 0)
+        self._router = Router(self._sequences, capacity, Executors({Role.FEW: self}))
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
         return in_flight(self._few, rows)
@@ -297,9 +297,9 @@ class InstantRunner:
         assignment = self._router.assign(plan, ALL_OPTIONS)
         results: dict[int, RowResult] = {}
         for share in assignment.shares:
-            if share.lane == Lane.FEW:
+            if share.executor == Role.FEW:
                 results |= run_share(self._few[share.pipeline], share, ALL_OPTIONS)
-            elif share.lane == Lane.MANY:
+            elif share.executor == Role.MANY:
                 results |= self._many.step(share.rows)
             else:
                 results |= {row.key: RowResult((TOKEN,)) for row in share.rows if row.sample}

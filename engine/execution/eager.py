@@ -11,7 +11,7 @@ import torch
 
 from engine.api import TokenLogprob
 from engine.execution.needs import require_known
-from engine.execution.router import ALL_OPTIONS, Lanes, StepOptions
+from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.model.attention import RowSpan, StepAttention
@@ -53,9 +53,9 @@ class Eager:
         """Nothing to prepare."""
 
     @property
-    def lanes(self) -> Lanes:
-        """Returns no lane of its own: it takes the rows that no other executor takes."""
-        return Lanes()
+    def capacity(self) -> Capacity:
+        """Returns nothing: it takes the rows that no other executor takes."""
+        return Capacity()
 
     @property
     def switches(self) -> Mapping[str, str | None]:

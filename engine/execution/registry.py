@@ -14,7 +14,7 @@ from engine.api import Objection, ProposerInfo, Unused
 from engine.errors import Unsupported
 from engine.execution import eager, forward_pass, trials
 from engine.execution.graphs import batch, decode, masked, prefill
-from engine.execution.router import Lane, Lanes, StepOptions
+from engine.execution.router import Capacity, Role, StepOptions
 from engine.execution.speculation import drafted
 from engine.execution.speculation import verify_executor as verify
 from engine.execution.step_state import Parts, Unfit
@@ -31,8 +31,8 @@ class Executor(Protocol):
         the sequences' slots and pages were brought up to date."""
 
     @property
-    def lanes(self) -> Lanes:
-        """What the router may give it, once it is warm; of the other executors' lanes nothing."""
+    def capacity(self) -> Capacity:
+        """What the router may give it, once it is warm; of the other executors' capacity nothing."""
 
     def warmup(self, progress: Progress) -> None:
         """What must be ready before the first request."""
@@ -67,10 +67,10 @@ class ExecutorEntry:
 
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(  # asks for no kernel that `graph_decode` does not
-        Lane.MASKED, "graph", masked.why_not, masked.Constrained, trials.KERNELS, optional=True
+        Role.MASKED, "graph", masked.why_not, masked.Constrained, trials.KERNELS, optional=True
     ),
     ExecutorEntry(
-        Lane.VERIFY,
+        Role.VERIFY,
         "graph",
         verify.why_not,
         verify.CapturedSpeculation,
@@ -78,11 +78,11 @@ EXECUTORS: tuple[ExecutorEntry, ...] = (
         optional=True,
         ask=verify.ask,
     ),
-    ExecutorEntry(Lane.FEW, "graph", decode.why_not, decode.GraphDecode, trials.KERNELS, ask=decode.ask),
-    ExecutorEntry(Lane.PROMPTS, "graph", forward_pass.why_not, prefill.make, trials.KERNELS, ask=prefill.ask),
-    ExecutorEntry(Lane.MANY, "graph", batch.why_not, batch.Batched, trials.KERNELS, ask=batch.ask),
-    ExecutorEntry(Lane.DRAFTED, "eager", drafted.why_not, drafted.Speculation, trials.PLAIN, optional=True),
-    ExecutorEntry(Lane.EAGER, "eager", eager.why_not, eager.Eager, trials.PLAIN),
+    ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, trials.KERNELS, ask=decode.ask),
+    ExecutorEntry(Role.PROMPTS, "graph", forward_pass.why_not, prefill.make, trials.KERNELS, ask=prefill.ask),
+    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, trials.KERNELS, ask=batch.ask),
+    ExecutorEntry(Role.DRAFTED, "eager", drafted.why_not, drafted.Speculation, trials.PLAIN, optional=True),
+    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager, trials.PLAIN),
 )
 
 
@@ -152,7 +152,7 @@ def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo,
     """Who guesses, best first, and why not the others. `verifier`: the executor that verifies, None where none does;
     `no_draft`: why no draft model guesses."""
     reason = "" if verifier else "no executor in use verifies drafts"
-    instead = "the draft model guesses in its place" if verifier == Lane.VERIFY and no_draft is None else ""
+    instead = "the draft model guesses in its place" if verifier == Role.VERIFY and no_draft is None else ""
     return (
         ProposerInfo(name="prompt_lookup", why_not=reason or instead),
         ProposerInfo(name="draft_model", why_not=reason or no_draft or ""),
@@ -162,7 +162,7 @@ def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo,
 def proposers_of(choice: Choice, parts: Parts) -> tuple[ProposerInfo, ...]:
     """Of the executors in use."""
     verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
-    if verifier == Lane.VERIFY:
+    if verifier == Role.VERIFY:
         return proposers(verifier, verify.why_no_draft(parts))
     return proposers(verifier, None if parts.draft else verify.NO_DRAFT)
 

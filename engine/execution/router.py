@@ -29,7 +29,7 @@ AHEAD_IN_TURN = 2  # the same, where two pipelines take turns on the device
 Rows = tuple[Row, ...]
 
 
-class Lane(enum.StrEnum):
+class Role(enum.StrEnum):
     """The executors by name, in the order in which they compute their shares of a step."""
 
     DRAFTED = "speculation"
@@ -54,7 +54,7 @@ ALL_OPTIONS = StepOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class Capacity:
     """What the executors in use can take."""
 
     masked: int = 0  # rows
@@ -75,7 +75,7 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_DRAFTS = Drafts()
-Holders = Mapping[int, tuple[Lane, int]]  # key of a row with launches in flight → executor, and number of its pipeline
+Holders = Mapping[int, tuple[Role, int]]  # key of a row with launches in flight → executor, and number of its pipeline
 
 
 class StepRows(NamedTuple):
@@ -128,96 +128,96 @@ def route(
     step: StepRows,
     needs: Mapping[int, Needs],
     holders: Holders,
-    lanes: Lanes,
+    capacity: Capacity,
     options: StepOptions = ALL_OPTIONS,
     drafts: Drafts = NO_DRAFTS,
 ) -> Assignment:
     """Returns which executor computes which rows. Every row is in one share."""
     if drafts.depths:
-        return Assignment((Share(Lane.DRAFTED, step.all, drafts=drafts.depths),))
+        return Assignment((Share(Role.DRAFTED, step.all, drafts=drafts.depths),))
     shares: list[Share] = []
     if options.fused_kernels:
-        shares += _masked(step, needs, lanes)
-    shares += _verifying(_without(step.decoding, shares), step, holders, lanes, drafts)
-    shares += _few(_without(step.decoding, shares), step, holders, lanes, options)
+        shares += _masked(step, needs, capacity)
+    shares += _verifying(_without(step.decoding, shares), step, holders, capacity, drafts)
+    shares += _few(_without(step.decoding, shares), step, holders, capacity, options)
     if options.fused_kernels:
-        shares += _prompts(step, needs, lanes, shares)
-        many = _without(step.kernels, shares)[: lanes.many]
+        shares += _prompts(step, needs, capacity, shares)
+        many = _without(step.kernels, shares)[: capacity.many]
         if many:
-            shares.append(Share(Lane.MANY, many))
+            shares.append(Share(Role.MANY, many))
     if sum(len(share.rows) for share in shares) < len(step.all):
-        shares.append(Share(Lane.EAGER, _without(step.all, shares)))
+        shares.append(Share(Role.EAGER, _without(step.all, shares)))
     return Assignment(tuple(shares))
 
 
 _CONSTRAINED = (Needs.MASK, Needs.MASKED_SAMPLER)
 
 
-def _masked(step: StepRows, needs: Mapping[int, Needs], lanes: Lanes) -> list[Share]:
+def _masked(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity) -> list[Share]:
     """Where the kernels need a mask for a row, rows without one go the same way, so that the step stays one launch."""
-    if not (lanes.masked and step.has_mask):
+    if not (capacity.masked and step.has_mask):
         return []
     mine = tuple(row for row in step.decoding if needs[row.key] in (Needs.KERNELS, Needs.MASK))
-    return [Share(Lane.MASKED, mine)] if 0 < len(mine) <= lanes.masked else []
+    return [Share(Role.MASKED, mine)] if 0 < len(mine) <= capacity.masked else []
 
 
-def _verifying(decoding: Rows, step: StepRows, holders: Holders, lanes: Lanes, drafts: Drafts) -> list[Share]:
+def _verifying(decoding: Rows, step: StepRows, holders: Holders, capacity: Capacity, drafts: Drafts) -> list[Share]:
     """All rows that decode go on in verifying launches, or none. Rows in such launches that do not go on as they are
     drain: what a draft brought is dear."""
-    held = [row for row in decoding if _lane(holders, row) is Lane.VERIFY]
+    held = [row for row in decoding if _holder_of(holders, row) is Role.VERIFY]
     if held and not drafts.continues:
         pipeline = holders[held[0].key][1]
-        return [Share(Lane.VERIFY, tuple(held), pipeline, drain=True)]
+        return [Share(Role.VERIFY, tuple(held), pipeline, drain=True)]
     if not (drafts.group and decoding):
         return []
-    from_few = any(_lane(holders, row) is Lane.FEW for row in decoding)
-    if from_few and lanes.drains_few and len(decoding) <= FEW and len(step.kernels) == len(decoding):
-        return [Share(Lane.FEW, decoding, drain=True)]
-    return [Share(Lane.VERIFY, decoding, drafts.pipeline, group=drafts.group)]
+    from_few = any(_holder_of(holders, row) is Role.FEW for row in decoding)
+    if from_few and capacity.drains_few and len(decoding) <= FEW and len(step.kernels) == len(decoding):
+        return [Share(Role.FEW, decoding, drain=True)]
+    return [Share(Role.VERIFY, decoding, drafts.pipeline, group=drafts.group)]
 
 
-def _few(decoding: Rows, step: StepRows, holders: Holders, lanes: Lanes, options: StepOptions) -> list[Share]:
+def _few(decoding: Rows, step: StepRows, holders: Holders, capacity: Capacity, options: StepOptions) -> list[Share]:
     """Up to FEW rows are the first pipeline's. More rows drain these pipelines and go on among many where that is
     possible; where it is not, two pipelines share them."""
-    if not lanes.few:
+    if not capacity.few:
         return []
     mine = decoding if len(step.kernels) == len(step.decoding) else _only(decoding, step.kernels)
-    if not options.fused_kernels or (len(mine) > FEW and lanes.many):
-        return _drained(mine, holders, Lane.FEW)
-    if len(mine) > FEW * lanes.few or not mine:
+    if not options.fused_kernels or (len(mine) > FEW and capacity.many):
+        return _drained(mine, holders, Role.FEW)
+    if len(mine) > FEW * capacity.few or not mine:
         return []
     if len(mine) <= FEW:
-        return [Share(Lane.FEW, mine, most_ahead=1 if step.prompt_ends else AHEAD)]
-    homes = _homes(mine, holders, lanes.few)
+        return [Share(Role.FEW, mine, most_ahead=1 if step.prompt_ends else AHEAD)]
+    homes = _homes(mine, holders, capacity.few)
     return [
-        Share(Lane.FEW, own, at, most_ahead=1 if step.prompt_ends else AHEAD_IN_TURN)
-        for at in range(lanes.few)
+        Share(Role.FEW, own, at, most_ahead=1 if step.prompt_ends else AHEAD_IN_TURN)
+        for at in range(capacity.few)
         if (own := tuple(row for row, home in zip(mine, homes, strict=True) if home == at))
     ]
 
 
-def _prompts(step: StepRows, needs: Mapping[int, Needs], lanes: Lanes, shares: Collection[Share]) -> list[Share]:
+def _prompts(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity, shares: Collection[Share]) -> list[Share]:
     """Rows of several tokens; and rows of one token with a constraint, where no mask is made for the launches of rows
     that decode: their token must be known before the next step."""
-    if not lanes.prompts or len(step.kernels) == len(step.all):
+    if not capacity.prompts or len(step.kernels) == len(step.all):
         return []
     left = _without(step.all, shares)
     mine = tuple(row for row in left if not row.score and (row.count > 1 or needs[row.key] in _CONSTRAINED))
-    return [Share(Lane.PROMPTS, mine)] if mine else []
+    return [Share(Role.PROMPTS, mine)] if mine else []
 
 
-def _drained(rows: Rows, holders: Holders, lane: Lane) -> list[Share]:
+def _drained(rows: Rows, holders: Holders, name: Role) -> list[Share]:
     """Each of the executor's pipelines drains what it has in flight for these rows."""
     by_pipeline: dict[int, list[Row]] = {}
     for row in rows:
-        if _lane(holders, row) is lane:
+        if _holder_of(holders, row) is name:
             by_pipeline.setdefault(holders[row.key][1], []).append(row)
-    return [Share(lane, tuple(own), at, drain=True) for at, own in by_pipeline.items()]
+    return [Share(name, tuple(own), at, drain=True) for at, own in by_pipeline.items()]
 
 
 def _homes(rows: Rows, holders: Holders, pipelines: int) -> list[int]:
     """Returns the number of each row's pipeline: the one that holds the row, for others the emptiest."""
-    homes = [holders[row.key][1] if _lane(holders, row) is Lane.FEW else None for row in rows]
+    homes = [holders[row.key][1] if _holder_of(holders, row) is Role.FEW else None for row in rows]
     counts = [homes.count(at) for at in range(pipelines)]
     found = []
     for home in homes:
@@ -228,7 +228,7 @@ def _homes(rows: Rows, holders: Holders, pipelines: int) -> list[int]:
     return found
 
 
-def _lane(holders: Holders, row: Row) -> Lane | None:
+def _holder_of(holders: Holders, row: Row) -> Role | None:
     held = holders.get(row.key)
     return None if held is None else held[0]
 
@@ -249,7 +249,7 @@ def _only(rows: Rows, kept: Rows) -> Rows:
 class Executors(NamedTuple):
     """What the router asks before it decides."""
 
-    ahead: Mapping[Lane, LaunchesAhead]  # that rows may have to drain
+    ahead: Mapping[Role, LaunchesAhead]  # that rows may have to drain
     verify: Proposes | None = None  # in captured graphs
     drafted: Proposes | None = None  # in eager's pass
 
@@ -257,9 +257,9 @@ class Executors(NamedTuple):
 class Router:
     """Assigns the rows of each plan. Remembers the needs of the sequences that hold slots, and nothing else."""
 
-    def __init__(self, sequences: SequenceTable, lanes: Lanes, executors: Executors) -> None:
+    def __init__(self, sequences: SequenceTable, capacity: Capacity, executors: Executors) -> None:
         self._sequences = sequences
-        self._lanes = lanes
+        self._capacity = capacity
         self._executors = executors
         self._needs: dict[int, Needs] = {}  # by key
 
@@ -273,19 +273,19 @@ class Router:
             return Assignment(())
         step = StepRows.of(plan.rows, self._needs)
         drafts = self._drafts(step, options)
-        return route(step, self._needs, self._holders(step, options, drafts), self._lanes, options, drafts)
+        return route(step, self._needs, self._holders(step, options, drafts), self._capacity, options, drafts)
 
     def _holders(self, step: StepRows, options: StepOptions, drafts: Drafts) -> Holders:
         """Leaves out few rows that go on as few rows: where these are held makes no difference."""
         stay = len(step.decoding) <= FEW and options.fused_kernels and not drafts.group
-        found: dict[int, tuple[Lane, int]] = {}
+        found: dict[int, tuple[Role, int]] = {}
         if not step.decoding:
             return found
-        for lane, executor in self._executors.ahead.items():
-            if lane is Lane.FEW and stay:
+        for name, executor in self._executors.ahead.items():
+            if name is Role.FEW and stay:
                 continue
             for key, pipeline in executor.in_flight(step.decoding).items():
-                found[key] = lane, pipeline
+                found[key] = name, pipeline
         return found
 
     def _drafts(self, step: StepRows, options: StepOptions) -> Drafts:
@@ -295,7 +295,7 @@ class Router:
             return NO_DRAFTS
         if drafted is not None:
             return drafted.drafts(step)
-        masked = self._lanes.masked and step.has_mask
-        if verify is None or masked or not options.fused_kernels or len(step.decoding) > self._lanes.verify[-1]:
+        masked = self._capacity.masked and step.has_mask
+        if verify is None or masked or not options.fused_kernels or len(step.decoding) > self._capacity.verify[-1]:
             return NO_DRAFTS
         return verify.drafts(step)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from engine.api import ModelInfo
 from engine.errors import Unsupported
 from engine.execution.registry import Executor
-from engine.execution.router import Executors, Lane, Lanes, LaunchesAhead, Proposes, Router, StepOptions
+from engine.execution.router import Capacity, Executors, LaunchesAhead, Proposes, Role, Router, StepOptions
 from engine.execution.step_state import Parts
 from engine.kv.page_transfer import PoolPages
 from engine.scheduling.plan import Assignment, RowResult, StepPlan, StepResult
@@ -20,12 +20,12 @@ class ModelRunner:
     """A `Runner` of one model on one device."""
 
     def __init__(self, info: ModelInfo, parts: Parts, executors: Mapping[str, Executor]) -> None:
-        """`executors` are warm, by their names in `Lane`; the last of them is eager."""
+        """`executors` are warm, by their names in `Role`; the last of them is eager."""
         self._info = info
         self._sequences = parts.sequences
         self._constraints = parts.constraints
         self._executors = executors
-        self._router = Router(parts.sequences, lanes_of(executors.values()), asked_of(executors))
+        self._router = Router(parts.sequences, capacity_of(executors.values()), asked_of(executors))
         self._options = StepOptions()
         self._pages = PoolPages(parts.pool)
         self._idle_work = parts.idle_work
@@ -50,7 +50,7 @@ class ModelRunner:
         results: dict[int, RowResult] = {}
         with torch.inference_mode():
             for share in assignment.shares:
-                results |= self._executors.get(share.lane, self._executors[Lane.EAGER]).run(share, self._options)
+                results |= self._executors.get(share.executor, self._executors[Role.EAGER]).run(share, self._options)
         followed = self._constraints.follow(plan.rows, results)
         self._sequences.append(plan.rows, followed)
         return StepResult(followed, assignment)
@@ -75,10 +75,10 @@ class ModelRunner:
         self._constraints.close()
 
 
-def lanes_of(executors: Iterable[Executor]) -> Lanes:
+def capacity_of(executors: Iterable[Executor]) -> Capacity:
     """Returns what the executors can take together."""
-    each = [executor.lanes for executor in executors]
-    return Lanes(
+    each = [executor.capacity for executor in executors]
+    return Capacity(
         masked=max(one.masked for one in each),
         verify=max((one.verify for one in each), key=len),
         few=max(one.few for one in each),
@@ -90,8 +90,8 @@ def lanes_of(executors: Iterable[Executor]) -> Lanes:
 
 def asked_of(executors: Mapping[str, object]) -> Executors:
     """Returns the executors that the router asks before it decides."""
-    ahead = {Lane(name): one for name, one in executors.items() if isinstance(one, LaunchesAhead)}
-    verify, drafted = executors.get(Lane.VERIFY), executors.get(Lane.DRAFTED)
+    ahead = {Role(name): one for name, one in executors.items() if isinstance(one, LaunchesAhead)}
+    verify, drafted = executors.get(Role.VERIFY), executors.get(Role.DRAFTED)
     return Executors(
         ahead,
         verify if isinstance(verify, Proposes) else None,

@@ -98,7 +98,7 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 class Share(msgspec.Struct, frozen=True, array_like=True):
     """The rows of a step that one executor computes, in the plan's order."""
 
-    lane: str  # name of the executor
+    executor: str  # its name
     rows: tuple[Row, ...]
     pipeline: int = 0  # of the executor's, where it has several
     drain: bool = False  # the rows get what is in flight for them, at least one token each, and leave the pipeline

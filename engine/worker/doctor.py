@@ -20,7 +20,7 @@ import torch
 from engine.errors import EngineError, Unsupported
 from engine.execution.graphs import weights
 from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
-from engine.execution.router import Lane
+from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, stored_as
@@ -257,9 +257,9 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
     """Who would guess, under the decoder in use."""
-    verifier = Lane.VERIFY if chosen == "graph" else chosen
+    verifier = Role.VERIFY if chosen == "graph" else chosen
     no_draft = NO_DRAFT if draft is None else None
-    if parts is not None and draft is not None and verifier == Lane.VERIFY:
+    if parts is not None and draft is not None and verifier == Role.VERIFY:
         no_draft = weights.why_not(draft)
     return [Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifier, no_draft)]
 

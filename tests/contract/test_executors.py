@@ -15,7 +15,7 @@ from msgspec import structs
 from engine.api import Constraint, GenerationRequest
 from engine.errors import Unsupported
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose
-from engine.execution.router import Lanes, StepOptions
+from engine.execution.router import Capacity, StepOptions
 from engine.execution.speculation.drafted import Speculation
 from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
@@ -46,8 +46,8 @@ class Counted:
                 setattr(self, name, getattr(inner, name))
 
     @property
-    def lanes(self) -> Lanes:
-        return self.inner.lanes
+    def capacity(self) -> Capacity:
+        return self.inner.capacity
 
     @property
     def lookahead_tokens(self) -> int:

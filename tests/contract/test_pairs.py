@@ -20,7 +20,7 @@ from msgspec import structs
 from bench.speculation import Forced
 from engine.api import GenerationRequest, Stopping
 from engine.execution.registry import EXECUTORS, ExecutorEntry
-from engine.execution.router import Lane
+from engine.execution.router import Role
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation import verify_executor as captured
 from engine.execution.speculation.drafted import Speculation
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.product
 EAGER = EXECUTORS[-1]
 ENTRIES = {entry.name: entry for entry in EXECUTORS}
 ON_CPU = ("eager", "lookup", "draft model", "forced")
-CAPTURED_ONES = ("constrained", Lane.VERIFY, "graph_decode", "graph_prefill", "batched")
+CAPTURED_ONES = ("constrained", Role.VERIFY, "graph_decode", "graph_prefill", "batched")
 ON_GPU = ("eager", "lookup", *CAPTURED_ONES, "all", "all with a draft model")
 CROWD = 9  # rows that make a step too wide for one pipeline of `graph_decode`
 
@@ -127,7 +127,7 @@ def proposers(name: str, parts: Parts, told: dict[tuple[int, ...], list[int]]) -
 def entries(name: str, told: dict[tuple[int, ...], list[int]]) -> tuple[ExecutorEntry, ...]:
     """The registry of a path."""
     makers: dict[str, Callable[[Parts], CapturedSpeculation]] = {
-        Lane.VERIFY: partial(CapturedSpeculation, known=FREE),
+        Role.VERIFY: partial(CapturedSpeculation, known=FREE),
     }
     if name == "eager":
         return (EAGER,)
@@ -254,4 +254,4 @@ def test_drafts_were_verified(path: Path) -> None:
     found = path.run([Arrival(request)])
     proposed = found.answers[request.request_id].proposed
     if not path.name.startswith("all"):  # those draft only where drafts pay, and a tiny model's steps are too short
-        assert (proposed > 0) == (path.name in ("lookup", "draft model", "forced", Lane.VERIFY))
+        assert (proposed > 0) == (path.name in ("lookup", "draft model", "forced", Role.VERIFY))

@@ -14,7 +14,7 @@ from engine.api import Objection
 from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.registry import EXECUTORS, ExecutorEntry, choose, leaders
-from engine.execution.router import Lane, Lanes, StepOptions
+from engine.execution.router import Capacity, Role, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.sequence_state import SequenceState
@@ -43,7 +43,7 @@ def test_the_last_executor_has_no_objection(plain: tuple[EngineSettings, Prepare
     assert EAGER.why_not(parts) is None
     assert len({entry.name for entry in EXECUTORS}) == len(EXECUTORS)
     assert [entry.decoder for entry in leaders()] == ["graph", "eager"]
-    assert EAGER.make(parts).lanes == Lanes()
+    assert EAGER.make(parts).capacity == Capacity()
 
 
 class Narrow:
@@ -58,7 +58,7 @@ class Narrow:
         self.seen: dict[int, list[SequenceState]] = {}  # by slot
         self.steps = 0
         self.warm = self.closed = False
-        self.lanes = Lanes(many=1)
+        self.capacity = Capacity(many=1)
 
     def warmup(self, progress: Any) -> None:
         self.warm = True
@@ -93,7 +93,7 @@ def saying(reason: str | None) -> Callable[[Parts], str | None]:
 
 
 def registry_of(name: str, make: Any, reason: str | None = None) -> tuple[ExecutorEntry, ...]:
-    return (ExecutorEntry(Lane.MANY, name, saying(reason), make, EAGER.trial), EAGER)
+    return (ExecutorEntry(Role.MANY, name, saying(reason), make, EAGER.trial), EAGER)
 
 
 def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[EngineSettings, Prepared]) -> None:
@@ -101,12 +101,12 @@ def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[En
     beside = replace(leader, name="beside", make=Narrow, optional=True)
     assert [name for name, _ in choose("auto", plain[1].parts, (beside, leader, last)).executors] == [
         "beside",
-        Lane.MANY,
+        Role.MANY,
         "eager",
     ]
     refused = replace(beside, why_not=saying("not today"))
     found = choose("graph", plain[1].parts, (refused, leader, last))
-    assert [name for name, _ in found.executors] == [Lane.MANY, "eager"]
+    assert [name for name, _ in found.executors] == [Role.MANY, "eager"]
     assert found.missing == (Objection(decoder="beside", reason="not today"),)
     assert any(one.name == "captured_speculation" and one.decoder == "graph" for one in EXECUTORS)
 
@@ -141,7 +141,7 @@ def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineS
         choice = choose("auto", prepared.parts, (first, beside, last))
         assert choice.decoder == "fast"
         names = [name for name, _ in choice.executors]
-        assert names == ([Lane.MANY, "fast_prompts", "eager"] if reason is None else [Lane.MANY, "eager"])
+        assert names == ([Role.MANY, "fast_prompts", "eager"] if reason is None else [Role.MANY, "eager"])
         assert choice.missing == (() if reason is None else (Objection(decoder="fast_prompts", reason="no room"),))
         assert choice.objections == ()
         alone = choose("eager", prepared.parts, (first, beside, last))

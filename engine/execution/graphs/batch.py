@@ -19,7 +19,7 @@ from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
 from engine.execution.pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes, Launch
 from engine.execution.polling import RingPoller, all_entries
-from engine.execution.router import FEW, Lanes, StepOptions
+from engine.execution.router import FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
@@ -189,9 +189,9 @@ class Batched:
         self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
 
     @property
-    def lanes(self) -> Lanes:
+    def capacity(self) -> Capacity:
         """Returns the most rows of a step."""
-        return Lanes(many=self._pipeline.most_rows)
+        return Capacity(many=self._pipeline.most_rows)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures."""

@@ -30,7 +30,7 @@ from engine.execution.pipeline import (
     run_share,
 )
 from engine.execution.polling import RingPoller
-from engine.execution.router import AHEAD, FEW, Lanes, StepOptions
+from engine.execution.router import AHEAD, FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit, no_gpu
 from engine.kernels import sampling
 from engine.kernels.attention import MANY_TOKENS
@@ -318,9 +318,9 @@ class GraphDecode:
         self._pipelines = [Pipeline(device, parts.sequences, parts.max_context) for device in self._devices]
 
     @property
-    def lanes(self) -> Lanes:
+    def capacity(self) -> Capacity:
         """Returns the number of its pipelines."""
-        return Lanes(few=len(self._pipelines))
+        return Capacity(few=len(self._pipelines))
 
     @property
     def switches(self) -> Mapping[str, str | None]:

@@ -22,7 +22,7 @@ from engine.execution.graphs.row_state import RING, State, entry_of, fill, idle,
 from engine.execution.needs import require_known
 from engine.execution.pipeline import BUCKETS, Launch, Mask, MaskedPipeline, MorePages, Rewrite, bucket
 from engine.execution.polling import RingPoller
-from engine.execution.router import Lanes, StepOptions
+from engine.execution.router import Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.execution.token_masks import TokenMasks
 from engine.kernels import sampling
@@ -210,9 +210,9 @@ class Constrained:
         self._pipeline = MaskedPipeline(self._steps, parts.sequences, parts.max_context, self)
 
     @property
-    def lanes(self) -> Lanes:
+    def capacity(self) -> Capacity:
         """Returns the most rows of a step."""
-        return Lanes(masked=MOST_ROWS)
+        return Capacity(masked=MOST_ROWS)
 
     @property
     def switches(self) -> Mapping[str, str | None]:

@@ -22,7 +22,7 @@ from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, c
 from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Chunk, Layout, Pass, passes
 from engine.execution.mailbox import Mailbox
 from engine.execution.needs import chosen_by_kernels
-from engine.execution.router import ALL_OPTIONS, Lanes, StepOptions
+from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import prefill as ops
 from engine.kernels.attention import LayerAttention
@@ -255,9 +255,9 @@ class GraphPrefill:
         return results
 
     @property
-    def lanes(self) -> Lanes:
+    def capacity(self) -> Capacity:
         """Returns that it takes prompts."""
-        return Lanes(prompts=True)
+        return Capacity(prompts=True)
 
     @property
     def switches(self) -> Mapping[str, str | None]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from engine.execution.eager import Eager, in_order
-from engine.execution.router import NO_DRAFTS, Drafts, Lanes, StepOptions, StepRows
+from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, StepRows
 from engine.execution.speculation import costs
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
@@ -51,9 +51,9 @@ class Speculation:
         self._control: Control | None = None
 
     @property
-    def lanes(self) -> Lanes:
-        """Returns no lane of its own: it takes all rows of a step that has drafts."""
-        return Lanes()
+    def capacity(self) -> Capacity:
+        """Returns nothing: it takes all rows of a step that has drafts."""
+        return Capacity()
 
     @property
     def switches(self) -> Mapping[str, str | None]:

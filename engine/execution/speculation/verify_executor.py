@@ -17,7 +17,7 @@ from engine.execution.graphs.draft_prefill import DraftPrefill
 from engine.execution.graphs.draft_steps import DeviceDraft
 from engine.execution.graphs.verify import VerifyGraphs
 from engine.execution.pipeline import GROUPS, Lookahead, Pipeline, verify_lookahead
-from engine.execution.router import NO_DRAFTS, Drafts, Lanes, StepOptions, StepRows
+from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, StepRows
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.depths import PaidDepths
 from engine.execution.speculation.draft_model import DraftModel
@@ -174,9 +174,9 @@ class CapturedSpeculation:
         return found | {1: max(plain[1], _PLAIN * found[1])}, plain
 
     @property
-    def lanes(self) -> Lanes:
+    def capacity(self) -> Capacity:
         """Returns the most sequences of each pipeline, and whether rows drain their plain steps before they come."""
-        return Lanes(verify=tuple(self.pipelines), drains_few=self._drains_few)
+        return Capacity(verify=tuple(self.pipelines), drains_few=self._drains_few)
 
     @property
     def lookahead_tokens(self) -> int:

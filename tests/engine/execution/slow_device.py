@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping, TokenLogprob
 from engine.errors import EngineFailed
 from engine.execution.pipeline import Launch, MorePages, Rewrite, bucket
-from engine.execution.router import ALL_OPTIONS, Executors, Lane, Lanes, Router, StepOptions
+from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role, Router, StepOptions
 from engine.fake.checker import PlanChecker
 from engine.ipc.events import Failure
 from engine.kv.page_pool import PagePool
@@ -209,14 +209,14 @@ class SlowRunner:
     def __init__(
         self,
         memory: SlowMemory,
-        lanes: Lanes,
-        computing: Mapping[Lane, Computes],
+        capacity: Capacity,
+        computing: Mapping[Role, Computes],
         sequences: SequenceTable,
         executors: Executors | None = None,
         options: StepOptions = ALL_OPTIONS,
     ) -> None:
         self.memory, self.computing, self.sequences, self.options = memory, computing, sequences, options
-        self.router = Router(sequences, lanes, executors or Executors({}))
+        self.router = Router(sequences, capacity, executors or Executors({}))
         self.checker, self.checked = PlanChecker(len(memory.slots), 64), True
         self.assignments: list[Assignment] = []
 
@@ -238,10 +238,10 @@ class SlowRunner:
         assert sorted(shared) == sorted(row.key for row in plan.rows), "each row is computed once"
         results: dict[int, RowResult] = {}
         for share in assignment.shares:
-            if share.lane in (Lane.PROMPTS, Lane.EAGER):
+            if share.executor in (Role.PROMPTS, Role.EAGER):
                 results |= self._prefill(share.rows)
             else:
-                results |= self.computing[Lane(share.lane)].run(share)
+                results |= self.computing[Role(share.executor)].run(share)
         self.sequences.append(plan.rows, results)
         return StepResult(results, assignment)
 

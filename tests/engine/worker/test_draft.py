@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import InvalidModel, Unsupported
 from engine.execution.registry import EXECUTORS, proposers
-from engine.execution.router import Lane
+from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
 from engine.execution.trials import KERNELS, PLAIN
 from engine.kernels.gpu import GpuShape
@@ -107,9 +107,9 @@ def test_a_draft_models_kernels_are_foretold(folder: Folder) -> None:
     [
         (None, None, "no executor in use verifies drafts", "no executor in use verifies drafts"),
         ("speculation", None, "", ""),
-        (Lane.VERIFY, None, "the draft model guesses in its place", ""),
-        (Lane.VERIFY, "heads of 20", "", "heads of 20"),
-        (Lane.VERIFY, NO_DRAFT, "", NO_DRAFT),
+        (Role.VERIFY, None, "the draft model guesses in its place", ""),
+        (Role.VERIFY, "heads of 20", "", "heads of 20"),
+        (Role.VERIFY, NO_DRAFT, "", NO_DRAFT),
     ],
 )
 def test_who_guesses_and_why_not_the_other(verifier: str | None, no_draft: str | None, lookup: str, draft: str) -> None:

@@ -31,7 +31,7 @@ from engine.execution.pipeline import (
     in_flight,
     run_share,
 )
-from engine.execution.router import ALL_OPTIONS, Executors, Lane, Lanes
+from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role
 from engine.kernels import reference
 from engine.kernels.batch_sampling import Tables
 from engine.kernels.rows import ENTER, LEAVE, MOVE, PAGES, mail_of
@@ -265,9 +265,9 @@ class SampledLife(Life):
         limits = Limits(
             max_sequences=most, max_batch_tokens=64, max_context=150, lookahead_tokens=15, max_tokens_per_row=16
         )
-        lanes, few = Lanes(few=1, many=self.batch.most_rows), Few(self)
-        computing = {Lane.FEW: few, Lane.MANY: Many(self)}
-        runner = SlowRunner(self.batches, lanes, computing, self.sequences, Executors({Lane.FEW: few}))
+        capacity, few = Capacity(few=1, many=self.batch.most_rows), Few(self)
+        computing = {Role.FEW: few, Role.MANY: Many(self)}
+        runner = SlowRunner(self.batches, capacity, computing, self.sequences, Executors({Role.FEW: few}))
         super().__init__(seed, runner, limits)
 
     def admit(self) -> None:

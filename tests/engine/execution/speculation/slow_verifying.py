@@ -22,7 +22,7 @@ from engine.execution.pipeline import (
     verify_lookahead,
 )
 from engine.execution.router import AHEAD as STEPS_AHEAD
-from engine.execution.router import ALL_OPTIONS, Executors, Lane, Lanes, StepOptions
+from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role, StepOptions
 from engine.execution.speculation.draft_progress import DraftProgress, prefix_length
 from engine.execution.speculation.groups import BEGINNING, STAYS, SinglePolicy
 from engine.execution.speculation.verifying import VerifyingRows, Way
@@ -345,9 +345,9 @@ class RoundsLife(Life):
             ways[most] = Way(pipeline(self.devices[most], most), self.choosers[most])
         self.rounds = Verifying(ways, {1: self.device, **self.devices}, table)
         plain = Steps(steps, table)
-        lanes = Lanes(verify=self.rounds.most_sequences, few=1, drains_few=waits)
-        executors = Executors({Lane.VERIFY: self.rounds, Lane.FEW: plain}, self.rounds)
-        runner = SlowRunner(steps, lanes, {Lane.VERIFY: self.rounds, Lane.FEW: plain}, table, executors)
+        capacity = Capacity(verify=self.rounds.most_sequences, few=1, drains_few=waits)
+        executors = Executors({Role.VERIFY: self.rounds, Role.FEW: plain}, self.rounds)
+        runner = SlowRunner(steps, capacity, {Role.VERIFY: self.rounds, Role.FEW: plain}, table, executors)
         super().__init__(seed, runner, limits, shared=shared)
 
     def speculate(self, enabled: bool) -> None:

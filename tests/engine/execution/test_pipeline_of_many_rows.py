@@ -22,7 +22,7 @@ from engine.execution.pipeline import (
     in_flight,
     run_share,
 )
-from engine.execution.router import ALL_OPTIONS, Executors, Lane, Lanes
+from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share, StepPlan
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
@@ -65,8 +65,8 @@ class BatchesLife(Life):
             max_tokens_per_row=MOST_BATCH_AHEAD,
         )
         self.decoding = Batches(self.device, limits.max_context)
-        lanes = Lanes(many=self.decoding.pipeline.most_rows)
-        runner = SlowRunner(self.device, lanes, {Lane.MANY: self.decoding}, self.decoding.sequences)
+        capacity = Capacity(many=self.decoding.pipeline.most_rows)
+        runner = SlowRunner(self.device, capacity, {Role.MANY: self.decoding}, self.decoding.sequences)
         super().__init__(seed, runner, limits)
 
 
@@ -237,8 +237,11 @@ class HandOver(Life):
         decoding = Batches(self.batches, 150)
         self.pipeline = Pipeline(self.few, decoding.sequences, 150)
         self.drained = 0
-        lanes, computing = Lanes(few=1, many=decoding.pipeline.most_rows), {Lane.FEW: self, Lane.MANY: decoding}
-        runner = SlowRunner(self.batches, lanes, computing, decoding.sequences, Executors({Lane.FEW: self}))
+        capacity, computing = (
+            Capacity(few=1, many=decoding.pipeline.most_rows),
+            {Role.FEW: self, Role.MANY: decoding},
+        )
+        runner = SlowRunner(self.batches, capacity, computing, decoding.sequences, Executors({Role.FEW: self}))
         super().__init__(seed, runner, limits)
 
     def take(self, asked: GenerationRequest) -> None:

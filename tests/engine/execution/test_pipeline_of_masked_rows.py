@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.api import Constraint, GenerationRequest
 from engine.execution.pipeline import BUCKETS, Launch, Mask, MaskedPipeline, Pipeline, Rewrite, in_flight, run_share
-from engine.execution.router import AHEAD, ALL_OPTIONS, Executors, Lane, Lanes
+from engine.execution.router import AHEAD, ALL_OPTIONS, Capacity, Executors, Role
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.scheduling.sequence_state import SequenceTable
@@ -128,8 +128,11 @@ class HalvesLife(Life):
         sequences, context = SequenceTable(), limits.max_context
         ahead = Ahead(SlowDevice(seed + 1, pages, sick, self.device), sequences, context)
         self.halves = Halves(self.device, sequences, context)
-        lanes, computing = Lanes(masked=BUCKETS[-1], few=1), {Lane.MASKED: self.halves, Lane.FEW: ahead}
-        runner = SlowRunner(self.device, lanes, computing, sequences, Executors({Lane.FEW: ahead}))
+        capacity, computing = (
+            Capacity(masked=BUCKETS[-1], few=1),
+            {Role.MASKED: self.halves, Role.FEW: ahead},
+        )
+        runner = SlowRunner(self.device, capacity, computing, sequences, Executors({Role.FEW: ahead}))
         super().__init__(seed, runner, limits)
 
     def take(self, asked: GenerationRequest) -> None:

@@ -16,7 +16,16 @@ from engine.api import GREEDY, GenerationRequest
 from engine.errors import EngineFailed
 from engine.execution.needs import Needs, chosen_by_kernels
 from engine.execution.pipeline import LOW, Lookahead, Pipeline, bucket, in_flight, plain_lookahead, run_share
-from engine.execution.router import AHEAD, AHEAD_IN_TURN, ALL_OPTIONS, Executors, Lane, Lanes, StepRows, route
+from engine.execution.router import (
+    AHEAD,
+    AHEAD_IN_TURN,
+    ALL_OPTIONS,
+    Capacity,
+    Executors,
+    Role,
+    StepRows,
+    route,
+)
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share, StepPlan
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
@@ -34,7 +43,11 @@ class Pipelines:
         self.pipelines = [Pipeline(device, self.sequences, max_context) for device in devices]
         self.pipeline = self.pipelines[0]
         self.runner = SlowRunner(
-            devices[0], Lanes(few=len(devices)), {Lane.FEW: self}, self.sequences, Executors({Lane.FEW: self})
+            devices[0],
+            Capacity(few=len(devices)),
+            {Role.FEW: self},
+            self.sequences,
+            Executors({Role.FEW: self}),
         )
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
@@ -43,9 +56,9 @@ class Pipelines:
     def step(self, rows: Rows[Row]) -> dict[int, RowResult]:
         """Computes rows of sequences that the table holds, as the router shares them out."""
         step = StepRows.of(tuple(rows), {row.key: Needs.KERNELS for row in rows})
-        holders = {key: (Lane.FEW, at) for key, at in self.in_flight(step.decoding).items()}
+        holders = {key: (Role.FEW, at) for key, at in self.in_flight(step.decoding).items()}
         found: dict[int, RowResult] = {}
-        for share in route(step, {}, holders, Lanes(few=len(self.pipelines))).shares:
+        for share in route(step, {}, holders, Capacity(few=len(self.pipelines))).shares:
             found |= self.run(share)
         return found
 
