@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -91,48 +93,135 @@ class BatchBucket:
     ring: memoryview  # of 64-bit words [rows · RING]
 
 
-class CapturedSteps:
-    """All batch buckets. Calls go to torch's current stream."""
+class RowMemory(Protocol):
+    """The memory of a bucket's rows."""
 
-    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
+    @property
+    def buffers(self) -> StepBuffers: ...
+    @property
+    def state(self) -> State: ...
+    @property
+    def start(self) -> KernelLaunch: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def ring(self) -> memoryview:
+        """64-bit words [rows · RING]."""
+
+
+Memory = TypeVar("Memory", bound=RowMemory)
+
+
+class RowSteps(ABC, Generic[Memory]):
+    """Steps of few rows, whose states the host writes as one block. Calls go to torch's current stream."""
+
+    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, most_rows: int) -> None:
         self._library = library
         self._weights = weights
         self._max_context = max_context
-        self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
-        self._launcher = launcher_of(weights.table.device)
-        self._recorder = Recorder(weights.table.device)
-        self._buckets: dict[int, BatchBucket] = {}
-        self._here: BatchBucket | None = None
+        self._lengths = [*(reach for reach in REACHES if reach < max_context), max_context]
+        self._plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
         vocabulary, device = weights.head.rows, weights.table.device
-        self._sampling = sampling.allocate(self.sizes[-1], vocabulary, device)  # all buckets', one at a time
+        self._launcher = launcher_of(device)
+        self._recorder = Recorder(device)
+        most = bucket(min(most_rows, BUCKETS[-1]))
+        self._sampling = sampling.allocate(most, vocabulary, device)  # all buckets', one at a time
+        self._most_top = sampling.most_top(library.gpu.multiprocessors)
+        self._buckets: dict[int, Memory] = {}
+        self._here: Memory | None = None
         self._draws = False  # whether the sampling stages are needed here
         self._within_top = False  # and need few logits
-        self._most_top = sampling.most_top(library.gpu.multiprocessors)
         self._poller = RingPoller()
+
+    @abstractmethod
+    def _made(self, size: int) -> Memory:
+        """Makes the memory and the steps of so many rows. Raises BuildError."""
+
+    def _bucket(self, size: int) -> Memory:
+        found = self._buckets.get(size)
+        if found is None:
+            found = self._buckets[size] = self._made(size)
+        return found
+
+    @property
+    def _current(self) -> Memory:
+        if self._here is None:
+            raise EngineFailed("no rows were placed")
+        return self._here
+
+    def _room(self, size: int) -> tuple[StepBuffers, State]:
+        """Returns what so many rows live in, all of them idle."""
+        state = idle(size, self._weights.table.device)
+        return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
+
+    def update(self, update: Rewrite | MorePages) -> None:
+        """See `pipeline.RowDevice`."""
+        if isinstance(update, MorePages):
+            self._add_pages(update.index, update.first, update.pages)
+            return
+        rows = update.rows
+        here = self._here = self._bucket(bucket(len(rows)))
+        require_known((row.token for row in rows), self._weights.table.shape[0])
+        if update.number == 0:
+            torch.cuda.synchronize()
+            for each in self._buckets.values():
+                each.buffers.progress.ring.zero_()
+        here.state.block.copy_(fill(rows, here.buffers.batch, update.number), non_blocking=True)
+        needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in rows]
+        self._draws = any(need is not None for need in needs)
+        self._within_top = all(need is not None and need.within_top(self._most_top) for need in needs)
+        for index, row in enumerate(rows):
+            self._add_pages(index, 0, row.pages)
+            if self._draws:
+                sampled.place(here.sampling, index, row.sequence, row.unreported)
+        self._launcher.enqueue([here.start])
+
+    def _add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
+        row = self._current.buffers.places.pages[index]
+        if len(pages) == 1:
+            row[first].fill_(pages[0])
+            return
+        row[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+
+    def poll(self, index: int, number: int) -> int | None:
+        """See `pipeline.RowDevice`."""
+        return entry_of(self._current.ring, index, number)
+
+    def wait(self) -> None:
+        """See `pipeline.RowDevice`."""
+        self._poller.wait()
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        torch.cuda.synchronize()
+        self._buckets.clear()
+        self._here = None
+
+
+class CapturedSteps(RowSteps[BatchBucket]):
+    """Plain steps. All buckets are captured at the start."""
+
+    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
+        super().__init__(library, weights, max_context, max_rows)
+        self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
 
     def build(self, sizes: Rows[int]) -> None:
         """Makes the steps of so many rows each. Raises BuildError."""
         for size in sizes:
-            if size not in self._buckets:
-                self._buckets[size] = self._bucket(*self._room(size))
+            self._bucket(size)
 
-    def _room(self, size: int) -> tuple[StepBuffers, State]:
-        """What so many rows live in, all of them idle."""
-        state = idle(size, self._weights.table.device)
-        return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
+    def _made(self, size: int) -> BatchBucket:
+        return self._steps(*self._room(size))
 
-    def _bucket(self, buffers: StepBuffers, state: State) -> BatchBucket:
+    def _steps(self, buffers: StepBuffers, state: State) -> BatchBucket:
         library = self._library
-        plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
-        lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
         draws = self._sampling.first(buffers.batch)
-
-        plans = [replace(plan, longest=longest) for longest in lengths]
+        plans = [replace(self._plan, longest=longest) for longest in self._lengths]
         layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
 
         def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
             found = []
-            for longest, each, common in zip(lengths, plans, layers, strict=True):
+            for longest, each, common in zip(self._lengths, plans, layers, strict=True):
                 each = replace(each, two_pass=two_pass, within_top=two_pass)
                 chain = prepare_step(library, self._weights, buffers, each, how, layers=common)
                 found.append(Steps(longest, chain, {}))
@@ -156,13 +245,12 @@ class CapturedSteps:
         size = self.sizes[0]
         self.build((size,))
         here = self._buckets[size]
-        gpu = self._library.gpu
-        plan = ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, longest=min(REACHES[1], self._max_context))
+        plan = replace(self._plan, longest=min(REACHES[1], self._max_context))
         timed = placement.LayersTimed(self._library, self._launcher, self._weights, plan)
         timed.place_row(here.buffers)
         buffers = placement.settled(here.buffers, timed)
         timed.take_away(buffers)
-        self._buckets[size] = self._bucket(buffers, here.state)
+        self._buckets[size] = self._steps(buffers, here.state)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
@@ -215,35 +303,6 @@ class CapturedSteps:
             found = steps.graphs[size] = self._recorder.record(enqueue)
         return found
 
-    def update(self, update: Rewrite | MorePages) -> None:
-        """Writes these rows and no others, or tells a row of more pages."""
-        if isinstance(update, MorePages):
-            self._add_pages(update.index, update.first, update.pages)
-            return
-        rows = update.rows
-        here = self._here = self._buckets[bucket(len(rows))]
-        require_known((row.token for row in rows), self._weights.table.shape[0])
-        if update.number == 0:
-            torch.cuda.synchronize()
-            for each in self._buckets.values():
-                each.buffers.progress.ring.zero_()
-        here.state.block.copy_(fill(rows, here.buffers.batch, update.number), non_blocking=True)
-        needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in rows]
-        self._draws = any(need is not None for need in needs)
-        self._within_top = all(need is not None and need.within_top(self._most_top) for need in needs)
-        for index, row in enumerate(rows):
-            self._add_pages(index, 0, row.pages)
-            if self._draws:
-                sampled.place(here.sampling, index, row.sequence, row.unreported)
-        self._launcher.enqueue([here.start])
-
-    def _add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
-        row = self._current.buffers.places.pages[index]
-        if len(pages) == 1:
-            row[first].fill_(pages[0])
-            return
-        row[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
-
     def launch(self, launch: Launch) -> None:
         """Enqueues steps of all rows."""
         self._poller.launched()
@@ -258,26 +317,6 @@ class CapturedSteps:
             return
         for _ in range(launch.steps):
             self._launcher.enqueue(reach.chain)
-
-    def poll(self, index: int, number: int) -> int | None:
-        """See `pipeline.RowDevice`."""
-        return entry_of(self._current.ring, index, number)
-
-    def wait(self) -> None:
-        """See `pipeline.RowDevice`."""
-        self._poller.wait()
-
-    def close(self) -> None:
-        """Gives the graphs back."""
-        torch.cuda.synchronize()
-        self._buckets.clear()
-        self._here = None
-
-    @property
-    def _current(self) -> BatchBucket:
-        if self._here is None:
-            raise EngineFailed("no rows were placed")
-        return self._here
 
 
 def why_not(parts: Parts) -> str | None:

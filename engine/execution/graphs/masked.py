@@ -13,35 +13,24 @@ from functools import partial
 
 import torch
 
-from engine.errors import EngineFailed
-from engine.execution import device_sampling as sampled
-from engine.execution.capture import Recorder
 from engine.execution.graphs import decode, weights
-from engine.execution.graphs.decode import REACHES
-from engine.execution.graphs.row_state import RING, State, entry_of, fill, idle, placed, words
-from engine.execution.needs import require_known
-from engine.execution.pipeline import BUCKETS, Launch, Mask, MaskedPipeline, MorePages, Rewrite, bucket
-from engine.execution.polling import RingPoller
+from engine.execution.graphs.decode import RowSteps
+from engine.execution.graphs.row_state import State, words
+from engine.execution.pipeline import BUCKETS, Launch, Mask, MaskedPipeline
 from engine.execution.router import Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.execution.token_masks import TokenMasks
-from engine.kernels import sampling
-from engine.kernels.build import BuildError, Kernels
+from engine.kernels.build import BuildError
 from engine.kernels.launch import Launch as KernelLaunch
-from engine.kernels.launch import launcher_of
 from engine.kernels.sampling import Sampling
 from engine.kernels.step import (
-    ChainPlan,
     StepBuffers,
-    StepWeights,
-    allocate,
     prepare_choice,
     prepare_layers,
     prepare_start,
 )
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult, Share
-from engine.settings import PAGE_SIZE
 
 MOST_ROWS = BUCKETS[-1]
 why_not = decode.why_not
@@ -69,36 +58,12 @@ class MaskedBucket:
     choosing: dict[str, Chain] = field(default_factory=dict)  # plain, two passes, sampled
 
 
-class MaskedSteps:
-    """All batch buckets. Calls go to torch's current stream."""
-
-    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, most_rows: int) -> None:
-        self._library = library
-        self._weights = weights
-        self._pages = -(-max_context // PAGE_SIZE)
-        self._lengths = [*(reach for reach in REACHES if reach < max_context), max_context]
-        device = weights.table.device
-        self._plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
-        self._launcher = launcher_of(device)
-        self._recorder = Recorder(device)
-        # All buckets', one at a time.
-        self._sampling = sampling.allocate(bucket(min(most_rows, MOST_ROWS)), weights.head.rows, device)
-        self._buckets: dict[int, MaskedBucket] = {}
-        self._here: MaskedBucket | None = None
-        self._draws = False  # whether the sampling stages are needed here
-        self._poller = RingPoller()
-
-    def _bucket(self, size: int) -> MaskedBucket:
-        found = self._buckets.get(size)
-        if found is None:
-            found = self._buckets[size] = self._made(size)
-        return found
+class MaskedSteps(RowSteps[MaskedBucket]):
+    """Masked steps. Buckets are made and captured when they are first wanted."""
 
     def _made(self, size: int) -> MaskedBucket:
-        device = self._weights.table.device
-        masks = TokenMasks(size, self._weights.head.rows, device)
-        state = idle(size, device)
-        buffers = placed(allocate(self._weights, size, self._pages, RING), state)
+        masks = TokenMasks(size, self._weights.head.rows, self._weights.table.device)
+        buffers, state = self._room(size)
         buffers = replace(buffers, choice=replace(buffers.choice, masks=masks.arrived))
         return MaskedBucket(
             buffers=buffers,
@@ -108,30 +73,6 @@ class MaskedSteps:
             masks=masks,
             ring=words(buffers.progress.ring),
         )
-
-    def update(self, update: Rewrite | MorePages) -> None:
-        """Writes these rows and no others, or tells a row of more pages."""
-        if isinstance(update, MorePages):
-            self._add_pages(update.index, update.first, update.pages)
-            return
-        rows = update.rows
-        here = self._here = self._bucket(bucket(len(rows)))
-        require_known((row.token for row in rows), self._weights.table.shape[0])
-        if update.number == 0:
-            torch.cuda.synchronize()
-            for each in self._buckets.values():
-                each.buffers.progress.ring.zero_()
-        here.state.block.copy_(fill(rows, here.buffers.batch, update.number), non_blocking=True)
-        self._draws = any(sampled.needed(row.sequence) for row in rows)
-        for index, row in enumerate(rows):
-            self._add_pages(index, 0, row.pages)
-            if self._draws:
-                sampled.place(here.sampling, index, row.sequence)
-        self._launcher.enqueue([here.start])
-
-    def _add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
-        row = self._current.buffers.places.pages[index]
-        row[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
     def launch(self, launch: Launch) -> None:
         """Enqueues the layers of the next step, or, given masks, the choice of its tokens."""
@@ -169,26 +110,6 @@ class MaskedSteps:
         if chain.graph is None:
             chain.graph = self._recorder.record(partial(self._launcher.enqueue, chain.launches))
         chain.graph.replay()
-
-    def poll(self, index: int, number: int) -> int | None:
-        """See `pipeline.RowDevice`."""
-        return entry_of(self._current.ring, index, number)
-
-    def wait(self) -> None:
-        """See `pipeline.RowDevice`."""
-        self._poller.wait()
-
-    def close(self) -> None:
-        """Gives the graphs back."""
-        torch.cuda.synchronize()
-        self._buckets.clear()
-        self._here = None
-
-    @property
-    def _current(self) -> MaskedBucket:
-        if self._here is None:
-            raise EngineFailed("no rows were placed")
-        return self._here
 
 
 class Constrained:
