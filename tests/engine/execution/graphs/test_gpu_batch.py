@@ -17,7 +17,7 @@ from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.sampling.sampler import Sampler
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import Row, RowResult, Share
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
@@ -84,9 +84,9 @@ def test_every_row_of_many_draws_by_its_own_parameters(
     by: dict[str, int] = {"batched": 0, "eager": 0, "sampler": 0}
 
     def counted(kind: str, inner: Any) -> Any:
-        def run(self: Any, rows: tuple[Row, ...], *more: Any) -> dict[int, RowResult]:
-            by[kind] += len(rows)
-            return inner(self, rows, *more)  # type: ignore[no-any-return]
+        def run(self: Any, given: Share | tuple[Row, ...], *more: Any) -> dict[int, RowResult]:
+            by[kind] += len(given.rows if isinstance(given, Share) else given)
+            return inner(self, given, *more)  # type: ignore[no-any-return]
 
         return run
 

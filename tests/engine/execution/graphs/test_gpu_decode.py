@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from engine.api import GenerationRequest
 from engine.execution.eager import Eager
+from engine.execution.router import Role
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache
@@ -346,4 +347,4 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     runner = make_runner(settings_of(folder, dtype="float16"), prepared, nobody)
     assert runner.info.decoder == EAGER
     assert "float16" in runner.info.objections[0].reason
-    assert isinstance(runner._executors[-1], Eager)
+    assert isinstance(runner._executors[Role.EAGER], Eager)

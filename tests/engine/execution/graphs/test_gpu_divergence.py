@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.execution.graphs.batch import BatchedSteps
-from engine.execution.pipeline import BatchPipeline, BatchRow
+from engine.execution.pipeline import BatchPipeline, BatchRow, Launch
 from engine.worker.build import build
 from tests.engine.conftest import Drive, Request
 from tests.engine.execution.test_eager import MODELS, prompts, settings
@@ -34,14 +34,14 @@ class Watched:
         self.logits: list[torch.Tensor] = []
         launch, read = BatchedSteps.launch, BatchPipeline._read_step
 
-        def keep(device: BatchedSteps, rows: int) -> None:
-            launch(device, rows)
-            self.logits.append(device._logits[:rows].clone())
+        def keep(device: BatchedSteps, given: Launch) -> None:
+            launch(device, given)
+            self.logits.append(device._logits[: given.rows].clone())
 
         def note(pipeline: BatchPipeline) -> bool:
-            number = pipeline._launched - len(pipeline._under_way) + 1
-            moving = pipeline._under_way[0] if pipeline._under_way else ()
-            live = tuple(None if own is None or own.gone else own for own in moving)
+            number = pipeline._launched - len(pipeline._in_flight) + 1
+            moving = pipeline._in_flight[0] if pipeline._in_flight else ()
+            live = tuple(None if own is None or own.ended else own for own in moving)
             if came := read(pipeline):
                 self.taken[number] = live
             return came

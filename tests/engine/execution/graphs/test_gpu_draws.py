@@ -13,11 +13,12 @@ from msgspec.structs import replace
 from engine.api import GenerationRequest
 from engine.execution.capture import Recorder
 from engine.execution.eager import Eager
+from engine.execution.router import StepOptions
 from engine.execution.runner import ModelRunner
 from engine.kv.page_pool import PagePool
 from engine.sampling.sampler import Sampler
 from engine.scheduling.limits import Limits
-from engine.scheduling.plan import Row, RowResult
+from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState
@@ -78,11 +79,11 @@ def test_no_such_row_is_left_to_eager(folder: Path, monkeypatch: pytest.MonkeyPa
     runner = make_runner(settings_of(folder), prepared, nobody)
     eager_rows = sampled_rows = 0
 
-    def counted(self: Eager, rows: tuple[Row, ...], inner: Any = Eager.run) -> dict[int, RowResult]:
+    def counted(self: Eager, share: Share, options: StepOptions, inner: Any = Eager.run) -> dict[int, RowResult]:
         nonlocal eager_rows
         of = prepared.parts.sequences.of
-        eager_rows += sum(row.count == 1 and row.start >= of(row).prompt_length for row in rows)
-        return inner(self, rows)  # type: ignore[no-any-return]
+        eager_rows += sum(row.count == 1 and row.start >= of(row).prompt_length for row in share.rows)
+        return inner(self, share, options)  # type: ignore[no-any-return]
 
     def drawn(
         self: Sampler, sequences: list[SequenceState], logits: torch.Tensor, inner: Any = Sampler.sample

@@ -17,10 +17,11 @@ from engine.errors import EngineFailed
 from engine.execution.eager import Eager
 from engine.execution.forward_pass import why_not
 from engine.execution.graphs.prefill import GraphPrefill
+from engine.execution.router import ALL_OPTIONS, StepOptions
 from engine.execution.step_state import Parts
 from engine.kernels import gated_product
 from engine.linear import DenseLinear
-from engine.scheduling.plan import RowResult
+from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import Prepared, prepare
@@ -53,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 SIZES = (16, 64, 128)
+ONE_BY_ONE = StepOptions(graphs=False)
 
 
 def watch(stage: str, done: int, total: int) -> None:
@@ -93,19 +95,24 @@ def of_request(
     return holding(request, pages, slot)
 
 
-def run(executor: Any, parts: Parts, *fed: tuple[Sequence, int, int, bool]) -> Mapping[int, RowResult]:
+def run(
+    executor: Any, parts: Parts, *fed: tuple[Sequence, int, int, bool], options: StepOptions = ALL_OPTIONS
+) -> Mapping[int, RowResult]:
     """A step of (sequence, start, count, sample), each in its slot."""
     for one, _, _, _ in fed:
         put(parts.sequences, one)
     with torch.inference_mode():
-        return executor.run(tuple(known(*row) for row in fed))  # type: ignore[no-any-return]
+        return executor.run(Share("", tuple(known(*row) for row in fed)), options)  # type: ignore[no-any-return]
 
 
-def told(executor: Any, parts: Parts, one: Sequence, cuts: list[int]) -> torch.Tensor:
+def told(
+    executor: Any, parts: Parts, one: Sequence, cuts: list[int], options: StepOptions = ALL_OPTIONS
+) -> torch.Tensor:
     """Feeds a sequence in parts; log-probabilities of what may follow, by token."""
     start, result = 0, None
     for cut in [*cuts, len(one.token_ids)]:
-        result = run(executor, parts, (one, start, cut - start, cut == len(one.token_ids))).get(one.key)
+        fed = one, start, cut - start, cut == len(one.token_ids)
+        result = run(executor, parts, fed, options=options).get(one.key)
         start = cut
     assert result is not None
     found = torch.zeros(320)
@@ -205,8 +212,6 @@ def test_rows_of_a_plan_do_not_meet(tmp_path: Path) -> None:
     for index, row in found.items():
         for token, logprob in row.logprobs[0].top:
             assert logprob == pytest.approx(float(alone[index][token]), abs=0.1)
-    several = known(*fed[1])
-    assert stage.claims((known(fed[0][0], 30, 1), several)) == (several,)
 
 
 def test_tokens_after_prompts_of_one_plan(tmp_path: Path) -> None:
@@ -228,9 +233,7 @@ def test_tokens_after_prompts_of_one_plan(tmp_path: Path) -> None:
         rows.append((one, 0, len(ids), True))
     together = run(stage, parts, *rows)
     again = run(stage, parts, *rows)
-    stage.switch("graphs", False)
-    alone = {row[0].key: run(stage, parts, row)[row[0].key] for row in reversed(rows)}
-    stage.switch("graphs", True)
+    alone = {row[0].key: run(stage, parts, row, options=ONE_BY_ONE)[row[0].key] for row in reversed(rows)}
     assert together == again == alone
     assert {key: len(found.token_ids) for key, found in together.items()} == dict.fromkeys(range(4), 1)
     equal = 0  # drawn by the sampler over the same states: all but a few at the border of a filter
@@ -284,20 +287,13 @@ def test_a_prompt_without_numbers_has_no_token(tmp_path: Path) -> None:
     assert len(found[1].token_ids) == 1
 
 
-def test_switches(tmp_path: Path) -> None:
+def test_launches_one_by_one_choose_the_same(tmp_path: Path) -> None:
     parts = prepared(tmp_path, "qwen3").parts
     stage = GraphPrefill(parts, SIZES)
     stage.warmup(watch)
     one = sequence(torch.randint(0, 320, (90,), generator=torch.Generator().manual_seed(6)).tolist(), list(range(6)))
     captured = told(stage, parts, one, [40])
-    stage.switch("graphs", False)
-    assert torch.equal(told(stage, parts, one, [40]), captured)
-    rows = (known(one, 0, 90),)
-    assert stage.claims(rows) == rows
-    stage.switch("fused_kernels", False)
-    assert stage.claims(rows) == ()
-    stage.switch("fused_kernels", True)
-    stage.switch("graphs", True)
+    assert torch.equal(told(stage, parts, one, [40], ONE_BY_ONE), captured)
     assert torch.equal(told(stage, parts, one, [40]), captured)
 
 

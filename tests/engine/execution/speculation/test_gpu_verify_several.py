@@ -47,7 +47,7 @@ def eager_to() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for doubt in ("_may_pay", "_pays", "_won_back"):
             patch.setattr(SeveralPolicy, doubt, lambda *_: True)
-        patch.setattr(executor, "TURN", 0.0)  # steps of models this small would not be waited for
+        patch.setattr(executor, "_TURN", 0.0)  # steps of models this small would not be waited for
         yield
 
 
