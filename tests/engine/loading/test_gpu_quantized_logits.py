@@ -32,7 +32,7 @@ def layers_of(folder: Path, **given: Any) -> tuple[Layer, ...]:
     ids=["awq", "bnb", "int8"],
 )
 def test_a_card_has_the_numbers_of_a_cpu(folder: Path, quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_products(*_: object) -> CpuProducts:
+    def without_products(*_: object, **__: object) -> CpuProducts:
         raise NoProducts("weights as they were read are wanted")
 
     monkeypatch.setattr("engine.worker.build.open_products", without_products)

@@ -263,7 +263,7 @@ def test_other_work_is_done_while_first_tokens_are_waited_for(prompts: int, tmp_
         done.append(next(pieces, False))
         return done[-1]
 
-    parts.meanwhile.piece = piece
+    parts.idle_work.piece = piece
     torch.cuda._sleep(20_000_000)  # cycles
     assert run(stage, parts, *fed) == alone
     assert done[:3] == [True, True, False]
