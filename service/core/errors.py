@@ -120,12 +120,8 @@ class Unimplemented(ServiceError):
         self.field = field
 
 
-_STEPS = (
-    (0.1, 1000),
-    (1.0, 100),
-    (10.0, 20),
-    (math.inf, 4),
-)  # seconds, steps in each of them up to that long a hint
+# A hint no longer than so many seconds has so many steps in each of them.
+_STEPS = ((0.1, 1000), (1.0, 100), (10.0, 20), (math.inf, 4))
 
 
 class Overloaded(ServiceError):
