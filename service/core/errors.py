@@ -19,6 +19,7 @@ ServiceError
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -119,13 +120,19 @@ class Unimplemented(ServiceError):
         self.field = field
 
 
+# A hint no longer than so many seconds has so many steps in each of them.
+_STEPS = ((0.1, 1000), (1.0, 100), (10.0, 20), (math.inf, 4))
+
+
 class Overloaded(ServiceError):
-    """A limit is reached."""
+    """A limit is reached. `retry_after` is rounded to a step of some per cent: there are few different ones, so that
+    the status made of each can be kept."""
 
     def __init__(self, message: str, reason: Reason, retry_after: float) -> None:
         super().__init__(message)
         self.reason = reason
-        self.retry_after = retry_after  # seconds
+        steps = next(steps for longest, steps in _STEPS if retry_after <= longest)
+        self.retry_after = max(1, round(retry_after * steps)) / steps  # seconds
 
 
 class Draining(ServiceError):

@@ -6,7 +6,6 @@ import random
 
 _SHORTEST_HINT = 0.1  # seconds
 _LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be foretold
-_STEPS = ((1.0, 100), (10.0, 20), (_LONGEST_HINT, 4))  # a second, of hints no longer than that: 471 different ones
 _SMOOTHING = 0.1  # weight of the newest measurement
 _STAYS_AHEAD = 10.0  # that those who were refused before are let pass
 _ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
@@ -74,11 +73,8 @@ class Returns:
 
 def retry_hint(queue_time: float) -> float:
     """Seconds, for a caller who finds a queue that takes `queue_time` to pass: some time in its second half, so that
-    those who are refused do not return at once, and the queue is not empty before they do. In steps of some per cent:
-    there are few different ones, and what is made of them can be kept."""
-    hint = min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0)
-    steps = next(steps for shorter_than, steps in _STEPS if hint <= shorter_than)
-    return round(hint * steps) / steps
+    those who are refused do not return at once, and the queue is not empty before they do."""
+    return min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0)
 
 
 def smoothed(mean: float, newest: float, first: bool) -> float:

@@ -22,7 +22,7 @@ DOMAIN = "whippet"
 # HTTP/2 clients commonly refuse more than 8 KiB of trailers. Details travel in base64, the message percent-encoded.
 _MAX_DETAIL_BYTES = 3072
 _MAX_MESSAGE_BYTES = 512
-_KEPT = 1024  # refusals
+_KEPT = 512  # refusals; one message has at most 471 different hints below a minute
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -61,7 +61,8 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
 
 @lru_cache(_KEPT)
 def _overload(message: str, reason: Reason, retry_after: float) -> Failure:
-    """Of an Overloaded. Kept, since there may be a thousand a second, and few different ones."""
+    """Returns the status of an Overloaded. Kept, since there may be thousands a second, and few different ones: what is
+    allocated during a flood and kept would hold on to the pages around it."""
     code, details = _TABLE[errors.Overloaded]
     return _failure(code, message, details(errors.Overloaded(message, reason, retry_after)))
 

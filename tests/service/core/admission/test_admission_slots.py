@@ -18,7 +18,7 @@ from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.admission.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.admission.pace import retry_hint
-from service.core.errors import Overloaded
+from service.core.errors import Overloaded, Reason
 from tests.properties import example_count
 from tests.service.core.admission.test_admission import Clock
 
@@ -230,8 +230,9 @@ def test_a_full_house_grows_weary_of_looks_in_vain_and_rests() -> None:
 
 
 def test_hints_are_few_whatever_the_queue_takes() -> None:
-    """What gRPC is given for each is made once and kept."""
-    hints = [retry_hint(10 ** random.uniform(-1, 2)) for _ in range(20_000)]
+    """The status made of each is kept."""
+    slots = make(capacity=1)
+    hints = [slots.overloaded("", Reason.QUEUE_FULL, 10 ** random.uniform(-1, 2)).retry_after for _ in range(20_000)]
     assert len(set(hints)) < 500
     assert 0.1 <= min(hints) < max(hints) <= 60
     for queue_time in (0.2, 0.93, 3.7, 21.0, 60.0):

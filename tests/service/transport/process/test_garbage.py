@@ -72,6 +72,18 @@ async def test_it_goes_when_much_has_come(watched: Make, monkeypatch: pytest.Mon
     assert not await collected(watched(1), 0.2)  # no more has come since
 
 
+async def test_it_goes_when_many_objects_were_made_however_many_wait(
+    watched: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC makes three objects for each call that refer to each other: of a flood they would be gigabytes."""
+    monkeypatch.setattr(garbage, "resident", lambda: 0)
+    monkeypatch.setattr(garbage, "_MANY", 100)
+    cycle = watched(1)
+    made = [Cycle() for _ in range(200)]
+    assert await collected(cycle, 60)
+    assert len(made) == 200
+
+
 async def test_it_goes_after_a_while_however_many_wait(watched: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cycle = watched(1)
     monkeypatch.setattr(garbage, "_LONGEST", 0.05)
