@@ -1,4 +1,4 @@
-"""Describes the layers of a model of one config: products, norms and their order, under Hugging Face's names of tensors."""
+"""Describes the layers of a model of one config, and the tensors that hold them, as Hugging Face names them."""
 
 from __future__ import annotations
 
