@@ -18,7 +18,7 @@ from typing import Protocol
 
 from engine.api import Objection, ProposerInfo, Unused
 from engine.errors import Unsupported
-from engine.execution import eager, forward_pass, trials
+from engine.execution import eager, trials
 from engine.execution.batched import executor as batched
 from engine.execution.constrained import executor as constrained
 from engine.execution.graph_decode import executor as graph_decode
@@ -28,6 +28,7 @@ from engine.execution.speculation import executor as speculation
 from engine.execution.speculation.captured import executor as captured
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
+from engine.model.layers import many_tokens
 
 
 class Executor(Claiming, Protocol):
@@ -87,7 +88,7 @@ EXECUTORS: tuple[ExecutorEntry, ...] = (
         "graph_decode", "graph", graph_decode.why_not, graph_decode.GraphDecode, trials.KERNELS, ask=graph_decode.ask
     ),
     ExecutorEntry(
-        "graph_prefill", "graph", forward_pass.why_not, graph_prefill.make, trials.KERNELS, ask=graph_prefill.ask
+        "graph_prefill", "graph", many_tokens.why_not, graph_prefill.make, trials.KERNELS, ask=graph_prefill.ask
     ),
     ExecutorEntry("batched", "graph", batched.why_not, batched.Batched, trials.KERNELS, ask=batched.ask),
     ExecutorEntry("speculation", "eager", speculation.why_not, speculation.Speculation, trials.PLAIN, optional=True),

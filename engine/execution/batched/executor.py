@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 import torch
 
-from engine.execution import forward_pass
 from engine.execution.batched.pipeline import MOST_AHEAD, BatchPipeline
 from engine.execution.batched.steps import BatchedSteps
 from engine.execution.needs import chosen_by_kernels
@@ -16,6 +15,7 @@ from engine.execution.step_state import Parts, Unfit
 from engine.kernels import batch_attention
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
+from engine.model.layers import many_tokens
 from engine.scheduling.plan import Row, RowResult
 
 FEW = 8  # rows, which one pipeline of `graph_decode` holds
@@ -28,7 +28,7 @@ def why_not(parts: Parts) -> str | None:
         return f"no more than {FEW} sequences run at once, which graph_decode takes"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed"
-    return forward_pass.why_not(parts) or batch_attention.why_not(forward_pass.heads_of(parts))
+    return many_tokens.why_not(parts) or batch_attention.why_not(many_tokens.heads_of(parts))
 
 
 def ask(parts: Parts) -> None:

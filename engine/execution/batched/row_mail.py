@@ -8,11 +8,11 @@ import torch
 
 from engine.execution.batched.pipeline import Changes
 from engine.execution.batched.telling import Telling
-from engine.execution.forward_pass import ForwardPass
 from engine.execution.mailbox import Mailbox
 from engine.kernels import batch_sampling
 from engine.kernels import rows as kernels
 from engine.kernels.prefill import Parts
+from engine.model.layers.many_tokens import ForwardPass
 
 
 class RowMail:

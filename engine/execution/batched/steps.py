@@ -13,7 +13,6 @@ import torch
 from engine.execution.batched.pipeline import MOST_AHEAD, Changes
 from engine.execution.batched.row_mail import RowMail
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import ForwardPass
 from engine.execution.needs import require_known
 from engine.execution.patience import Patience, all_told
 from engine.execution.step_state import Parts
@@ -25,6 +24,7 @@ from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
 from engine.kernels.launch import Launch
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
+from engine.model.layers.many_tokens import ForwardPass
 from engine.settings import PAGE_SIZE
 
 RING = 2 * MOST_AHEAD  # steps whose entries are kept
@@ -121,7 +121,7 @@ class BatchedSteps:
 
 
 class RowAttention:
-    """A `forward_pass.TokenAttention` of rows of one token."""
+    """A `many_tokens.TokenAttention` of rows of one token."""
 
     def __init__(self, run: ForwardPass, rows: states.RowStates, spaces: Mapping[int | None, Workspace]) -> None:
         self._run = run

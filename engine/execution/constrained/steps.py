@@ -27,7 +27,7 @@ from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
-from engine.kernels.step import (
+from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
     StepWeights,

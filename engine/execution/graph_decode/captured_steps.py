@@ -21,7 +21,8 @@ from engine.kernels.attention import MANY_TOKENS
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
-from engine.kernels.step import (
+from engine.loading.progress import Progress
+from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
     StepWeights,
@@ -30,7 +31,6 @@ from engine.kernels.step import (
     prepare_start,
     prepare_step,
 )
-from engine.loading.progress import Progress
 from engine.settings import PAGE_SIZE
 
 # Tokens; attention is launched no wider than the longest row needs, which costs a little, and beyond the last of these

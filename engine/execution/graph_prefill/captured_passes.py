@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import Ends, ForwardPass
 from engine.execution.graph_prefill.passes import TABLE, Layout, Pass
 from engine.execution.mailbox import Mailbox
 from engine.execution.step_state import Parts
@@ -24,6 +23,7 @@ from engine.kernels.attention import LayerAttention
 from engine.kernels.launch import Launch
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
+from engine.model.layers.many_tokens import Ends, ForwardPass
 from engine.settings import PAGE_SIZE
 
 _ROUNDS = 2  # of timing all sizes; the least counts
@@ -116,7 +116,7 @@ class CapturedPasses:
 
 @dataclass(frozen=True, slots=True)
 class PassAttention:
-    """A `forward_pass.TokenAttention` of chunks."""
+    """A `many_tokens.TokenAttention` of chunks."""
 
     run: ForwardPass
     places: ops.TokenPlaces

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Rows
 import torch
 
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import why_not
 from engine.execution.graph_decode import weights as step_weights
 from engine.execution.graph_prefill.captured_passes import CapturedPasses
 from engine.execution.graph_prefill.first_token import FirstTokens, can_draw
@@ -19,6 +18,7 @@ from engine.execution.step_state import Parts, Unfit
 from engine.kernels.build import BuildError
 from engine.kernels.tokens import Fed
 from engine.loading.progress import Progress
+from engine.model.layers.many_tokens import why_not
 from engine.scheduling.plan import Row, RowResult
 
 SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of a graph

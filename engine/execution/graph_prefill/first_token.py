@@ -18,8 +18,8 @@ from engine.execution.token_masks import Mask, TokenMasks
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, launcher_of
-from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
 from engine.kernels.tokens import Fed
+from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, prepare_first
 from engine.sampling.noise import seed_key
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState

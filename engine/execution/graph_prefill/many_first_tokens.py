@@ -9,13 +9,13 @@ import torch
 from engine.execution.batched.pipeline import BatchRow, Changes
 from engine.execution.batched.row_mail import RowMail
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import ForwardPass
 from engine.execution.graph_prefill.first_token import result_of
 from engine.execution.graph_prefill.passes import MOST_CHUNKS
 from engine.execution.mailbox import Mailbox
 from engine.execution.meanwhile import Meanwhile
 from engine.execution.patience import Patience, all_told
 from engine.kernels import rows as states
+from engine.model.layers.many_tokens import ForwardPass
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState
 

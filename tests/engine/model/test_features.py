@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.execution import forward_pass
 from engine.execution.graph_decode import weights
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache
@@ -17,7 +16,8 @@ from engine.linear import Placement
 from engine.linear.products import CpuProducts
 from engine.loading.formats import Format
 from engine.model.features import Feature, features, why_not
-from engine.model.few_rows import why_not_few_rows
+from engine.model.layers import many_tokens
+from engine.model.layers.few_rows_cpu import why_not_few_rows
 from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
@@ -46,7 +46,7 @@ def parts_of(config: ModelConfig) -> Parts:
 def test_the_first_families_need_no_feature() -> None:
     config = load_config(QWEN3)
     assert features(config) == frozenset()
-    assert forward_pass.why_not(parts_of(config)) is None
+    assert many_tokens.why_not(parts_of(config)) is None
     assert weights.why_not(parts_of(config)) is None
 
 
@@ -55,7 +55,7 @@ def test_kernels_refuse_each_feature_by_name(feature: Feature) -> None:
     config = replace(load_config(QWEN3), **CHANGES[feature])
     assert features(config) == {feature}
     reason = f"the model has {feature}, which the kernels do not compute"
-    assert forward_pass.why_not(parts_of(config)) == reason
+    assert many_tokens.why_not(parts_of(config)) == reason
     assert weights.why_not(parts_of(config)) == reason
     assert why_not(config, computed=[feature]) is None
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed
 from engine.execution.eager import Eager
-from engine.execution.forward_pass import why_not
 from engine.execution.graph_prefill.executor import GraphPrefill
 from engine.execution.step_state import Parts
 from engine.kernels import gated_product
 from engine.linear import DenseLinear
+from engine.model.layers.many_tokens import why_not
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
