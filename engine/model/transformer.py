@@ -44,6 +44,9 @@ class Transformer:
         self.weights = weights
         self.ropes = ropes
         self.placement = placement
+        self._embedding_scale = config.embedding_scale
+        if config.embedding_scale_rounded:
+            self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
         self.fused = True
         self._eager = EagerWalk(config, weights.layers, ropes, placement.activations.dtype)
         few_rows = open_few_rows(config, weights, ropes.full, placement)
@@ -58,9 +61,8 @@ class Transformer:
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
         """Writes keys and values to the cache. Hidden states [sampled, hidden] before the last norm, float32."""
         x = functional.embedding(step.token_ids, self.weights.embedding).float()
-        if self.config.embedding_scale != 1.0:
-            # In the embedding's type, in which the model was trained to be scaled.
-            x.mul_(float(torch.tensor(self.config.embedding_scale, dtype=self.weights.embedding.dtype)))
+        if self._embedding_scale != 1.0:
+            x.mul_(self._embedding_scale)
         spans = step.attention.spans
         if self.fused and self._few_rows is not None and self._few_rows.takes(spans, cache):
             self._few_rows.forward(x, spans, step.positions, step.slots, cache)

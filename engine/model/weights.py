@@ -63,7 +63,7 @@ def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearL
     embedding = placement.matrix(config.vocab_size, config.hidden_size)
     embedding.copy_(finite(source.tensor(EMBEDDING), EMBEDDING))
     layers = tuple(_load_layer(config, index, source, load_linear, placement) for index in range(config.layers))
-    norm = RmsNorm(_gains(config, source, FINAL_NORM, placement), config.norm_eps)
+    norm = RmsNorm(_gains(config, source, FINAL_NORM, placement).mul_(config.logit_scale), config.norm_eps)
     tied = DenseLinear(embedding, products=placement.products)
     head = tied if config.tied_head else load_linear(source, _head(config), placement)
     return Weights(embedding=embedding, layers=layers, norm=norm, head=head)

@@ -15,9 +15,9 @@ from engine.kv.kv_cache import KvCache
 from engine.linear import Placement
 from engine.linear.products import CpuProducts
 from engine.loading.formats import Format
-from engine.model.features import Feature, features, why_not
+from engine.model.features import FUSED, Feature, features, why_not
 from engine.model.layers import many_tokens
-from engine.model.layers.few_rows_cpu import why_not_few_rows
+from engine.model.layers.few_rows_cpu import COMPUTED, why_not_few_rows
 from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
@@ -26,7 +26,7 @@ from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.reading import load_config
 
 QWEN3 = Path(__file__).resolve().parents[3] / "models" / "demo"
-CHANGES: dict[Feature, dict[str, Any]] = {
+LACKING: dict[Feature, dict[str, Any]] = {
     Feature.GELU: {"activation": "gelu"},
     Feature.OUTPUT_NORMS: {"output_norms": True},
     Feature.SCALED_EMBEDDING: {"embedding_scale": 16.0},
@@ -43,27 +43,32 @@ def parts_of(config: ModelConfig) -> Parts:
     return Parts(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")), 16, 16)
 
 
-def test_the_first_families_need_no_feature() -> None:
-    config = load_config(QWEN3)
-    assert features(config) == frozenset()
+def test_kernels_compute_the_features_of_the_first_families() -> None:
+    config = replace(load_config(QWEN3), qkv_bias=True, windows=(8, None))
+    assert features(config) == FUSED
+    assert features(replace(config, qkv_bias=False, qk_norm=False, windows=(None,))) == frozenset()
     assert many_tokens.why_not(parts_of(config)) is None
     assert weights.why_not(parts_of(config)) is None
 
 
-@pytest.mark.parametrize("feature", Feature)
+def test_every_feature_is_computed_or_refused() -> None:
+    assert FUSED | set(LACKING) == set(Feature)
+
+
+@pytest.mark.parametrize("feature", LACKING)
 def test_kernels_refuse_each_feature_by_name(feature: Feature) -> None:
-    config = replace(load_config(QWEN3), **CHANGES[feature])
-    assert features(config) == {feature}
+    config = replace(load_config(QWEN3), **LACKING[feature])
+    assert features(config) == {Feature.HEAD_NORMS, feature}
     reason = f"the model has {feature}, which the kernels do not compute"
     assert many_tokens.why_not(parts_of(config)) == reason
     assert weights.why_not(parts_of(config)) == reason
-    assert why_not(config, computed=[feature]) is None
+    assert why_not(config, computed=FUSED | {feature}) is None
 
 
-@pytest.mark.parametrize("feature", Feature)
-def test_the_walk_in_c_refuses_each_feature_by_name(feature: Feature) -> None:
-    config = replace(load_config(QWEN3), **CHANGES[feature])
+@pytest.mark.parametrize("feature", LACKING)
+def test_the_walk_in_c_refuses_by_name_what_it_does_not_compute(feature: Feature) -> None:
+    config = replace(load_config(QWEN3), **LACKING[feature])
     placement = Placement(torch.bfloat16, torch.device("cpu"), cast(CpuProducts, object()))
-    reason = why_not_few_rows(config, placement)
-    assert reason == f"the model has {feature}, which the kernels do not compute"
+    refused = f"the model has {feature}, which the kernels do not compute"
+    assert why_not_few_rows(config, placement) == (None if feature in COMPUTED else refused)
     assert why_not_few_rows(load_config(QWEN3), placement) is None

@@ -67,6 +67,7 @@ SHAPES = {
     "biases": Shape(bias=True),
     "untied": Shape(tied=False, vocabulary=200),
     "window": Shape(window=20),
+    "scales": Shape(scaled=True),
 }
 
 
