@@ -67,9 +67,11 @@ class Block:
         config, form = self.config, self.form
         first = 0 if past is None else past.length
         rotation = self.rotation.at(first, h.shape[1])
-        q, k, v = (self._heads(apply(weights, name, h, observe)) for name in form.qkv.linears)
-        q = rotation.turn(self.norm(weights, form.query_norm, q)) * config.query_scale
-        k = rotation.turn(self.norm(weights, form.key_norm, k))
+        q, k, v = (
+            self._heads(weights, norm, apply(weights, name, h, observe))
+            for name, norm in zip(form.qkv.linears, (form.query_norm, form.key_norm, None), strict=True)
+        )
+        q, k = rotation.turn(q) * config.query_scale, rotation.turn(k)
         if past is not None:
             k, v = past.extend(k, v)
         share = config.heads // config.kv_heads
@@ -83,8 +85,10 @@ class Block:
         gate = functional.silu(gate) if self.config.activation == "silu" else functional.gelu(gate, approximate="tanh")
         return apply(weights, form.down.linears[0], gate * up, observe)
 
-    def _heads(self, flat: torch.Tensor) -> torch.Tensor:
+    def _heads(self, weights: BlockWeights, norm: Norm | None, flat: torch.Tensor) -> torch.Tensor:
         """[S, T, heads · head_dim] -> [S, heads, T, head_dim]."""
+        if norm is not None:
+            flat = self.norm(weights, norm, in_groups(flat, norm.size)).flatten(2)
         return in_groups(flat, self.config.head_dim).transpose(1, 2)
 
     def _mask(self, count: int, first: int, device: torch.device) -> torch.Tensor:

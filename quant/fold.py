@@ -13,13 +13,13 @@ from quant.checkpoint.tensors import layer_form
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """`linears` read one input, made by `before` (a norm or a linear).
+    """`linears` read one input, made by `before` (a norm or a linear; None where nothing can take a scale in).
 
     Under grouped queries each channel of v_proj feeds `share` heads of o_proj's input: they take one scale.
     """
 
     linears: tuple[str, ...]
-    before: str
+    before: str | None
     inputs: int
     share: int = 1
     head_dim: int = 1

@@ -20,6 +20,8 @@ class Feature(StrEnum):
     BIASES = "biases of products"
     HEAD_NORMS = "norms of queries and keys"
     WINDOWS = "windows of attention"
+    WIDE_HEAD_NORMS = "norms of all heads as one"
+    NO_INPUT_NORMS = "no norms of what attention and MLP read"
     GELU = "a gate by GELU"
     OUTPUT_NORMS = "norms of what attention and MLP compute"
     SCALED_EMBEDDING = "a scaled embedding"
@@ -35,6 +37,8 @@ def features(config: ModelConfig) -> frozenset[Feature]:
         Feature.BIASES: config.qkv_bias or config.output_bias or config.mlp_bias,
         Feature.HEAD_NORMS: config.qk_norm,
         Feature.WINDOWS: any(config.windows),
+        Feature.WIDE_HEAD_NORMS: config.wide_qk_norm,
+        Feature.NO_INPUT_NORMS: not config.input_norms,
         Feature.GELU: config.activation == "gelu",
         Feature.OUTPUT_NORMS: config.output_norms,
         Feature.SCALED_EMBEDDING: config.embedding_scale != 1.0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection
-from engine.model.norm import RmsNorm
+from engine.model.norm import NoNorm, RmsNorm, WideNorm
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.source import TensorSource, finite
 from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, Norm, Product, layer_form, layer_prefix
@@ -85,27 +85,28 @@ def _load_layer(
     def gains(norm: Norm) -> torch.Tensor:
         return _gains(config, source, f"{prefix}.{norm.name}.weight", placement)
 
-    def norm(described: Norm) -> RmsNorm:
-        return RmsNorm(gains(described), config.norm_eps)
+    def norm(described: Norm | None) -> RmsNorm | None:
+        return None if described is None else RmsNorm(gains(described), config.norm_eps)
 
     head_norm = None
     if form.query_norm is not None and form.key_norm is not None:
         both = torch.empty(config.heads + config.kv_heads, config.head_dim, device=placement.device)
         # The scale of attention is a factor on queries, and rotation keeps it.
-        both[: config.heads].copy_(gains(form.query_norm).mul_(config.query_scale))
-        both[config.heads :].copy_(gains(form.key_norm))
-        head_norm = RmsNorm(both, config.norm_eps)
+        both[: config.heads].copy_(gains(form.query_norm).mul_(config.query_scale).view(-1, config.head_dim))
+        both[config.heads :].copy_(gains(form.key_norm).view(-1, config.head_dim))
+        wide = form.query_norm.size > config.head_dim
+        head_norm = WideNorm(both, config.norm_eps, config.heads) if wide else RmsNorm(both, config.norm_eps)
     return Layer(
-        input_norm=norm(form.input_norm),
+        input_norm=norm(form.input_norm) or NoNorm(),
         qkv=linear(form.qkv),
         head_norm=head_norm,
         output=linear(form.output),
-        mlp_norm=norm(form.mlp_norm),
+        mlp_norm=norm(form.mlp_norm) or NoNorm(),
         gate_up=linear(form.gate_up),
         down=linear(form.down),
         window=config.windows[index],
-        output_norm=None if form.output_norm is None else norm(form.output_norm),
-        down_norm=None if form.down_norm is None else norm(form.down_norm),
+        output_norm=norm(form.output_norm),
+        down_norm=norm(form.down_norm),
     )
 
 

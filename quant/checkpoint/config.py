@@ -16,7 +16,7 @@ from quant.checkpoint.errors import short
 from quant.checkpoint.fields import Fields
 from quant.checkpoint.rope import RopeConfig, context_limit, parse_rope, parse_ropes_by_kind
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "granite"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "granite", "olmo2"]
 Activation = Literal["silu", "gelu"]  # of the gate; gelu is its approximation by tanh
 
 CONFIG: Final = "config.json"
@@ -42,7 +42,10 @@ class _FamilyRules:
     mlp_bias: bool = False  # whether the config may switch it on
     qk_norm: bool = False
     activation: Activation = "silu"
+    wide_qk_norm: bool = False
+    norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    input_norms: bool = True
     output_norms: bool = False
     scaled_embedding: bool = False
     scaled_queries: bool = False  # whether the config states the scale of attention
@@ -84,6 +87,16 @@ FAMILIES: Final = {
     "GraniteForCausalLM": _FamilyRules(
         family="granite", max_positions=2048, attention_bias=True, mlp_bias=True, multipliers=True
     ),
+    "Olmo2ForCausalLM": _FamilyRules(
+        family="olmo2",
+        max_positions=2048,
+        attention_bias=True,
+        qk_norm=True,
+        wide_qk_norm=True,
+        norm_eps=1e-5,
+        input_norms=False,
+        output_norms=True,
+    ),
 }
 
 
@@ -106,8 +119,10 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    wide_qk_norm: bool  # whether a norm takes all heads of queries, or of keys, as one
     activation: Activation
     norm_offset: float  # what is added to the stored weights of norms
+    input_norms: bool  # whether what attention and MLP read is normalised
     output_norms: bool  # whether what attention and MLP compute is normalised before it is added to the residual
     embedding_scale: float
     embedding_scale_rounded: bool  # whether the scale is rounded to the embedding's type, as it was in training
@@ -151,15 +166,17 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
         heads=heads,
         kv_heads=_kv_heads(fields, rules, heads),
         head_dim=head_dim,
-        norm_eps=fields.within("rms_norm_eps", 0.0, 1.0, default=1e-6) / scales.residual**2,
+        norm_eps=fields.within("rms_norm_eps", 0.0, 1.0, default=rules.norm_eps) / scales.residual**2,
         max_context=context_limit(max_positions, rope),
         tied_head=fields.boolean("tie_word_embeddings", default=rules.tied_head),
         qkv_bias=attention_bias or rules.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=_switch(fields, "mlp_bias", rules.mlp_bias, architecture),
         qk_norm=rules.qk_norm,
+        wide_qk_norm=rules.wide_qk_norm,
         activation=rules.activation,
         norm_offset=rules.norm_offset,
+        input_norms=rules.input_norms,
         output_norms=rules.output_norms,
         embedding_scale=scales.embedding / scales.residual,
         embedding_scale_rounded=rules.scaled_embedding,
@@ -269,7 +286,7 @@ def _refuse_unknown_computation(fields: Fields, rules: _FamilyRules) -> None:
 def _windows(fields: Fields, rules: _FamilyRules) -> tuple[int | None, ...]:
     family, default = rules.family, rules.sizes.get("num_hidden_layers")
     layers = fields.integer("num_hidden_layers", default=default, minimum=1, maximum=MAX_LAYERS)
-    if family in ("llama", "granite"):
+    if family in ("llama", "granite", "olmo2"):
         return (None,) * layers
     window = fields.raw.get("sliding_window", SLIDING_WINDOW)
     if window is not None:

@@ -35,25 +35,25 @@ class Product:
     inputs: int
     outputs: tuple[int, ...]  # one a linear
     bias: bool  # all have one, or none has
-    follows: str  # the norm or linear whose channels are the inputs, so that a scale can move from one to the other
+    follows: str | None  # the norm or linear whose channels are the inputs, so that a scale can move between the two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForm:
     """Describes a decoder layer; fields are in the order of the forward pass. Whoever loads a layer, predicts its
-    kernels or quantizes it reads this description:
+    kernels or quantizes it reads this description, in which a family has the norms that are not None:
 
     x += output_norm(output(attend(query_norm, key_norm of qkv(input_norm(x)))))
     x += down_norm(down(gate(gate_up(mlp_norm(x)))))
     """
 
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: Product
-    query_norm: Norm | None  # of each head
+    query_norm: Norm | None  # of each head, or of all heads as one; its size says which
     key_norm: Norm | None
     output: Product
     output_norm: Norm | None
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     gate_up: Product
     down: Product
     down_norm: Norm | None
@@ -75,22 +75,28 @@ def layer_form(config: ModelConfig) -> LayerForm:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     q, k, v, o = (f"self_attn.{name}_proj" for name in "qkvo")
     gate, up, down = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
-    before = "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
+    ends, wide = config.output_norms, config.wide_qk_norm
 
     def norm(name: str, needed: bool, size: int = hidden) -> Norm | None:
         return Norm(name, size) if needed else None
 
+    def product(reads: Norm | str | None, inputs: int, outputs: dict[str, int], bias: bool) -> Product:
+        follows = reads.name if isinstance(reads, Norm) else reads
+        return Product(tuple(outputs), inputs, tuple(outputs.values()), bias, follows)
+
+    first = norm("input_layernorm", config.input_norms)
+    second = norm("pre_feedforward_layernorm" if ends else "post_attention_layernorm", config.input_norms)
     return LayerForm(
-        input_norm=Norm("input_layernorm", hidden),
-        qkv=Product((q, k, v), hidden, (queries, keys, keys), config.qkv_bias, "input_layernorm"),
-        query_norm=norm("self_attn.q_norm", config.qk_norm, config.head_dim),
-        key_norm=norm("self_attn.k_norm", config.qk_norm, config.head_dim),
-        output=Product((o,), queries, (hidden,), config.output_bias, v),
-        output_norm=norm("post_attention_layernorm", config.output_norms),
-        mlp_norm=Norm(before, hidden),
-        gate_up=Product((gate, up), hidden, (inner, inner), config.mlp_bias, before),
-        down=Product((down,), inner, (hidden,), config.mlp_bias, up),
-        down_norm=norm("post_feedforward_layernorm", config.output_norms),
+        input_norm=first,
+        qkv=product(first, hidden, {q: queries, k: keys, v: keys}, config.qkv_bias),
+        query_norm=norm("self_attn.q_norm", config.qk_norm, queries if wide else config.head_dim),
+        key_norm=norm("self_attn.k_norm", config.qk_norm, keys if wide else config.head_dim),
+        output=product(v, queries, {o: hidden}, config.output_bias),
+        output_norm=norm("post_attention_layernorm", ends),
+        mlp_norm=second,
+        gate_up=product(second, hidden, {gate: inner, up: inner}, config.mlp_bias),
+        down=product(up, inner, {down: hidden}, config.mlp_bias),
+        down_norm=norm("post_feedforward_layernorm", ends),
     )
 
 

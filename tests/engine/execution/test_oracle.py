@@ -93,6 +93,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2-biases": ("Olmo2Config", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "granite": ("GraniteConfig", {**GRANITE, "tie_word_embeddings": True}),
     "granite-biases": (
         "GraniteConfig",
